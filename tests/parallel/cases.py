@@ -4,7 +4,7 @@ Every rank trains on different data and starts from different weights, so that a
 reduction cannot pass unnoticed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +97,7 @@ def _token_loss(model: nn.Module, rank: int, step: int, device: torch.device) ->
 def _branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
     """Rank 1 uses the right head where the others use the left, so their gradients become ready differently."""
     branch = "right" if (rank + step) % 2 else "left"
-    return model(_inputs(rank, step).to(device), branch).square().mean()
+    return model(_inputs(rank, step).to(device), branch=branch).square().mean()
 
 
 def _same_branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
@@ -168,11 +168,11 @@ class Reference:
             optimizer.zero_grad()
 
     @torch.no_grad()
-    def follow(self, model: nn.Module) -> None:
+    def follow(self, parameters: Mapping[str, Tensor]) -> None:
         """Take over a model's parameters, so that the next step compares that step's rounding alone."""
         for replica in self.replicas:
-            for mine, theirs in zip(replica.parameters(), model.parameters(), strict=True):
-                mine.copy_(theirs)
+            for name, mine in replica.named_parameters():
+                mine.copy_(parameters[name])
 
 
 def _trainable(model: nn.Module) -> list[nn.Parameter]:

@@ -1,53 +1,15 @@
 """Several backward passes per step: no_sync, and what happens without it."""
 
-from itertools import product
 
 import pytest
 import torch
-from torch import nn
 
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.parallel import get_strategy, strategies_on
-from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_equals_reference, every_row, run
-
-
-def accumulate(context: RankContext, strategy: str, case: str, set_to_none: bool) -> None:
-    model = build(case, context.rank, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    reference = Reference(case, context.world_size, context.device)
-    loss = CASES[case].loss
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1)
-    for step in range(2):
-        optimizer.zero_grad(set_to_none=set_to_none)
-        for micro in range(3):
-            if micro < 2:
-                with wrapper.no_sync():
-                    loss(wrapper, context.rank, 10 * step + micro, context.device).backward()
-            else:
-                loss(wrapper, context.rank, 10 * step + micro, context.device).backward()
-            reference.backward(10 * step + micro)
-        wrapper.finish_gradient_synchronization()
-        expected = reference.average()
-        gradients = [parameter.grad for parameter in trainable]
-        assert_equals_reference(
-            [g for g, e in zip(gradients, expected, strict=True) if e is not None],
-            [e for e in expected if e is not None],
-            context.world_size,
-        )
-        optimizer.step()
-        reference.step()
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_no_sync_accumulates_and_the_next_backward_sends_the_sum(strategy, backend):
-    """RELIABILITY 8. In "unused-on-some" a rank uses a head in an earlier micro-batch only."""
-    rows = [*product([strategy], ["plain", "tied", "unused-on-some"], [True, False])]
-    run(every_row, 2, accumulate, rows, backend=backend)
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import STRATEGIES, run
 
 
 def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -> None:
@@ -116,40 +78,6 @@ def second_backward(context: RankContext, strategy: str) -> str:
 def test_a_second_synchronised_backward_before_finish_raises(strategy):
     """RELIABILITY 9: correct or an error; here an error that says no_sync()."""
     assert "no_sync()" in run(second_backward, 2, strategy)[0]
-
-
-def accumulation_without_zeroing(context: RankContext, strategy: str) -> None:
-    """Gradients that stay: the averaged ones of step 1 plus those of step 2, averaged, on every rank."""
-    model = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(model.weight)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    for expected in (1.5, 3.0):  # inputs 1 and 2 on the two ranks: mean gradient 1.5 per step
-        wrapper(torch.tensor([[float(context.rank + 1)]])).sum().backward()
-        wrapper.finish_gradient_synchronization()
-        assert model.weight.grad.item() == expected
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_without_zero_grad_synchronised_steps_add_up(strategy):
-    run(accumulation_without_zeroing, 2, strategy)
-
-
-def unused_everywhere_under_adamw(context: RankContext, strategy: str) -> tuple[float, float]:
-    model = build("unused-everywhere", 0, context.device)
-    before = model.never.weight.detach().clone()
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    CASES["unused-everywhere"].loss(wrapper, context.rank, 0, context.device).backward()
-    wrapper.finish_gradient_synchronization()
-    optimizer.step()
-    assert model.never.weight.grad is None
-    assert torch.equal(model.never.weight, before)  # a zero gradient would have let weight decay act
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_parameter_nobody_used_is_left_alone_by_adamw(strategy):
-    """RELIABILITY 7."""
-    run(unused_everywhere_under_adamw, 2, strategy)
 
 
 def finish_twice_and_without_backward(context: RankContext, strategy: str) -> None:

@@ -1,6 +1,5 @@
 """Buffers, half precision, subgroups, arguments and results: what a wrapper must leave as it is."""
 
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -12,29 +11,7 @@ from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
 from tests.parallel.cases import build
-from tests.parallel.test_contract import BACKENDS, STRATEGIES, assert_same_on_all_ranks, run
-
-
-def buffers_follow_rank_0(context: RankContext, strategy: str) -> None:
-    model = build("batch-norm", 0, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    generator = torch.Generator().manual_seed(context.rank)
-    wrapper(torch.randn(4, 6, generator=generator).to(context.device)).sum().backward()
-    wrapper.finish_gradient_synchronization()
-    mean = model[1].running_mean.clone()
-    everyone = [torch.empty_like(mean) for _ in range(context.world_size)]
-    dist.all_gather(everyone, mean, group=context.group)
-    assert not torch.equal(everyone[0], everyone[1])  # statistics are local until asked for
-    wrapper.sync_buffers()
-    assert torch.equal(model[1].running_mean, everyone[0])
-    assert_same_on_all_ranks(list(model.buffers()), context)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_buffers_are_synchronised_on_request(strategy, backend):
-    """RELIABILITY 12: the policy is: broadcast at construction, then by sync_buffers()."""
-    run(buffers_follow_rank_0, 2, strategy, backend=backend)
+from tests.parallel.test_contract import BACKENDS, STRATEGIES, run
 
 
 class WithBuffers(nn.Module):
@@ -115,44 +92,6 @@ def in_a_subgroup(context: RankContext, strategy: str) -> float | None:
 def test_a_subgroup_averages_among_itself(strategy):
     """RELIABILITY 17."""
     assert run(in_a_subgroup, 3, strategy) == [None, 1.5, 1.5]
-
-
-class Pair(NamedTuple):
-    first: Tensor
-    second: Tensor
-
-
-class Varied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(2, 2)
-
-    def forward(self, x: Tensor, *, kind: str):
-        y = self.linear(x)
-        return {"dict": {"y": y, "nested": [y, (y,)]}, "named": Pair(y, y), "none": None}[kind]
-
-
-def any_arguments_any_results(context: RankContext, strategy: str) -> None:
-    wrapper = STRATEGIES[strategy](Varied(), process_group=context.group)
-    x = torch.ones(1, 2)
-    result = wrapper(x, kind="dict")
-    assert set(result) == {"y", "nested"} and torch.equal(result["nested"][1][0], result["y"])
-    assert isinstance(wrapper(x, kind="named"), Pair)
-    assert wrapper(x, kind="none") is None
-    result["nested"][0].sum().backward()
-    wrapper.finish_gradient_synchronization()
-    with CollectiveRecorder() as recorder, torch.no_grad():
-        wrapper.eval()
-        wrapper(x, kind="named")
-        with torch.inference_mode():
-            wrapper(x, kind="named")
-    assert recorder.calls == []
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_arguments_and_results_pass_through_and_inference_is_silent(strategy):
-    """RELIABILITY 19."""
-    run(any_arguments_any_results, 2, strategy)
 
 
 def dropped_wrapper(context: RankContext, strategy: str) -> int:

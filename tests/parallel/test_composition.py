@@ -19,8 +19,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import FSDP
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
-from tests.parallel.test_contract import STRATEGIES, every_row, run
-from tests.parallel.test_fsdp import full_gradients
+from tests.parallel.test_contract import STRATEGIES, every_row, full_gradients, run
 
 AVERAGING = ("naive", "flat", "overlap", "bucketed")
 WITH_FSDP = {strategy: STRATEGIES[strategy] for strategy in AVERAGING} | {"fsdp": FSDP}

@@ -8,7 +8,8 @@ differs between a ring and a plain sum, so the ranks must equal each other bit f
 import hashlib
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from textwrap import dedent
@@ -16,10 +17,11 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
-from distlab.comm import RankContext
+from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import hybrid_mesh
-from distlab.parallel import BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
+from distlab.parallel import FSDP, BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP, ParallelModel
 from distlab.testing import run_ranks
 from tests.commands import ROOT
 from tests.parallel.cases import CASES, Reference, build
@@ -33,7 +35,8 @@ STRATEGIES = {
     ),  # 104 bytes: many buckets
     "bucketed-unbounded": lambda module, **kw: BucketedDDP(module, bucket_size_mb=None, **kw),
 }
-ON_A_MESH = {name: make for name, make in STRATEGIES.items() if name != "bucketed-unbounded"}
+WITH_FSDP = STRATEGIES | {"fsdp": FSDP}
+ON_A_MESH = [name for name in WITH_FSDP if name != "bucketed-unbounded"]
 MESHES = [  # backend, ranks, ranks of a shard group
     ("gloo", 4, 2),
     *(pytest.param("nccl", ranks, size, marks=pytest.mark.multigpu) for ranks, size in ((2, 1), (2, 2), (4, 2))),
@@ -67,54 +70,68 @@ def _digest(tensor: torch.Tensor | None) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-def assert_equals_reference(gradients, expected, world_size: int) -> None:
-    for gradient, reference in zip(gradients, expected, strict=True):
-        assert (gradient is None) == (reference is None)
-        if gradient is None:
-            continue
-        assert gradient.dtype == reference.dtype and gradient.shape == reference.shape
-        if world_size <= 2:
-            assert torch.equal(gradient, reference)
-        else:
-            # N roundings of 1/N·g and N − 1 additions in another order: a few ulp of the largest summand.
-            ulps = 4 * world_size * torch.finfo(gradient.dtype).eps
-            torch.testing.assert_close(gradient, reference, rtol=ulps, atol=ulps)
+def full_gradients(wrapper: ParallelModel, context: RankContext) -> dict[str, Tensor | None]:
+    """Put every trainable parameter's gradient together from all ranks' shards, if they are sharded."""
+    names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
+    if not isinstance(wrapper, FSDP):
+        return {name: wrapper.module.get_parameter(name).grad for name in names}
+    vectors = wrapper._replicated
+    found = {entry.name: master.grad for entry, master in zip(vectors.entries, vectors.masters, strict=True)}
+    for param in wrapper.flat_params:
+        for index, entry in enumerate(param.entries):
+            gradient = param.shards[index].grad
+            mine = None if gradient is None else entry.flatten(gradient).cpu()
+            parts = collectives.gather_objects(mine, param.group)
+            missing = [part is None for part in parts]
+            assert all(missing) or not any(missing), entry.name
+            found[entry.name] = None if missing[0] else entry.unflatten(torch.cat(parts)).to(context.device)
+    return {name: found[name] for name in names}
 
 
 def train_beside_reference(
-    context: RankContext, strategy: str, case: str, set_to_none: bool, shard_size: int | None = None
+    context: RankContext, strategy: str, case: str, set_to_none: bool, shard_size: int | None = None, micro: int = 1
 ) -> None:
+    """Train two steps of so many micro-batches; gradients, parameters and buffers are those of one process."""
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
     mesh = {} if shard_size is None else {"mesh": hybrid_mesh(context.group, shard_size)}
-    wrapper = (STRATEGIES | ON_GPUS)[strategy](model, process_group=context.group, **mesh)
+    wrapper = (WITH_FSDP | ON_GPUS)[strategy](model, process_group=context.group, **mesh)
     reference = Reference(case, context.world_size, context.device)
-    assert_same_on_all_ranks([*model.state_dict().values()], context)  # RELIABILITY 2, 12
-    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.SGD(trainable, lr=0.1)
+    parameters = wrapper.full_parameters()
+    assert_same_on_all_ranks([*parameters.values(), *model.buffers()], context)  # RELIABILITY 2, 12
+    optimizer = torch.optim.SGD([parameter for parameter in wrapper.parameters() if parameter.requires_grad], lr=0.1)
+    sharded = strategy == "fsdp"
+    exact = context.world_size <= 2 and not (sharded and case in ("odd-strides", "mixed-dtypes"))
     for step in range(STEPS):
         optimizer.zero_grad(set_to_none=set_to_none)
-        CASES[case].loss(wrapper, context.rank, step, context.device).backward()
+        for number in range(micro * step, micro * (step + 1)):
+            with nullcontext() if number % micro == micro - 1 else wrapper.no_sync():
+                CASES[case].loss(wrapper, context.rank, number, context.device).backward()
+            reference.backward(number)
         wrapper.finish_gradient_synchronization()
-        reference.backward(step)
-        expected = reference.average()
-        gradients = [parameter.grad for parameter in trainable]
-        if not set_to_none:  # zeroed instead of dropped: zeros stand for what would be None
-            expected = [
-                g if e is None and g is not None and not g.any() else e
-                for e, g in zip(expected, gradients, strict=True)
-            ]
-        assert_equals_reference(gradients, expected, context.world_size)
-        assert_same_on_all_ranks(gradients, context)
+        gradients = full_gradients(wrapper, context)
+        for (name, gradient), expected in zip(gradients.items(), reference.average(), strict=True):
+            if expected is None and (sharded or not set_to_none):  # zeros may stand for what nobody used
+                assert gradient is None or not gradient.any(), name
+                continue
+            assert (gradient is None) == (expected is None), name
+            if gradient is not None:
+                assert gradient.shape == expected.shape and (sharded or gradient.dtype == expected.dtype), name
+                # N roundings of 1/N·g and N − 1 additions in another order: a few ulp of the largest summand.
+                ulps = 0 if exact else 8 * context.world_size * torch.finfo(expected.dtype).eps
+                torch.testing.assert_close(gradient.to(expected.dtype), expected, rtol=ulps, atol=ulps, msg=name)
+        assert_same_on_all_ranks([*gradients.values()], context)
         optimizer.step()
         reference.step()
-        if context.world_size > 2:
-            reference.follow(model)
+        parameters = wrapper.full_parameters()
+        if not exact:
+            reference.follow(parameters)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad or parameter.grad is None, name  # RELIABILITY 5
-    assert_same_on_all_ranks([*model.parameters()], context)
-    if context.world_size <= 2:
-        for mine, theirs in zip(model.parameters(), reference.replicas[0].parameters(), strict=True):
-            assert torch.equal(mine, theirs)
+    assert_same_on_all_ranks([*parameters.values()], context)
+    for name, expected in reference.replicas[0].named_parameters():
+        assert not exact or torch.equal(parameters[name], expected), name
+    wrapper.sync_buffers()
+    assert_same_on_all_ranks([*model.buffers()], context)
     wrapper.close()
 
 
@@ -138,45 +155,41 @@ def every_row(context: RankContext, check: Callable[..., None], rows: Iterable[t
     assert not failures, "\n".join(failures)
 
 
-def every_kind_of_model(
-    context: RankContext, strategy: str, dropped: Iterable[str], zeroed: Iterable[str], shard_size: int | None = None
-) -> None:
-    """All cases.
-
-    Args:
-        dropped: cases whose gradients are dropped between steps.
-        zeroed: cases whose gradients are zeroed instead.
-    """
-    rows = [*((case, True) for case in dropped), *((case, False) for case in zeroed)]
-    every_row(context, train_beside_reference, [(strategy, *row, shard_size) for row in rows])
+def rows_of(strategy: str, world_size: int, shard_size: int | None = None) -> Iterator[tuple]:
+    """Every kind of model that the strategy takes, its gradients dropped between steps, or zeroed; micro-batches."""
+    for case in CASES:
+        if strategy != "fsdp" or case != "unused-on-some":
+            both = world_size == 2 and case in ("plain", "tied", "unused-on-some", "odd-strides")
+            for set_to_none in (True, False) if both else (shard_size is None or case not in ("plain", "tied"),):
+                for micro in (1, 3) if both and case != "odd-strides" else (1,):
+                    yield strategy, case, set_to_none, shard_size, micro
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", WITH_FSDP)
 def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
-    """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17: one process's training, whatever the model.
+    """RELIABILITY 1, 2, 4 to 8, 11, 12, 13, 17, 28, 29, 30: one process's training, whatever the model.
 
-    zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them.
+    zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them. In "unused-on-some" a rank
+    uses a head in an earlier micro-batch only.
     """
-    zeroed = ["plain", "tied", "unused-on-some", "odd-strides"] if world_size == 2 else []
-    run(every_kind_of_model, world_size, strategy, [*CASES], zeroed, backend=backend)
+    run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend=backend)
 
 
 @pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
 @pytest.mark.parametrize("strategy", ON_A_MESH)
 def test_gradients_are_the_mean_over_a_mesh(strategy, backend, world_size, shard_size):
     """The same in two levels: inside shard groups, between them, and inside again."""
-    zeroed = ["plain", "tied", "odd-strides"]
-    dropped = [case for case in CASES if case not in zeroed]
-    run(every_kind_of_model, world_size, strategy, dropped, zeroed, shard_size, backend=backend)
+    rows = [*rows_of(strategy, world_size, shard_size)]
+    run(every_row, world_size, train_beside_reference, rows, backend=backend)
 
 
 def run_recipe(context: RankContext, recipe: str) -> None:
     names = {"__name__": "late"}
     exec(recipe, names)
-    with patch.dict(STRATEGIES, late=names["LateDDP"]):
-        every_kind_of_model(context, "late", CASES, CASES)
+    with patch.dict(WITH_FSDP, late=names["LateDDP"]):
+        every_row(context, train_beside_reference, rows_of("late", context.world_size))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -1,13 +1,10 @@
 """What FSDP sends and when, what it holds meanwhile, and what happens when ranks differ."""
 
-import functools
-import random
 import time
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
 
 from distlab.comm import RankContext, collectives
 from distlab.measure.collectives import CollectiveRecorder
@@ -15,7 +12,7 @@ from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.unit import FlatParam, State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import BACKENDS, run
 from tests.parallel.test_fsdp import Heads, own_loss, own_model
 
 TIMEOUT_S = 3.0
@@ -155,60 +152,6 @@ def test_outside_forward_a_module_holds_its_shard():
     run(freed_weights_are_out_of_reach, 2)
 
 
-def train_with_delays(context: RankContext, delay_seed: int | None, steps: int) -> list[Tensor]:
-    """Train; with a seed, sleep at random before and after collectives, and before they are waited for."""
-    chance = random.Random(None if delay_seed is None else 100 * delay_seed + context.rank)
-
-    def maybe_sleep() -> None:
-        if delay_seed is not None and chance.random() < 0.2:
-            time.sleep(chance.uniform(0, 0.02))
-
-    class SlowWork:
-        def __init__(self, work):
-            self.work = work
-
-        def wait(self):
-            maybe_sleep()
-            self.work.wait()
-
-    def slowed(send):
-        @functools.wraps(send)
-        def slow_send(*args, **kwargs):
-            maybe_sleep()
-            work = SlowWork(send(*args, **kwargs))
-            maybe_sleep()
-            return work
-
-        return slow_send
-
-    names = ["all_gather", "reduce_scatter_mean", "all_reduce_mean"]
-    plain = {name: getattr(collectives, name) for name in names}
-    try:
-        for name in names:
-            setattr(collectives, name, slowed(plain[name]))
-        fsdp = FSDP(own_model(context.rank, context.device), process_group=context.group)
-        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.05, momentum=0.9)
-        for number in range(steps):
-            optimizer.zero_grad()
-            step(fsdp, context, number)
-            optimizer.step()
-        full = fsdp.gather_full_params()
-    finally:
-        for name in names:
-            setattr(collectives, name, plain[name])
-    assert_same_on_all_ranks(list(full.values()), context)
-    return [parameter.cpu() for parameter in full.values()]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_slow_communication_changes_no_bit(backend):
-    """RELIABILITY 34: buffers are reused only after their collective, however late it is."""
-    calm = run(train_with_delays, 2, None, 15, backend=backend)
-    shaken = run(train_with_delays, 2, 1, 15, backend=backend)
-    for before, after in zip(calm[0], shaken[0], strict=True):
-        assert torch.equal(before, after)
-
-
 def different_units_at_once(context: RankContext) -> str:
     fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
     with pytest.raises(RuntimeError, match="every rank must run the same units") as caught:
@@ -244,23 +187,6 @@ def test_a_rank_that_changes_the_order_later_raises_before_it_sends():
     (peer, peer_s), (deviant, deviant_s) = results
     assert "unit 'right' runs where unit 'left' ran the last time" in deviant and deviant_s < 1
     assert "gathering unit 'right' failed" in peer and peer_s < TIMEOUT_S + 2  # no hang, and it says where
-
-
-def one_batch_fewer(context: RankContext) -> str:
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
-    for number in range(2):
-        step(fsdp, context, number)
-    if context.rank == 1:
-        return ""
-    with pytest.raises(RuntimeError) as caught:
-        step(fsdp, context, 2)
-    return str(caught.value)
-
-
-def test_a_rank_with_one_batch_fewer():
-    """Its peers are told where they waited for it, and that this may be why."""
-    message, _ = run_ranks(one_batch_fewer, 2, group_timeout_s=TIMEOUT_S)
-    assert "gathering unit 'embedding' failed" in message and "rank 1 did not come: it has fewer batches" in message
 
 
 def shorter_pass(context: RankContext) -> None:

@@ -14,7 +14,7 @@ from distlab.model.transformer import RMSNorm as OurRMSNorm
 from distlab.model.transformer import TransformerLM
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
-from tests.parallel.test_fsdp import OneProcess, OwnRMSNorm, cast_matrices
+from tests.parallel.test_fsdp import OneProcess, OwnRMSNorm
 
 HALVES = [torch.float16, torch.bfloat16]
 
@@ -204,48 +204,3 @@ def torchs_norms(context: RankContext, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_norms_of_all_kinds_compute_in_fp32(dtype, backend):
     run(torchs_norms, 2, dtype, backend=backend)
-
-
-class BiasApart(nn.Module):
-    """A bias whose matrix lies in a child, as in some vision transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_bias, self.qkv = nn.Parameter(torch.randn(4)), nn.Linear(4, 4, bias=False)
-        self.conv = nn.Conv1d(4, 4, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.linear(x, self.qkv.weight, self.q_bias)[..., None])[..., 0]
-
-
-class BiasesApart(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([BiasApart()])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks[0](x)
-
-
-def biases(context: RankContext, dtype: torch.dtype) -> None:
-    def make() -> nn.Module:
-        torch.manual_seed(0)
-        return BiasesApart().to(context.device)
-
-    fsdp, twin = FSDP(make(), dtype, process_group=context.group), cast_matrices(make(), dtype)
-    x = torch.ones(2, 4, device=context.device)
-    for model in (fsdp, twin):
-        model(x.to(dtype)).float().square().sum().backward()
-    fsdp.finish_gradient_synchronization()
-    for name in ("blocks.0.q_bias", "blocks.0.conv.bias"):
-        gradient = dict(fsdp.named_parameters())[f"module.{name}"].grad
-        assert gradient.dtype == torch.float32 and torch.equal(
-            gradient, twin.get_parameter(name).grad.float()
-        )
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_biases_have_the_matrix_dtype_and_fp32_gradients(dtype, backend):
-    """A bias enters its matrix' product, which takes one dtype."""
-    run(biases, 1 if backend == "gloo" else 2, dtype, backend=backend)

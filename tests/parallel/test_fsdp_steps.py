@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
-from tests.parallel.test_fsdp import OneProcess, full_gradients, own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, full_gradients, run
+from tests.parallel.test_fsdp import OneProcess, own_loss, own_model
 
 UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"

@@ -1,13 +1,11 @@
 """ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on each rank."""
 
-import copy
 
 import pytest
 import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
@@ -66,26 +64,6 @@ def test_state_is_a_world_size_th():
     assert max(held for held, _ in answers) <= 2 * -(-total // 3)
 
 
-def save(context: RankContext) -> dict:
-    model = build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, torch.optim.AdamW, lr=0.01)
-    train_alike(wrapper, optimizer, range(3), context)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    plain = build("plain", 1, context.device)
-    unsharded = torch.optim.AdamW(plain.parameters(), lr=0.5)
-    unsharded.load_state_dict(saved["optimizer"])  # names serve torch as ids
-    return saved
-
-
-def resume(context: RankContext, saved: dict) -> list[torch.Tensor]:
-    model = build("plain", 1, context.device)
-    model.load_state_dict(saved["model"])
-    wrapper, optimizer = zero(model, context, torch.optim.AdamW, None, lr=0.9)
-    optimizer.load_state_dict(saved["optimizer"])
-    train_alike(wrapper, optimizer, range(3, 5), context)
-    return [parameter.detach() for parameter in model.state_dict().values()]
-
-
 def train_alike(wrapper: BucketedDDP, optimizer: ZeroOptimizer, steps: range, context: RankContext) -> None:
     """Every rank on rank 0's data: the mean of equal gradients is exact at any power of two."""
     for step in steps:
@@ -93,95 +71,6 @@ def train_alike(wrapper: BucketedDDP, optimizer: ZeroOptimizer, steps: range, co
         CASES["plain"].loss(wrapper, 0, step, context.device).backward()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
-
-
-def test_a_state_saved_at_two_ranks_resumes_at_any_number():
-    """RELIABILITY 26: what is stored is unpadded and by name."""
-    plain = build("plain", 0, torch.device("cpu"))
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
-    for step in range(5):
-        optimizer.zero_grad()
-        CASES["plain"].loss(plain, 0, step, torch.device("cpu")).backward()
-        optimizer.step()
-    saved = run(save, 2)[0]
-    assert saved["optimizer"]["state"]["0.weight"]["exp_avg"].shape == (8, 6)
-    for world_size in (1, 2, 4):
-        for mine, expected in zip(run(resume, world_size, saved)[0], plain.parameters(), strict=True):
-            assert torch.equal(mine, expected)
-
-
-class WithScalar(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.tensor(0.5))
-        self.one = nn.Parameter(torch.tensor([0.5]))
-        self.linear = nn.Linear(3, 2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * self.one * self.linear(x)
-
-
-def scalars(context: RankContext) -> None:
-    x = torch.ones(2, 3)
-    for cls in (torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adagrad):
-        torch.manual_seed(0)
-        model = WithScalar()
-        plain = copy.deepcopy(model)
-        wrapper, optimizer = zero(model, context, cls, lr=0.1)
-        reference = cls(plain.parameters(), lr=0.1)
-
-        def steps(wrapper=wrapper, plain=plain, optimizer=optimizer, reference=reference) -> None:
-            for _ in range(2):
-                optimizer.zero_grad()
-                reference.zero_grad()
-                wrapper(x).square().mean().backward()
-                wrapper.finish_gradient_synchronization()
-                plain(x).square().mean().backward()
-                optimizer.step()
-                reference.step()
-            for mine, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine, expected)
-
-        steps()
-        saved = optimizer.state_dict()
-        assert all(value.shape == () for value in saved["state"]["scale"].values())
-        optimizer.load_state_dict(saved)
-        steps()
-        unsharded = cls(plain.parameters(), lr=0.1)
-        unsharded.load_state_dict(optimizer.state_dict())  # names serve torch as ids
-        wrapper, optimizer = zero(copy.deepcopy(plain), context, cls, None, lr=0.1)
-        named = {**reference.state_dict(), "param_groups": optimizer.state_dict()["param_groups"]}
-        names = named["param_groups"][0]["params"]
-        order = [name for name, _ in plain.named_parameters()]
-        named["state"] = {order[number]: value for number, value in named["state"].items()}
-        assert set(names) == set(order)
-        optimizer.load_state_dict(named)
-        steps(wrapper, plain, optimizer, unsharded)
-
-
-def test_a_scalar_parameter_is_saved_and_loaded_like_any():
-    """Its state has no dimension either, between sharded and unsharded optimizers in both directions."""
-    run(scalars, 2)
-
-
-def sent(context: RankContext) -> tuple[dict, list[int]]:
-    model = build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.1)
-    for step in range(2):
-        with CollectiveRecorder() as recorder:
-            optimizer.zero_grad()
-            CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
-            wrapper.finish_gradient_synchronization()
-            optimizer.step()
-    optimizer.synchronize()
-    return recorder.by_op(), [bucket.num_bytes for bucket in wrapper.plan]
-
-
-def test_a_step_sends_a_reduce_scatter_and_an_all_gather_per_bucket():
-    for by_op, sizes in run(sent, 2):
-        assert by_op["reduce_scatter"] == by_op["all_gather"] == (len(sizes), sum(sizes))
-        assert by_op["all_reduce"] == (1, 4 * 6)  # the flags of six parameters
-        assert set(by_op) == {"reduce_scatter", "all_gather", "all_reduce"}
 
 
 def step_before_backward(context: RankContext) -> None:
@@ -196,23 +85,6 @@ def step_before_backward(context: RankContext) -> None:
 def test_a_step_between_forward_and_backward_raises():
     """As under any optimizer: the gather overwrites what autograd has saved."""
     run(step_before_backward, 2)
-
-
-def waits_in_forward(context: RankContext) -> None:
-    """The next forward may begin at once; `state_dict` of the module waits too."""
-    model = build("plain", 0, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.1)
-    train_alike(wrapper, optimizer, range(1), context)
-    assert wrapper.placement._gathering.works
-    wrapper(torch.ones(1, 6))
-    assert not wrapper.placement._gathering.works  # every layer waited for its own
-    train_alike(wrapper, optimizer, range(1, 2), context)
-    model.state_dict()
-    assert not wrapper.placement._gathering.works
-
-
-def test_parameters_are_gathered_under_the_next_forward():
-    run(waits_in_forward, 2)
 
 
 class Scaled(torch.optim.SGD):

@@ -48,30 +48,6 @@ def late_gathers() -> Iterator[None]:
         yield
 
 
-class Attention(nn.Module):
-    """`out_proj` is never called: `nn.MultiheadAttention` reads its weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.attention(x, x, x)[0]
-
-
-class Listed(nn.Module):
-    """A `ParameterList` is never called either."""
-
-    def __init__(self):
-        super().__init__()
-        self.matrices = nn.ParameterList(nn.Parameter(torch.randn(4, 4)) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for matrix in self.matrices:
-            x = torch.tanh(x @ matrix)
-        return x
-
-
 class Elsewhere(nn.Module):
     """The head's weight is read by its parent, and by the loss."""
 
@@ -118,39 +94,6 @@ def train(wrapper: nn.Module, optimizer, loss_of: Callable, rank: int, steps: ra
 
 def square(wrapper: nn.Module, x: Tensor) -> Tensor:
     return wrapper(x).square().mean()
-
-
-def with_head_in_the_loss(wrapper: nn.Module, x: Tensor) -> Tensor:
-    return (wrapper(x) + F.linear(x, wrapper.module.head.weight)).square().mean()
-
-
-def reads_before_forward(wrapper: nn.Module, x: Tensor) -> Tensor:
-    return (F.linear(x, wrapper.module.head.weight) + wrapper(x)).square().mean()
-
-
-def beside_averaging(context: RankContext) -> None:
-    cases = [
-        (Attention, square),
-        (Listed, square),
-        (Elsewhere, square),
-        (Elsewhere, with_head_in_the_loss),
-        (Elsewhere, reads_before_forward),
-    ]
-    for model, loss_of in cases:
-        for size in (SMALL, 25.0):
-            plain = BucketedDDP(make(model), size, process_group=context.group)
-            expected = train(plain, torch.optim.SGD(plain.parameters(), lr=0.5), loss_of, context.rank, range(4))
-            wrapper = BucketedDDP(make(model), size, process_group=context.group)
-            optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
-            with late_gathers():
-                losses = train(wrapper, optimizer, loss_of, context.rank, range(4))
-            assert torch.equal(torch.stack(losses), torch.stack(expected)), (model, loss_of, size)
-            for mine, theirs in zip(wrapper.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine, theirs), (model, loss_of, size)
-
-
-def test_a_parameter_that_its_owner_s_forward_does_not_read_is_waited_for():
-    run(beside_averaging, 2)
 
 
 class Doubled(torch.autograd.Function):

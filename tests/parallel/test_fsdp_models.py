@@ -1,0 +1,377 @@
+"""FSDP trains whatever people wrap as one process does: shapes, units that run several times or return views, dtypes.
+
+Random models (`tests/fuzz.py`) have the rest: units that return their input, nested ones, ties, objects.
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from distlab.comm import RankContext
+from distlab.measure.collectives import CollectiveRecorder
+from distlab.parallel.fsdp import FSDP
+from distlab.parallel.fsdp import layout as planning
+from distlab.parallel.fsdp.unit import State
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, every_row, full_gradients, run
+from tests.parallel.test_fsdp import OneProcess, OwnModel, own_loss
+
+WIDTH = 6
+
+
+class InPlaceOnAView(nn.Module):
+    """On three dimensions a linear layer with bias returns a view, which is then overwritten."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[None]
+        for layer in self.layers:
+            x = F.leaky_relu_(layer(x), 0.1)
+        return x
+
+
+class Halves(nn.Module):
+    """Two outputs of one operation."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return self.layer(x).chunk(2, -1)
+
+
+class OneHalf(nn.Module):
+    """The root returns one of two outputs of an operation that a unit has made, and uses the other."""
+
+    def __init__(self, which: int):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.units = nn.ModuleList([Halves(), nn.Linear(WIDTH, WIDTH)])
+        self.which = which
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        halves = self.units[0](x @ self.gate)
+        return halves[self.which], self.units[1](halves[1 - self.which])
+
+
+class CallsAnother(nn.Module):
+    """A unit that runs another unit, which is not below it, in the middle of its own forward."""
+
+    def __init__(self, other: nn.Module):
+        super().__init__()
+        self.layer, self.other = nn.Linear(WIDTH, WIDTH), [other]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.other[0](torch.tanh(self.layer(x))))
+
+
+class CallsInsideCalls(nn.Module):
+    def __init__(self):
+        super().__init__()
+        first = nn.Linear(WIDTH, WIDTH)
+        second = CallsAnother(first)
+        self.units = nn.ModuleList([first, second, CallsAnother(second)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units[2](torch.tanh(self.units[0](x)))
+
+
+class CallsItself(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
+        x = torch.tanh(self.layer(x))
+        return self.layer(self(x, depth - 1)) if depth else x
+
+
+class Recursive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.units = nn.ModuleList([nn.Linear(WIDTH, WIDTH), CallsItself()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.units[1](self.units[0](x))
+
+
+class Table(nn.Module):
+    """Returns a part of its parameter, as learned positions do."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(rows, WIDTH))
+
+    def forward(self, rows: int) -> Tensor:
+        return self.weight[:rows]
+
+
+class LearnedPositions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.body = Table(9), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(torch.tanh(x * self.table(len(x)))) + self.table(len(x))
+
+
+class Checkpointed(nn.Module):
+    """Recomputes another model, whole, and between two layers of its own."""
+
+    def __init__(self, body: nn.Module):
+        super().__init__()
+        self.before, self.body, self.after = nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.before(x))
+        return self.after(torch.tanh(checkpoint(self.body, x, use_reentrant=False)))
+
+
+class Shapes(nn.Module):
+    """Parameters of all shapes: no elements, a scalar, one row, fewer rows than ranks, 3-D, 4-D, transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.scalar = nn.Parameter(torch.tensor(0.7))
+        self.no_rows = nn.Parameter(torch.empty(0, 5))
+        self.no_columns = nn.Parameter(torch.empty(4, 0))
+        self.row = nn.Parameter(torch.randn(1, 6))
+        self.column = nn.Parameter(torch.randn(6, 1))
+        self.pair = nn.Parameter(torch.randn(1, 2))
+        self.few = nn.Parameter(torch.randn(2, 6))
+        self.experts = nn.Parameter(torch.randn(2, 6, 5) * 0.4)
+        self.transposed = nn.Parameter(torch.randn(7, 6).t())
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.head = nn.Linear(13, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.row + x @ self.column
+        mixed = torch.cat([torch.einsum("bi,eij->bj", x, self.experts), self.no_rows])
+        image = self.conv((x @ self.transposed)[:, :2, None, None].expand(-1, 2, 4, 4)).mean((2, 3))
+        nothing = x[:, :4] @ self.no_columns
+        joined = torch.cat([mixed, image, nothing, x @ self.few.T, x[:, :1], x[:, :2] * self.pair], dim=1)
+        return self.head(joined) * self.scalar
+
+
+class Recurrent(nn.Module):
+    """One block used three times, twice in a row and once after another."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(6, 6), nn.Linear(6, 6, bias=False)])
+
+    def forward(self, x: Tensor) -> dict[str, object]:
+        a, b = self.layers
+        x = torch.tanh(a(torch.tanh(a(x))))
+        y = torch.tanh(b(x))
+        return {"out": a(y), "aux": [y, 3], "mask": y > 0}
+
+
+class Part(nn.Module):
+    """Three layers, of which rank 1 uses one, the other ranks two, and nobody the last."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        x = torch.tanh(self.always(x))
+        return torch.tanh(self.sometimes(x)) if both else x
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.parts = nn.ModuleList(Part() for _ in range(2))
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        for part in self.parts:
+            x = part(x, both)
+        return x
+
+
+class Segments(nn.Module):
+    """Checkpoints that do not coincide with units: inside one, over two, and ending in plain operators."""
+
+    def __init__(self, use_reentrant: bool = False):
+        super().__init__()
+        self.inner, self.use_reentrant = OwnModel(), use_reentrant
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        model = self.inner
+        x = model.embedding(tokens)
+        x = checkpoint(self._two_blocks, x, use_reentrant=self.use_reentrant)
+        x = checkpoint(lambda x: torch.tanh(model.blocks[2](x)), x, use_reentrant=self.use_reentrant)
+        return model.head(model.norm(x))
+
+    def _two_blocks(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner.blocks[1](self.inner.blocks[0](x)))
+
+
+class BiasApart(nn.Module):
+    """A bias whose matrix lies in a child, as in some vision transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.q_bias, self.qkv = nn.Parameter(torch.randn(4)), nn.Linear(4, 4, bias=False)
+        self.conv = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.linear(x, self.qkv.weight, self.q_bias)[..., None])[..., 0]
+
+
+class BiasesApart(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([BiasApart()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[0](x)
+
+
+def compiled_blocks() -> nn.Module:
+    model = OwnModel()
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+    return model
+
+
+def numbers_loss(model: nn.Module, rank: int, step: int, device: torch.device, width: int = WIDTH) -> Tensor:
+    """The loss of all tensors that the model returns of a rank's own numbers."""
+    x = torch.randn(4, width, generator=torch.Generator().manual_seed(10 * rank + step))
+    out = model(x.to(device, next(model.parameters()).dtype))
+    tensors = [out["out"], *out["aux"][:1]] if isinstance(out, dict) else out if isinstance(out, tuple) else [out]
+    return sum(tensor.float().square().mean() for tensor in tensors)
+
+
+def partly_used_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+    # Memory that a forgotten zero would leave in the flat gradient.
+    garbage = [torch.full((n,), float("nan")) for n in range(100, 160) for _ in range(3)]
+    del garbage
+    return model(torch.full((2, 6), 0.1 + rank + step, device=device), rank != 1).square().sum()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A model and a rank's loss.
+
+    Attributes:
+        frozen: prefixes of parameters that are not trained.
+        dtype: the compute dtype.
+        worth: the padding, in elements, below which rows of several lengths share a buffer.
+    """
+
+    make: Callable[[], nn.Module]
+    loss: Callable[[nn.Module, int, int, torch.device], Tensor] = numbers_loss
+    frozen: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None
+    worth: int = planning.WORTH_A_BUFFER
+
+
+OWN = {
+    "own classes": (OwnModel, ()),
+    "tied": (partial(OwnModel, tied=True), ()),
+    "frozen unit": (OwnModel, ("blocks.1.up.weight", "blocks.1.down.weight", "blocks.1.bias")),
+    "frozen parts": (OwnModel, ("blocks.0.up.weight", "blocks.2.norm.weight", "embedding.weight")),
+    "checkpoints across and inside units": (Segments, ()),
+    "compiled blocks": (compiled_blocks, ()),
+}
+FROZEN = {  # name: how to build it, prefixes of what is frozen the second time
+    "in place on a view": (InPlaceOnAView, ("layers.0", "layers.1.bias")),
+    "first half": (partial(OneHalf, 0), ("gate", "units.1")),
+    "second half": (partial(OneHalf, 1), ("gate", "units.0")),
+    "calls inside calls": (CallsInsideCalls, ("units.1",)),
+    "recursion": (Recursive, ("units.0",)),
+    "a part of a parameter": (LearnedPositions, ("table",)),
+    "checkpointed positions": (lambda: Checkpointed(LearnedPositions()), ("before", "body.table")),
+    "checkpointed calls": (lambda: Checkpointed(CallsInsideCalls()), ("before", "body.units.0")),
+}
+ROWS = {
+    **{
+        f"{name}, {dtype}": Row(make, own_loss, frozen, dtype)
+        for name, (make, frozen) in OWN.items()
+        for dtype in (None, torch.float16)
+    },
+    **{
+        f"{name}, frozen {frozen}": Row(make, frozen=frozen)
+        for name, (make, second) in FROZEN.items()
+        for frozen in ((), second)
+    },
+    "shapes": Row(Shapes),
+    "shapes, a buffer for each row length": Row(Shapes, worth=0),
+    "a unit that runs several times": Row(Recurrent),
+    "used by some ranks or nobody": Row(PartlyUsed, partly_used_loss),
+    "biases apart, fp16": Row(BiasesApart, partial(numbers_loss, width=4), dtype=torch.float16),
+    "biases apart, bf16": Row(BiasesApart, partial(numbers_loss, width=4), dtype=torch.bfloat16),
+}
+
+
+def trains_as_one_process(context: RankContext, name: str) -> None:
+    """Three steps: gradients and parameters bit for bit at two ranks, no message too many, nothing left gathered."""
+    row = ROWS[name]
+
+    def make(seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        model = row.make()
+        for label, parameter in model.named_parameters():
+            parameter.requires_grad_(not label.startswith(row.frozen or "-"))
+        return model.to(context.device)
+
+    ulps = 0 if context.world_size == 2 else 1e-5  # a ring adds in another order
+    close = partial(torch.testing.assert_close, rtol=ulps, atol=ulps / 10)
+    with mock.patch.object(planning, "WORTH_A_BUFFER", row.worth):
+        fsdp = FSDP(make(context.rank), row.dtype, process_group=context.group)
+    one = OneProcess(partial(make, 0), context.world_size, torch.optim.SGD, row.dtype, lr=0.1)
+    optimizer = torch.optim.SGD([p for p in fsdp.parameters() if p.requires_grad], lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        one.zero_grad()
+        with CollectiveRecorder() as recorder, warnings.catch_warnings():
+            warnings.simplefilter("error")
+            row.loss(fsdp, context.rank, step, context.device).backward()
+            fsdp.finish_gradient_synchronization()
+        one.backward(lambda model, rank, step=step: row.loss(model, rank, step, context.device))
+        for label, gradient in full_gradients(fsdp, context).items():
+            expected = one.model.get_parameter(label).grad
+            if expected is None:  # unused in a unit that ran: a matrix has zeros
+                assert gradient is None or (gradient.ndim > 1 and not gradient.any()), label
+            else:
+                close(gradient, expected, msg=lambda text, label=label: f"{label}: {text}")
+        optimizer.step()
+        one.optimizer.step()
+    calls = {op: calls for op, (calls, _) in recorder.by_op().items()}
+    assert calls["reduce_scatter"] <= len(fsdp.flat_params)  # one for a unit, not one for each use
+    assert row.loss is not own_loss or calls["all_gather"] <= 2 * len(fsdp.flat_params)  # recomputing gathers no more
+    assert all(unit.state is State.SHARDED for unit in fsdp._units)
+    full = fsdp.gather_full_params()
+    assert list(full) == [label for label, _ in one.model.named_parameters(remove_duplicate=False)]
+    for label, expected in one.model.named_parameters():
+        assert full[label].dtype == torch.float32
+        close(full[label], expected, msg=label)
+    assert_same_on_all_ranks([*full.values()], context)
+    if row.dtype is None:
+        with torch.inference_mode():
+            close(*(row.loss(model, context.rank, 0, context.device) for model in (fsdp, one.model)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_trains_as_one_process(world_size, backend):
+    """RELIABILITY 10, 28 to 31, the contract's 6, 7, 9 and 19: fp32 masters and gradients in any compute dtype.
+
+    Rows are 7, 11 and 13, which nothing divides, and a rank may hold nothing of a parameter.
+    """
+    plain = [name for name, row in ROWS.items() if not (row.dtype or row.frozen or "compiled" in name)]
+    names = ROWS if world_size == 2 else plain
+    run(every_row, world_size, trains_as_one_process, [(name,) for name in names], backend=backend)
