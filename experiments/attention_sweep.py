@@ -335,7 +335,7 @@ SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32
 EXPERIMENT = Experiment(
     Config, measure, VIEW,
     presets={
-        "record": {"shapes": TWELVE + MORE}, "twelve": {"shapes": TWELVE},
+        "twelve": {"shapes": TWELVE},
         "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
             "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
         "memory": {"shapes": MEMORY, "dtypes": ("bfloat16", "float32"), "rounds": 3,

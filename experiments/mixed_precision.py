@@ -45,6 +45,7 @@ ADDEND, TIMES = 0.01, 1000
 # Of a layer normalisation's input: (deviation, mean).
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
 Rows = Iterator[tuple[str, str, dict[str, Any]]]  # variant, what it ran on, metrics
+WIDTH = 768  # of layer normalisation's input
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,6 @@ class PrecisionConfig(Options):
     micro_batches: int = option(8, "that make a step: the loss is divided by it, as accumulation does", least=1)
     log2_scales: tuple[int, ...] = option((0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two")
     rows: int = option(8192, "of layer normalisation's input", least=1)
-    width: int = option(768, "of layer normalisation's input", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
 
     def __post_init__(self) -> None:
@@ -139,7 +139,7 @@ def _name(out: Tensor | tuple[Tensor, ...]) -> str:
 def norm(config: PrecisionConfig, device: torch.device) -> Rows:
     """Layer normalisation of inputs in a low precision, with statistics in it or in fp32, against float64."""
     generator = torch.Generator().manual_seed(config.seed)
-    drawn = torch.randn(config.rows, config.width, generator=generator).to(device)
+    drawn = torch.randn(config.rows, WIDTH, generator=generator).to(device)
     for where, (deviation, mean) in INPUTS.items():
         for low in ("fp16", "bf16"):
             x = (deviation * drawn + mean).to(DTYPES[low])
@@ -151,7 +151,7 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
                 yield f"{low}, statistics {statistics}", where, {
                     "relative_error": ((y - exact).norm() / exact.norm()).item(),
                     "lost_rows_pct": 100 * lost.double().mean().item(),
-                    "predicted_lost_rows_pct": 100 * overflow_share(deviation, config.width, limit),
+                    "predicted_lost_rows_pct": 100 * overflow_share(deviation, WIDTH, limit),
                 }
 
 
