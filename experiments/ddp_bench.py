@@ -531,7 +531,7 @@ VIEW = View(
     "GPU idle is the part of an untraced step for which the trace shows no work on the GPU. "
     "In the timeline compute is above, communication below; what is exposed is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
-    "by `distlab run predict_steps`, before a measurement.",
+    "by `distlab run predict`, before a measurement.",
 )
 
 QUICK = {

@@ -19,11 +19,11 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/train": 11,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 92,
+    "experiments": 94,
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 310,
+    "source": 308,
     "tests": 243,
 }
 

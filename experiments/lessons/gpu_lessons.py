@@ -360,7 +360,7 @@ def panels(records: Sequence[Record]) -> Iterator[Panel]:
         if rows := sorted(rows_of(records, part), key=lambda r: r.config["x"]):
             x = [r.config["x"] for r in rows]
             several = part == "divergence"  # which lie in no order
-            yield Panel(part, axis, "× the first row", [
+            yield Panel(f"{part}: {axis}", "", "× the first row", [  # only the lowest panels have a label there
                 Series("predicted", x, [r.metrics["predicted_factor"] for r in rows], line="" if several else "-",
                        marked=several, hollow=True),
                 Series("measured", x, [r.metrics["factor"] for r in rows]),

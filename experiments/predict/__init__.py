@@ -105,32 +105,28 @@ FIT = (
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
 CASE = (Column("config.size", "model", align="left", optional=True), Column("config.batch", "batch", optional=True))
-# Of both kinds of run, which have different columns; those of a run's own kind are left out where it has none.
-SHOWN = {"missing": "", "optional": True}
 VIEW = View(
     columns=[
         *CASE,
         Column("config.gpus", "GPUs", derived=lambda record: record.config["world_size"]),
         Column("variant", "run"),
         Column("metrics.predicted_step_ms", "step ms", ",.0f", missing=""),
-        Column("metrics.published_step_ms", "published", ",.0f", **SHOWN),
-        Column("metrics.step_ms_error_pct", "error %", "+.1f", **SHOWN),
-        Column("metrics.predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f", **SHOWN),
-        Column("metrics.published_tokens_per_s_per_gpu", "published", ",.0f", **SHOWN),
-        Column("metrics.predicted_memory_gib", "GiB", ",.1f", **SHOWN),
-        Column("metrics.published_memory_gib", "published", ",.1f", **SHOWN),
-        Column("metrics.memory_gib_error_pct", "error %", "+.1f", **SHOWN),
-        Column("metrics.predicted_states_gb", "states GB", ",.1f", **SHOWN),
-        Column("metrics.published_states_gb", "published", ",.1f", **SHOWN),
+        *(Column(f"metrics.{name}", title, form, missing="", optional=True) for name, title, form in (
+            ("published_step_ms", "published", ",.0f"), ("step_ms_error_pct", "error %", "+.1f"),
+            ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
+            ("published_tokens_per_s_per_gpu", "published", ",.0f"),
+            ("predicted_memory_gib", "GiB", ",.1f"), ("published_memory_gib", "published", ",.1f"),
+            ("memory_gib_error_pct", "error %", "+.1f"),
+            ("predicted_states_gb", "states GB", ",.1f"), ("published_states_gb", "published", ",.1f"),
+        )),
         Column("config.memory_is", "memory is", align="left", optional=True),
-        Column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", scale=2**-30, **SHOWN),
-        Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f", missing=""),
-        Column("metrics.predicted_comm_ms", "comm ms", ",.1f", missing=""),
-        Column("metrics.predicted_overlap_pct", "overlap %", ".0f", **SHOWN),
-        Column("metrics.predicted_collectives_per_step", "calls", "d", **SHOWN),
-        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, **SHOWN),
-        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, **SHOWN),
-        Column("metrics.predicted_mfu_pct", "MFU %", ".0f", **SHOWN),
+        Column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", scale=2**-30, missing="", optional=True),
+        *(Column(f"metrics.predicted_{name}", title, form, missing="", optional=True) for name, title, form in (
+            ("overhead_ms", "overhead ms", ",.1f"), ("comm_ms", "comm ms", ",.1f"), ("overlap_pct", "overlap %", ".0f"),
+            ("collectives_per_step", "calls", "d"), ("mfu_pct", "MFU %", ".0f"),
+        )),
+        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, optional=True),
+        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True),
         *(Column(f"config.{name}", name, align="left", optional=True) for name in ("source", "known", "assumed")),
     ],
     headline=lambda records: (of_steps if "size" in records[0].config else of_published)(records),
@@ -146,7 +142,7 @@ VIEW = View(
     prediction="Published runs: operators, collectives and memory in closed form; constants from one-host records and "
     "datasheets. Steps: " + FIT,
     noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % among themselves.",
-)
+)  # fmt: skip
 COMPARISON_VIEW = View(
     name=COMPARISON,
     question="How good were the predictions?",
@@ -196,4 +192,4 @@ EXPERIMENT = Experiment(
     },
     ranks="none",
     parts=(COMPARISON_VIEW,),
-)
+)  # fmt: skip
