@@ -36,7 +36,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.model.ops import rope_tables, sources
+from distlab.model.ops import positions, rope_tables, sources
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, prediction_error, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS
@@ -116,7 +116,7 @@ class Way:
             return None
         block, shape, device = self.lone_blocks[len(self.lone_blocks) // 2], self.shape, self.batches[0][0].device
         x = torch.randn(*self.batches[0][0].shape, shape.d_model, device=device, requires_grad=True)
-        tables = rope_tables(shape.context_length, shape.head_dim, shape.rope_theta, device)
+        tables = rope_tables(positions(shape.context_length, device), shape.head_dim, shape.rope_theta)
         wanted, upstream = [x, *block.parameters()], torch.ones_like(x)
 
         def forward() -> Tensor:

@@ -98,6 +98,19 @@ def reduce_scatter_mean(
     return _reduce_scatter_single(group, output, input, options)
 
 
+def reduce_scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Give rank r the r-th of N equal slices of the sum of `input`: `(N·n,)` → `output` `(n,)`."""
+    options = ReduceScatterOptions()
+    options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, True
+    return _reduce_scatter_single(group, output, input, options)
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False) -> Work:
+    """Replace `tensor` (contiguous) by the sum over the ranks, or element by element by the largest."""
+    operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
+    return dist.all_reduce(tensor, operation, group=group, async_op=True)
+
+
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
     options = AllgatherOptions()
@@ -130,6 +143,13 @@ def scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
 def all_to_all(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Send the r-th of N equal slices of `input` `(N·n,)` to rank r; those that arrive make `output` `(N·n,)`."""
     return dist.all_to_all_single(output, input, group=group, async_op=True)
+
+
+def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
+    """Send `input` `(n,)` to the next rank of the group; `output` `(n,)` is what the one before has sent."""
+    rank, ranks = group.rank(), group.size()
+    to, come = ([output.numel() * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+    return dist.all_to_all_single(output, input, come, to, group=group, async_op=True)
 
 
 @torch.no_grad()

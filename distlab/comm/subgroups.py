@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import groupby
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -124,8 +125,8 @@ def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) ->
 
 
 _EXAMPLE = 'init_device_mesh("cuda", (hosts, gpus_per_host))'
-# By group and shard size; None where it is the group itself, which would then never be let go.
-_known: "WeakKeyDictionary[ProcessGroup, dict[int, list[ProcessGroup | None]]]" = WeakKeyDictionary()
+# By group and shard size or partition; None where it is the group itself, which would then never be let go.
+_known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" = WeakKeyDictionary()
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
@@ -169,6 +170,22 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
             mesh=rows,
             mesh_dim_names=("replicate", "shard"),
         )
+
+
+def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    """This rank's group of a partition of all ranks of `group`; made once. Call it on every rank alike.
+
+    Args:
+        parts: global ranks; each rank stands in one of them.
+    """
+    made = _known.setdefault(group, {})
+    key = tuple(map(tuple, parts))
+    if key not in made:
+        backend = dist.get_backend(group)
+        options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
+        groups = [_new_group(part, backend, getattr(options, "_timeout", None)) for part in parts]
+        made[key] = [next(g for g, part in zip(groups, parts, strict=True) if dist.get_rank() in part)]
+    return made[key][0]
 
 
 def _ranks_of_a_host(group: ProcessGroup) -> int:

@@ -9,7 +9,7 @@ Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head,
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from functools import partial
 
 import torch
@@ -31,6 +31,14 @@ class Ops:
         rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from `rope_tables`.
         cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
         linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits x Wᵀ.
+
+    What is not local where several ranks share a model is an operation too (`distlab.parallel.tensor_parallel`,
+    `distlab.parallel.context_parallel`); by default each rank has the whole sequence and every row:
+
+        embedding: `(tokens_BT, weight_Vd) -> x_BTd`.
+        logits: `(x_BTd, weight_Vd) -> logits_BTV`.
+        enter, leave: around attention and feed-forward, `x_BTd -> x_BTd`.
+        positions: `(T, device) -> (T,)` in fp32, where the tokens stand in their sequence.
     """
 
     attention: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,6 +48,16 @@ class Ops:
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     cross_entropy: Callable[[Tensor, Tensor], Tensor]
     linear_cross_entropy: Callable[[Tensor, Tensor, Tensor], Tensor]
+    embedding: Callable[[Tensor, Tensor], Tensor] = F.embedding
+    logits: Callable[[Tensor, Tensor], Tensor] = lambda x, weight: linear(x, weight)
+    enter: Callable[[Tensor], Tensor] = lambda x: x
+    leave: Callable[[Tensor], Tensor] = lambda x: x
+    positions: Callable[[int, torch.device], Tensor] = lambda T, device: positions(T, device)
+
+
+def positions(T: int, device: torch.device) -> Tensor:
+    """0 … T − 1 in fp32, for a rank that has the whole sequence."""
+    return torch.arange(T, device=device, dtype=torch.float32)
 
 
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
@@ -111,6 +129,13 @@ def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
     """Causal attention by torch's fused kernels; keys and values may have fewer heads."""
     shared = k_BKTD.shape[1] != q_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=shared)
+
+
+def attention_parts() -> tuple[Callable, Callable]:
+    """This lab's attention over some of the keys, forward and backward: what context parallelism merges."""
+    from kernels.flash_attention import part_backward, part_forward
+
+    return part_forward, part_backward
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
@@ -203,16 +228,15 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-def rope_tables(context: int, head_dim: int, theta: float, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle t·theta^(-2i/D) of position t and pair i, laid out for `rope`.
+def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of the angle t·theta^(-2i/D) of position t (fp32) and pair i, laid out for `rope`.
 
     Returns:
         Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a pair.
     """
     # Plain multiplications: a matmul would be rounded to bf16 under autocast.
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    positions = torch.arange(context, device=device, dtype=torch.float32)
-    angles = positions[:, None] * (theta**-exponents)[None, :]
+    exponents = torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
+    angles = positions_T[:, None] * (theta**-exponents)[None, :]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -381,5 +405,5 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     ours = _triton_ops(function)
     if ops == "triton":
         return ours
-    names = [field.name for field in fields(Ops) if field.name != "attention"]
+    names = [field.name for field in fields(Ops) if field.default is MISSING and field.name != "attention"]
     return Ops(function, **{name: _auto(name, getattr(ours, name), getattr(torchs, name)) for name in names})

@@ -17,8 +17,10 @@ vocabulary. The model knows no ranks.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +29,18 @@ from torch.utils.checkpoint import checkpoint
 from distlab.model.config import Checkpointing, ModelConfig, checkpoint_group, kept_levels
 from distlab.model.ops import Ops, get_ops, linear, rope_tables
 from distlab.model.recompute import contexts
+
+
+class Split(NamedTuple):
+    """Along which dimension of a matrix ranks can share it: each of `sizes` in equal parts, counted in `unit` rows.
+
+    `what` names the units in messages.
+    """
+
+    dim: int
+    sizes: tuple[int, ...]
+    unit: int
+    what: str
 
 
 class Linear(nn.Linear):
@@ -58,12 +72,19 @@ class Head(Linear):
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
         if targets is None:
-            return linear(x, self.weight)
+            return self.ops.logits(x, self.weight)
         return self.ops.linear_cross_entropy(x, self.weight, targets)
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` left as it is allocated, like `Linear`."""
+    """`nn.Embedding` left as it is allocated, like `Linear`; looked up by `ops`."""
+
+    def __init__(self, rows: int, width: int, ops: Ops, **factory) -> None:
+        super().__init__(rows, width, **factory)
+        self.ops = ops
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.ops.embedding(tokens, self.weight)
 
     def reset_parameters(self) -> None:
         """Nothing: see `TransformerLM.reset_parameters`."""
@@ -100,15 +121,15 @@ class Attention(nn.Module):
         self.output = Linear(config.d_model, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        B, T, d = x_BTd.shape
-        H, K = self.num_heads, self.kv_heads
-        qkv_BTHD = self.qkv(x_BTd).view(B, T, H + 2 * K, self.head_dim)
+        qkv_BTHD = self.qkv(self.ops.enter(x_BTd)).unflatten(-1, (-1, self.head_dim))
+        K = qkv_BTHD.shape[2] // (self.num_heads // self.kv_heads + 2)  # of this rank, where several share the heads
+        H = qkv_BTHD.shape[2] - 2 * K
         # Queries and keys are rotated together: half the launches. Splitting once keeps backward at one
         # concatenation.
         qk_BHTD, v_BKTD = qkv_BTHD.transpose(1, 2).split([H + K, K], dim=1)
         q_BHTD, k_BKTD = self.ops.rope(qk_BHTD, cos, sin).split([H, K], dim=1)
         out_BHTD = self.ops.attention(q_BHTD, k_BKTD, v_BKTD)
-        return self.output(out_BHTD.transpose(1, 2).reshape(B, T, d))
+        return self.ops.leave(self.output(out_BHTD.transpose(1, 2).flatten(2)))
 
 
 class FeedForward(nn.Module):
@@ -122,7 +143,8 @@ class FeedForward(nn.Module):
         self.w2 = Linear(config.d_ff, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor) -> Tensor:
-        return self.w2(self.ops.swiglu(self.w1(x_BTd), self.w3(x_BTd)))
+        x_BTd = self.ops.enter(x_BTd)
+        return self.ops.leave(self.w2(self.ops.swiglu(self.w1(x_BTd), self.w3(x_BTd))))
 
 
 class Block(nn.Module):
@@ -187,7 +209,7 @@ class TransformerLM(nn.Module):
         self.checkpoint_blocks = checkpoint_blocks
         factory = {"device": device, "dtype": dtype}
         ops = get_ops(config.attention, config.ops)
-        self.embedding = Embedding(config.vocab_size, config.d_model, **factory)
+        self.embedding = Embedding(config.vocab_size, config.d_model, ops, **factory)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, ops, **factory) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
@@ -207,7 +229,8 @@ class TransformerLM(nn.Module):
                 f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
             )
         config = self.config
-        cos, sin = rope_tables(tokens_BT.shape[1], config.head_dim, config.rope_theta, tokens_BT.device)
+        positions_T = self.ops.positions(tokens_BT.shape[1], tokens_BT.device)
+        cos, sin = rope_tables(positions_T, config.head_dim, config.rope_theta)
         x_BTd = self.dropout(self.embedding(tokens_BT))
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
         blocks = list(zip(self.blocks, kept_levels(choice, config.num_layers), strict=True))
@@ -235,6 +258,36 @@ class TransformerLM(nn.Module):
             else:
                 writes_residual = name.endswith(("attention.output.weight", "feed_forward.w2.weight"))
                 parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+
+    def splits(self) -> dict[str, Split]:
+        """How ranks can share the matrices: by name, of a tied one once; the vectors stay whole."""
+        config = self.config
+        heads, width = (config.num_heads, config.kv_heads, config.kv_heads), config.head_dim
+        rows_of = {
+            "attention.qkv": Split(0, heads, width, "attention heads"),
+            "attention.output": Split(1, heads[:1], width, "attention heads"),
+            "feed_forward.w1": Split(0, (config.d_ff,), 1, "columns of the feed-forward layer"),
+            "feed_forward.w3": Split(0, (config.d_ff,), 1, "columns of the feed-forward layer"),
+            "feed_forward.w2": Split(1, (config.d_ff,), 1, "columns of the feed-forward layer"),
+        }
+        vocabulary = Split(0, (config.vocab_size,), 1, "words of the vocabulary")
+        found = {"embedding.weight": vocabulary, "head.weight": vocabulary}
+        for name, _ in self.named_parameters():  # as a compiled block has it, too
+            layer = ".".join(name.split(".")[-3:-1])
+            if layer in rows_of:
+                found[name] = rows_of[layer]
+        return {name: found[name] for name, _ in self.named_parameters() if name in found}
+
+    def replace_ops(self, **operations: Callable) -> None:
+        """Replace operations, by their names in `Ops`, in every module that has them."""
+        for module in self.modules():
+            if "ops" in vars(module):
+                module.ops = replace(module.ops, **operations)
+
+    @property
+    def ops(self) -> Ops:
+        """The operations in use."""
+        return self.head.ops
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:

@@ -6,6 +6,7 @@ it. What others ask of a strategy is a field of its entry, so that none of them 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,14 +19,17 @@ from distlab.options import unknown
 from distlab.parallel.base import LocalOptimizer, ParallelModel, stepped
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.bucketed_copy_engine import CopyEngineDDP
+from distlab.parallel.context_parallel import Parts, share_sequences
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
+from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local import Local
 from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
+from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
 from distlab.parallel.zero1 import ZeroOptimizer
 
@@ -36,6 +40,7 @@ __all__ = [
     "CopyEngineDDP",
     "DataParallel",
     "FlatDDP",
+    "Layout",
     "Local",
     "LocalOptimizer",
     "NaiveDDP",
@@ -112,43 +117,56 @@ class Strategy:
         init: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype | None = None,
+        layout: Layout = DATA_PARALLEL,
+        parts: Parts | None = None,
         **options: Any,
     ) -> tuple[ParallelModel, Optimizer]:
         """Wrap a module and make its optimizer: the one place where they are put together.
 
         Args:
             module: on its device, or on meta: then its values are made on `device`, unit by unit under FSDP.
+            group: all ranks.
             optimizer_options: keyword arguments of `optimizer_cls`.
             init: of a module on meta: writes every parameter and buffer, in registration order; ranks must draw alike.
                 Default: `reset_parameters` of the outermost modules that have it.
             device: for a module on meta.
             compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own dtype.
+            layout: how ranks share the model; the strategy averages over the others (`Layout.axes`).
+            parts: attention over some of the keys, where ranks share sequences.
             options: `bucket_size_mb`, MiB, by default the strategy's own, and `shard_size`, ranks of a shard group, by
                 default those of a host; ignored by strategies without buckets, or without a mesh.
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
-                `device` for one that has its values.
+                `device` for one that has its values; a layout that does not fit the ranks, the model or the strategy.
         """
+        axes = layout.axes(group)
+        if layout.ranks > 1 and self.takes_mesh:
+            raise ValueError(f"{self.name} makes a mesh of all ranks, and layout {layout} leaves it fewer: take fsdp")
+        if axes.context is not None:
+            share_sequences(module, axes.context, parts, layout.attention)
+        cuts = {} if axes.tensor is None else parallelize(module, axes.tensor)
         if not self.has_buckets:
             options.pop("bucket_size_mb", None)
         shard_size = options.pop("shard_size", None)
         if self.takes_mesh:
-            options["mesh"] = hybrid_mesh(group, shard_size)
+            options["mesh"] = hybrid_mesh(axes.data, shard_size)
         if self.casts_parameters:
             options["compute_dtype"] = compute_dtype
         if any(parameter.is_meta for parameter in module.parameters()):
             if device is None:
                 raise ValueError("the module lies on meta and has no values: give device=… to make them there")
             init = init or reset_parameters
+            if cuts:
+                init = partial(initialize_cut, cuts=cuts, init=init)
             if self.materializes:
                 options |= {"init_fn": init, "device": device}
             else:
                 materialize(module, torch.device(device), init)
         elif init is not None or device is not None:
             raise ValueError("init and device are for a module built on meta; this one has its values")
-        model = self.wrap(module, process_group=group, **options)
-        model.compute_dtype = compute_dtype
+        model = self.wrap(module, process_group=axes.data, **options)
+        model.compute_dtype, model.tensor_group, model.cuts = compute_dtype, axes.tensor, cuts
         optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
         model.allocate()
         return model, optimizer

@@ -7,7 +7,7 @@ on a rank: a model's shards are stored and stepped; `stepped()` says which of th
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.shard import Shard, local_part, whole
+from distlab.parallel.shard import Cut, Shard, local_part, whole
 from distlab.precision import autocast
 
 
@@ -30,6 +30,8 @@ class ParallelModel(nn.Module, ABC):
         casts_parameters: whether the module's parameters already have that dtype, so that autocast is not needed.
         replicas: how many ranks hold each shard that is not on every rank.
         shards_gradients: whether each rank has the mean gradient of its shards only.
+        tensor_group: the ranks that share matrices (`distlab.parallel.tensor_parallel`); None for one alone.
+        cuts: what this rank keeps of the parameters that they share, by plain name.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -41,6 +43,8 @@ class ParallelModel(nn.Module, ABC):
     replicas: int = 1
     bytes_outside_allocator: int = 0
     shards_gradients: bool = False
+    tensor_group: ProcessGroup | None = None
+    cuts: Mapping[str, Cut] = {}
     _synchronizes = True  # False inside no_sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -107,27 +111,35 @@ class ParallelModel(nn.Module, ABC):
         self._note_scaled()
         return norm
 
-    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
-        """This rank's mean gradients: of what it alone holds, and of what every rank holds.
+    def gradients(self) -> "Gradients":
+        """This rank's mean gradients.
 
         Raises:
             RuntimeError: gradients that are not synchronized.
         """
         self.check_gradients()
-        found: tuple[list[Tensor], list[Tensor]] = ([], [])
+        found = Gradients([], [], [], [])
         for shard in self.shards():
             if shard.tensor.grad is not None:
-                found[shard.replicated].append(local_part(shard.tensor.grad))
+                place = 2 * (shard.name in self.cuts) + shard.replicated
+                found[place].append(local_part(shard.tensor.grad))
         return found
 
-    def _norm_of(self, gradients: tuple[Sequence[Tensor], Sequence[Tensor]]) -> Tensor:
-        sharded, replicated = gradients
+    def _norm_of(self, gradients: "Gradients") -> Tensor:
+        total = self._square_sum(gradients.sharded, gradients.replicated)
+        if self.tensor_group is not None:
+            cut = self._square_sum(gradients.cut_and_sharded, gradients.cut)
+            total = total + collectives.sum_tensor(cut, self.tensor_group)
+        return total.sqrt().float()
+
+    def _square_sum(self, sharded: Sequence[Tensor], replicated: Sequence[Tensor]) -> Tensor:
+        """Over all ranks of the data strategy, each element once."""
         total = square_sum(replicated, self.device)
         if self.shards_gradients:
             # Over all ranks, not over a shard group: replicas must not differ in the last bit.
             squares = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)
             total = (squares if self.replicas == 1 else squares / self.replicas) + total
-        return total.sqrt().float()
+        return total
 
     def _note_scaled(self) -> None:
         """`clip_grad_norm_` has scaled the gradients, which is no edit of the user's."""
@@ -163,6 +175,21 @@ class ParallelModel(nn.Module, ABC):
         """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
         any more, and nothing is sent.
         """
+
+
+class Gradients(NamedTuple):
+    """This rank's mean gradients, by who else holds these very elements.
+
+    Attributes:
+        sharded: nobody, but for replicas of a shard group.
+        replicated: every rank.
+        cut_and_sharded, cut: likewise, of parameters that ranks of a tensor-parallel group share.
+    """
+
+    sharded: list[Tensor]
+    replicated: list[Tensor]
+    cut_and_sharded: list[Tensor]
+    cut: list[Tensor]
 
 
 class LocalOptimizer(Optimizer, ABC):

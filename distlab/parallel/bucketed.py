@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.parallel.base import Gradients
 from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.exchange import AllReduce, Exchange
@@ -118,7 +119,7 @@ class BucketedDDP(DataParallel):
         """What this rank holds of every parameter."""
         return self.placement.shards(super().shards())
 
-    def gradients(self) -> tuple[list[Tensor], list[Tensor]]:
+    def gradients(self) -> Gradients:
         """See `ParallelModel.gradients`."""
         self.placement.point_gradients()
         return super().gradients()

@@ -65,6 +65,37 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+@dataclass(frozen=True)
+class Cut:
+    """The part of a parameter that a rank of a tensor-parallel group keeps: some ranges along one dimension.
+
+    Attributes:
+        shape: of the whole.
+        dim: along which it is cut.
+        ranges: (first, one past the last), in order; several where it consists of several matrices.
+    """
+
+    shape: torch.Size
+    dim: int
+    ranges: tuple[tuple[int, int], ...]
+
+    def of(self, whole: Tensor) -> Tensor:
+        """This rank's part, as contiguous memory of its own."""
+        parts = [whole.narrow(self.dim, first, last - first) for first, last in self.ranges]
+        return torch.cat(parts, self.dim).contiguous()
+
+    def joined(self, parts: Tensor) -> Tensor:
+        """The whole out of all ranks' parts `(ranks, …)`, in rank order."""
+        sizes = [last - first for first, last in self.ranges]
+        pieces = [part.split(sizes, self.dim) for part in parts]
+        return torch.cat([piece[number] for number in range(len(sizes)) for piece in pieces], self.dim)
+
+    def boxes(self) -> list[tuple[tuple[int, int], ...]]:
+        """The places of its ranges in the whole: (first, one past the last) of each dimension."""
+        full = [(0, size) for size in self.shape]
+        return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
+
+
 @dataclass(frozen=True, eq=False)
 class Shard:
     """A contiguous part of a flattened parameter (or of its gradient, or of its optimizer's state) on this rank.

@@ -128,7 +128,7 @@ def test_rope_angles():
     # Pair i of position t is turned by t·theta^(-2i/D): one plane at a time, as complex numbers.
     D, T, theta = 6, 5, 50.0
     x = torch.randn(2, T, D, dtype=torch.float64)
-    cos, sin = ops.rope_tables(T, D, theta, torch.device("cpu"))
+    cos, sin = ops.rope_tables(ops.positions(T, torch.device("cpu")), D, theta)
     assert cos.dtype is torch.float32
     out = ops.rope(x, cos, sin)
     for i in range(D // 2):
@@ -139,10 +139,10 @@ def test_rope_angles():
 
 
 def test_rope_tables_stay_exact_under_autocast():
-    expected = ops.rope_tables(512, 64, 10_000.0, torch.device("cpu"))
+    expected = ops.rope_tables(ops.positions(512, torch.device("cpu")), 64, 10_000.0)
     with torch.autocast("cpu", torch.bfloat16):
         for ours, theirs in zip(
-            ops.rope_tables(512, 64, 10_000.0, torch.device("cpu")), expected, strict=True
+            ops.rope_tables(ops.positions(512, torch.device("cpu")), 64, 10_000.0), expected, strict=True
         ):
             assert torch.equal(ours, theirs)
 

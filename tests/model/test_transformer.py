@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.model import ModelConfig, TransformerLM, checkpoint_group, cross_entropy, preset, recompute
 from distlab.model.config import RECOMPUTATION
-from distlab.model.ops import rms_norm, rope_tables
+from distlab.model.ops import positions, rms_norm, rope_tables
 
 CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
 
@@ -41,7 +41,8 @@ def _explicit_logits(model, tokens):
     """The formula of the module's docstring written out, one head and one position at a time."""
     p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     config, T = model.config, tokens.shape[1]
-    cos, sin = (table.double() for table in rope_tables(T, config.head_dim, config.rope_theta, tokens.device))
+    tables = rope_tables(positions(T, tokens.device), config.head_dim, config.rope_theta)
+    cos, sin = (table.double() for table in tables)
     half, D = config.head_dim // 2, config.head_dim
 
     def turn(x):

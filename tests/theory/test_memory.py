@@ -130,7 +130,7 @@ def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):
     config = preset("tiny", num_layers=1, num_kv_heads=kv_heads, d_ff=688)
     block = TransformerLM(config).to(dtype).blocks[0]
     block.attention_norm.float(), block.feed_forward_norm.float()
-    x, tables = torch.zeros(2, 64, 128, dtype=dtype, requires_grad=True), rope_tables(64, 32, 1e4, torch.device("cpu"))
+    x, tables = torch.zeros(2, 64, 128, dtype=dtype, requires_grad=True), rope_tables(torch.arange(64.0), 32, 1e4)
     torch.compiler.reset()
     block = torch.compile(block)
     saved = saved_for_backward(lambda: block(x * 1, *tables, keep), block, {"block": block})["block"]
