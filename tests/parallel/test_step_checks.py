@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distlab.comm import RankContext
-from distlab.parallel import FSDP, BucketedDDP, ParallelModel, ShardedOptimizer, ZeroOptimizer
+from distlab.parallel import FSDP, BucketedDDP, ParallelModel, ZeroOptimizer, get_strategy
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, every_row, run
+from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
 from tests.parallel.test_fsdp import OneProcess
 
 
@@ -31,20 +31,22 @@ def loss_of(wrapper: nn.Module, rank: int, step: int = 0) -> Tensor:
     return CASES["plain"].loss(wrapper, rank, step, torch.device("cpu"))
 
 
-def averaging_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    for make in STRATEGIES.values():
-        wrapper = make(build("plain", 0, context.device), process_group=context.group)
-        yield wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
-    yield wrapper, ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, context.group, lr=0.1)
-    wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
-    yield wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
+AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1")
+
+
+def averaging_and_its_optimizer(
+    context: RankContext, names: Iterable[str] = AVERAGING
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    for name in names:
+        for bucket_size_mb in (1e-4, None) if name == "bucketed" else (25.0,):
+            yield get_strategy(name).build(
+                build("plain", 0, context.device),
+                context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=bucket_size_mb,
+            )  # fmt: skip
 
 
 def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    yield from averaging_and_its_optimizer(context)
-    fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)
-    yield fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.1)
+    return averaging_and_its_optimizer(context, (*AVERAGING, "fsdp"))
 
 
 def forgotten_finish(context: RankContext) -> None:
