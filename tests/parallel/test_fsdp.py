@@ -89,53 +89,6 @@ def own_model(seed: int, device: torch.device, **options) -> OwnModel:
     return OwnModel(**options).to(device)
 
 
-def cast_matrices(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no matrix."""
-    if dtype is not None:
-        for each in module.modules():
-            if any(p.ndim >= 2 for p in each.parameters()):
-                for parameter in each._parameters.values():
-                    if parameter is not None:
-                        parameter.data = parameter.data.to(dtype)
-    return module
-
-
-class OneProcess:
-    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
-
-    Args:
-        make: builds the model, each time with the same values.
-        compute_dtype: the copies' matrices, and the vectors of modules that hold matrices, have this dtype; gradients
-            are averaged in fp32.
-    """
-
-    def __init__(self, make, world_size: int, optimizer_cls, compute_dtype=None, **options):
-        self.model = make()
-        self.replicas = [cast_matrices(make(), compute_dtype) for _ in range(world_size)]
-        self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
-
-    def backward(self, loss) -> float:
-        """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
-        for replica in self.replicas:
-            replica.load_state_dict(self.model.state_dict())
-        losses = [loss(replica, rank) for rank, replica in enumerate(self.replicas)]
-        for value in losses:
-            value.backward()
-        for mine, *same in zip(
-            self.model.parameters(), *(r.parameters() for r in self.replicas), strict=True
-        ):
-            if mine.requires_grad and any(p.grad is not None for p in same):
-                total = torch.zeros_like(mine)
-                for parameter in same:
-                    total += 0 if parameter.grad is None else parameter.grad.float()
-                mine.grad = total / len(same)
-        return sum(value.item() for value in losses) / len(losses)
-
-    def zero_grad(self) -> None:
-        for model in [self.model, *self.replicas]:
-            model.zero_grad()
-
-
 def different_buffers(context: RankContext) -> None:
     def write(module: nn.Module) -> None:
         with torch.no_grad():

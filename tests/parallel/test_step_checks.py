@@ -14,9 +14,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distlab.comm import RankContext
 from distlab.parallel import FSDP, BucketedDDP, ParallelModel, ZeroOptimizer, get_strategy
-from tests.parallel.cases import CASES, build
+from tests.parallel.cases import CASES, OneProcess, build
 from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
-from tests.parallel.test_fsdp import OneProcess
 
 
 @contextmanager
