@@ -1,4 +1,4 @@
-"""FSDP's oracle: models of people's own beside one process, in every compute dtype; and what FSDP alone promises.
+"""What FSDP alone promises, and a model of people's own classes for its tests.
 
 test_contract.py has the kinds of models that it shares with all strategies, test_fsdp_models.py many more.
 """
