@@ -129,12 +129,7 @@ class Regime:
         saves, loads: steps after which the state of module and optimizer is taken, and put back.
         evaluates, syncs: steps after which a forward in eval mode runs, and buffers are synchronised.
         rewraps: step after which the wrapper is closed, and the module wrapped again with a new optimizer.
-        forgets: step at which nobody calls finish.
-        edits: step at which gradients are edited between backward and finish, as `edit` of `EDITS` says.
         skips: step that is skipped after its backward: gradients are zeroed, nobody calls finish.
-        replaces: step before which a linear layer is replaced; replaces_wrapped: and the module wrapped again.
-        copies: step after which a copy of the module is made, loaded, and trained by itself.
-        torch_clips: clip by `torch.nn.utils.clip_grad_norm_`, where that is wrong, too.
         late: see `late_arrivals`.
         bucket_mb: of strategies with buckets.
     """
@@ -161,16 +156,9 @@ class Regime:
     evaluates: int = -1
     syncs: int = -1
     rewraps: int = -1
-    forgets: int = -1
-    torch_clips: bool = False
     late: bool = False
     bucket_mb: float = 25.0
-    edits: int = -1
-    edit: str = "scale"
     skips: int = -1
-    replaces: int = -1
-    replaces_wrapped: bool = False
-    copies: int = -1
 
     __repr__ = _short_repr
 
@@ -187,7 +175,7 @@ class Case:
         own: the root's own parameters: "" none, "matrix", "frozen-matrix" or "vector".
         head: "" (the body's output is the root's), "linear", "tied" to the embedding, or "read": the embedding's
             matrix is read by the root itself.
-        ties: pairs (i, j): the j-th `linear` part uses the i-th's weight. aliases: … another parameter over its memory.
+        ties: pairs (i, j): the j-th `linear` part uses the i-th's weight.
         output: what the root returns: "tensor", "tuple", "dict", "dataclass", "nested", "twice" (the same tensor).
     """
 
@@ -198,7 +186,6 @@ class Case:
     own: str = ""
     head: str = ""
     ties: tuple[tuple[int, int], ...] = ()
-    aliases: tuple[tuple[int, int], ...] = ()
     output: str = "tensor"
     regime: Regime = field(default_factory=Regime)
 
@@ -453,8 +440,6 @@ class Root(nn.Module):
             self.head.weight = self.embedding.weight
         for first, second in case.ties:
             self._linears[second].weight = self._linears[first].weight
-        for first, second in case.aliases:
-            self._linears[second].weight = nn.Parameter(self._linears[first].weight.detach())
         del self._linears
         for name, buffer in self.named_buffers():  # a buffer that nobody broadcasts must show
             if name.endswith("running_mean"):
@@ -583,9 +568,6 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adagrad": (torch.optim.Adagrad, {"lr": 0.05, "eps": 1e-2}),
 }
 
-EDITS = ("scale", "replace", "drop")
-
-
 def grouped(regime: Regime, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Trainable parameters as an optimizer takes them: "one" group, "dim" (weight decay for matrices alone, by
     `p.dim()`, as everybody writes it) or "halves", of which the second learns at half the rate."""
@@ -625,10 +607,6 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
     """The script that both sides follow."""
     regime = case.regime
     for step in range(regime.steps):
-        if step == regime.replaces:
-            subject.replace()
-            if regime.replaces_wrapped:
-                subject.rewrap()
         if regime.zero == "before" or (regime.zero == "never" and step == 0):
             subject.zero()
         number = 0
@@ -645,9 +623,7 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
                 number += regime.forwards
             if step == regime.skips:
                 break
-            if step == regime.edits:
-                subject.edit()
-            subject.finish(step)
+            subject.finish()
         if step == regime.skips:
             subject.zero()
             continue
@@ -667,8 +643,6 @@ def train(case: Case, subject: "OneProcess | OnRanks") -> None:
             subject.evaluate(step)
         if step == regime.syncs:
             subject.sync_buffers()
-        if step == regime.copies:
-            subject.copy(step)
         if step == regime.rewraps:
             subject.rewrap()
     subject.end()
@@ -683,40 +657,6 @@ def _backward(
         between()
     torch.stack(losses).sum().backward()
     return [loss.detach() for loss in losses]
-
-
-@torch.no_grad()
-def _edit(how: str, parameters: Iterable[nn.Parameter]) -> None:
-    """Between backward and finish: scale or drop this rank's gradients, or replace the first one."""
-    held = [parameter for parameter in parameters if parameter.grad is not None]
-    for parameter in held[:1] if how == "replace" else held:
-        if how == "scale":
-            parameter.grad *= 0.5
-        else:
-            parameter.grad = parameter.grad * 0.5 if how == "replace" else None
-
-
-def _replace(model: nn.Module) -> None:
-    """Put a new layer in the place of the first linear one, alike on all ranks."""
-    for name, module in model.named_modules():
-        if type(module) is nn.Linear:
-            new = nn.Linear(module.in_features, module.out_features, module.bias is not None)
-            for parameter in new.parameters():
-                parameter.data = torch.linspace(-0.5, 0.5, parameter.numel()).view_as(parameter).to(module.weight.dtype)
-            owner, _, attribute = name.rpartition(".")
-            setattr(model.get_submodule(owner), attribute, new)
-            return
-    raise Invalid("no layer to replace")
-
-
-def _trained_copy(module: nn.Module, case: Case, rank: int, step: int) -> list[Tensor]:
-    """What a copy that follows the module shows: the loss of a step of its own, and of the next."""
-    copied = copy.deepcopy(module)
-    copied.load_state_dict(module.state_dict())
-    copied.zero_grad()
-    losses = _backward(copied, copied.moment, case, rank, step, 7, None)
-    torch.optim.SGD([p for p in copied.parameters() if p.requires_grad], lr=0.1).step()
-    return losses + _backward(copied, copied.moment, case, rank, step, 7, None)
 
 
 @contextmanager
@@ -816,21 +756,6 @@ class OneProcess:
         noise = torch.randn(like.shape, generator=self.noise)
         return 1 + 2 * _precision(self.replicas[0], name) * noise.to(like.dtype)
 
-    def edit(self) -> None:
-        for stepped in self.stepped:
-            _edit(self.case.regime.edit, stepped.values())
-
-    def replace(self) -> None:
-        """The new parameters are trained when an optimizer is made over them, which the old one was not."""
-        for replica, stepped in zip(self.replicas, self.stepped, strict=True):
-            held = {id(parameter): stepped[name] for name, parameter in replica.named_parameters()}
-            _replace(replica)
-            stepped.clear()
-            stepped.update({name: held.get(id(p), p) for name, p in replica.named_parameters()})
-
-    def copy(self, step: int) -> None:
-        self.trace.losses += _trained_copy(self.replicas[self.rank], self.case, self.rank, step)
-
     def failing_backward(self, step: int, number: int) -> None:
         for rank, replica in enumerate(self.replicas):
             with _failure(replica.moment, self.case.regime.fails_at):
@@ -845,7 +770,7 @@ class OneProcess:
                 master.grad = gradient if master.grad is None else master.grad + gradient
 
     @torch.no_grad()
-    def finish(self, step: int) -> None:
+    def finish(self) -> None:
         for name, first in self.stepped[0].items():
             same = [stepped[name] for stepped in self.stepped]
             present = [p.grad for p in same if p.grad is not None]
@@ -1032,15 +957,6 @@ class OnRanks:
                 pass
             yield
 
-    def edit(self) -> None:
-        _edit(self.case.regime.edit, self.module.parameters())
-
-    def replace(self) -> None:
-        _replace(self.module)
-
-    def copy(self, step: int) -> None:
-        self.trace.losses += _trained_copy(self.module, self.case, self.context.rank, step)
-
     def failing_backward(self, step: int, number: int) -> None:
         moment, regime = self.module.moment, self.case.regime
         with _failure(moment, regime.fails_at), self._no_sync() if regime.fails_in_no_sync else nullcontext():
@@ -1048,9 +964,8 @@ class OnRanks:
         for late in _Late.under_way:  # gradients of no use, which may be zeroed while they are being sent
             late.sent = None
 
-    def finish(self, step: int) -> None:
-        if step != self.case.regime.forgets:
-            self.wrapper.finish_gradient_synchronization()
+    def finish(self) -> None:
+        self.wrapper.finish_gradient_synchronization()
 
     def note(self) -> None:
         _note(self.trace, self.module.named_parameters())
@@ -1059,7 +974,7 @@ class OnRanks:
 
     def clip(self) -> None:
         norm = self.case.regime.clip
-        if self.strategy not in ("zero1", *FULLY_SHARDED) or self.case.regime.torch_clips:
+        if self.strategy not in ("zero1", *FULLY_SHARDED):
             trainable = [p for p in self.module.parameters() if p.requires_grad]
             torch.nn.utils.clip_grad_norm_(trainable, norm)
         else:
@@ -1262,11 +1177,7 @@ REFUSALS = (
     ),
     Refusal(FULLY_SHARDED, "requires_grad of .* changed after wrapping", lambda case: case.regime.freezes >= 0),
     Refusal(STRATEGIES[:-2], "became ready twice", _used_in_several_checkpoints),
-    Refusal(
-        STRATEGIES[:-2],
-        "became ready twice",
-        lambda case: case.regime.backwards > 1 or (case.regime.forgets >= 0 and case.regime.finishes > 1),
-    ),
+    Refusal(STRATEGIES[:-2], "became ready twice", lambda case: case.regime.backwards > 1),
     Refusal(
         ("zero1",),
         "was not zeroed since the last finish_gradient_synchronization",
@@ -1274,31 +1185,14 @@ REFUSALS = (
     ),
     Refusal(
         STRATEGIES,
-        "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)",
-        lambda case: case.regime.forgets >= 0,
-    ),
-    Refusal(
-        ("zero1", *FULLY_SHARDED),
-        "clip by (ZeroOptimizer|fsdp).clip_grad_norm_\\(max_norm\\)",
-        lambda case: case.regime.clip > 0 and case.regime.torch_clips,
-    ),
-    Refusal(
-        STRATEGIES,
         "was changed between backward and finish|became ready twice",
-        lambda case: case.regime.edits >= 0 or (case.regime.skips >= 0 and not case.regime.to_none),
+        lambda case: case.regime.skips >= 0 and not case.regime.to_none,
     ),
-    Refusal(
-        STRATEGIES,
-        "is trained now and was not when the module was wrapped",
-        lambda case: case.regime.replaces >= 0 and not case.regime.replaces_wrapped,
-    ),
-    Refusal(FULLY_SHARDED, "cannot be copied, pickled or saved", lambda case: case.regime.copies >= 0),
     Refusal(
         FULLY_SHARDED,
         "no backward has brought a matrix its gradient",
         lambda case: has(case, "idle") or has(case, "around", "detached"),
     ),
-    Refusal(STRATEGIES, "are two parameters on the same memory", lambda case: bool(case.aliases)),
 )
 
 
@@ -1312,9 +1206,6 @@ def is_refusal(case: Case, strategy: str, text: str) -> bool:
 
 def as_allowed(case: Case, strategy: str) -> Case:
     """The case, or the nearest that lies within the strategy's contract."""
-    if strategy == "bucketed-two-level" and has(case, "branch"):
-        # Ranks that use other parameters wait for each other in backward already, on gloo, not first in a finish.
-        return replace(case, regime=replace(case.regime, forgets=-1))
     if strategy not in FULLY_SHARDED:
         return case
     read_elsewhere = case.seed % 4 == 0  # and then refused
@@ -1324,7 +1215,7 @@ def as_allowed(case: Case, strategy: str) -> Case:
     if regime.fails >= 0 and regime.fails_after:  # what no_sync() left, the wrapper alone can drop
         regime = replace(regime, zero_by="wrapper")
     if has(case, "around", "bfloat16"):  # close() gives back masters of fp32
-        regime = replace(regime, rewraps=-1, replaces=-1)
+        regime = replace(regime, rewraps=-1)
     return replace(case, body=body, head=head, regime=regime)
 
 
@@ -1358,13 +1249,8 @@ def generate(seed: int) -> Case:
     while budget[0] > 0:
         body.append(_part(chance, budget, depth=0))
     linears = sum(part.kind == "linear" for part in parts_of(body))
-    ties, aliases = [], []
-    if linears >= 2 and chance.random() < 0.4:
-        first, second = sorted(chance.sample(range(linears), 2))
-        ties.append((first, second))
-    elif linears >= 2 and chance.random() < 0.1:
-        first, second = sorted(chance.sample(range(linears), 2))
-        aliases.append((first, second))
+    tied = linears >= 2 and chance.random() < 0.4
+    ties = (tuple(sorted(chance.sample(range(linears), 2))),) if tied else ()
     heads = ("", "", "linear", "tied", "read") if tokens else ("", "", "linear")
     return Case(
         tuple(body),
@@ -1373,8 +1259,7 @@ def generate(seed: int) -> Case:
         tokens=tokens,
         own=chance.choice(("", "", "", "matrix", "frozen-matrix", "vector")),
         head=chance.choice(heads),
-        ties=tuple(ties),
-        aliases=tuple(aliases),
+        ties=ties,
         output=chance.choice(("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "nested", "twice")),
         regime=_regime(chance),
     )
@@ -1425,16 +1310,9 @@ def _regime(chance: random.Random) -> Regime:
         evaluates=seldom(0.2, chance.randrange(steps), -1),
         syncs=seldom(0.15, chance.randrange(steps), -1),
         rewraps=seldom(0.08, chance.randrange(steps), -1),
-        forgets=seldom(0.04, some_step, -1),
-        torch_clips=chance.random() < 0.15,
         late=chance.random() < 0.5,
         bucket_mb=chance.choice(BUCKETS_MB),
-        edits=seldom(0.05, some_step, -1),
-        edit=chance.choice(EDITS),
         skips=seldom(0.12, chance.randrange(steps) - 1, -1),  # a step before the last: the next one forgets it
-        replaces=seldom(0.06, chance.randrange(steps), -1),
-        replaces_wrapped=chance.random() < 0.5,
-        copies=seldom(0.1, chance.randrange(steps), -1),
     )
 
 
@@ -1681,10 +1559,9 @@ def _shorter_parts(part: Part) -> Iterator[Part]:
 
 
 def _without_ties(case: Case) -> Case:
-    """Ties and aliases of parts that are gone are left out."""
+    """Ties of parts that are gone are left out."""
     count = sum(part.kind == "linear" for part in parts_of(case.body))
-    kept = {name: tuple(p for p in getattr(case, name) if max(p) < count) for name in ("ties", "aliases")}
-    return replace(case, **kept)
+    return replace(case, ties=tuple(pair for pair in case.ties if max(pair) < count))
 
 
 def shrink(job: Job, outcome: str, ranks: int, *, seconds: float = 90.0) -> Job:

@@ -23,8 +23,8 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 308,
-    "tests": 243,
+    "source": 312,  # tensor and context parallelism: 9 are allowed
+    "tests": 238,
 }
 
 

@@ -23,12 +23,13 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from distlab.files import digest_of, sync_folder
+from distlab.parallel.shard import Box
 
 FORMAT = 3
 MARKER = "checkpoint.json"
@@ -242,14 +243,26 @@ def _check_tensor(key: str, entry: Any, files: Mapping[str, Any]) -> None:
     _require(isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}")
     known = isinstance(dtype, str) and dtype in DTYPES
     _require(known, f"the dtype of {key} is {dtype!r}; allowed: {', '.join(DTYPES)}")
-    form = "lists of first element, elements, file and offset"
-    _require(isinstance(parts, list) and all(map(_is_part, parts)), f"the parts of {key} are not {form}")
-    covered = 0
-    for start, count, name, _ in parts:
+    form = "lists of first element, elements, file and offset, and perhaps a box"
+    fit = isinstance(parts, list) and all(_is_part(part, shape) for part in parts)
+    _require(fit, f"the parts of {key} are not {form}")
+    covered: dict[Box, int] = {}  # of each box, how many elements
+    for start, count, name, _, *cut in parts:
+        box = tuple(map(tuple, cut[0])) if cut else tuple((0, size) for size in shape)
         _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")
-        _require(start == covered, f"{key} has a hole or an overlap at element {covered}")
-        covered += count
-    _require(covered == math.prod(shape), f"{key} has {covered} of {math.prod(shape)} elements")
+        _require(start == covered.get(box, 0), f"{key} has a hole or an overlap at element {covered.get(box, 0)}")
+        covered[box] = start + count
+    for box, elements in covered.items():
+        size = math.prod(last - first for first, last in box)
+        _require(elements == size, f"{key} has {elements} of {size} elements")
+    apart = not any(_overlap(one, other) for one, other in itertools.combinations(covered, 2))
+    _require(apart, f"{key} has boxes that overlap")
+    total = sum(covered.values())
+    _require(total == math.prod(shape), f"{key} has {total} of {math.prod(shape)} elements")
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _check_places(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
@@ -258,7 +271,7 @@ def _check_places(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
     places = [
         (name, offset, count * DTYPES[entry["dtype"]], key)
         for key, entry in tensors.items()
-        for _, count, name, offset in entry["parts"]
+        for _, count, name, offset, *_ in entry["parts"]
     ]
     for name, offset, size, key in sorted(places):
         _require(offset == ends[name], f"{name} has a gap or an overlap at byte {ends[name]}, before {key}")
@@ -273,10 +286,18 @@ def _require(condition: Any, problem: str) -> None:
         raise ValueError(problem)
 
 
-def _is_part(value: Any) -> bool:
-    """Of first element, elements, file and offset."""
-    fits = isinstance(value, list) and len(value) == 4 and isinstance(value[2], str)
-    return fits and all(map(_is_count, (*value[:2], value[3]))) and value[1] > 0
+def _is_part(value: Any, shape: Sequence[int]) -> bool:
+    """Of first element, elements, file and offset, and perhaps a box in this shape."""
+    fits = isinstance(value, list) and len(value) in (4, 5) and isinstance(value[2], str)
+    counts = fits and all(map(_is_count, (*value[:2], value[3]))) and value[1] > 0
+    return counts and (len(value) == 4 or _is_box(value[4], shape))
+
+
+def _is_box(value: Any, shape: Sequence[int]) -> bool:
+    if not (isinstance(value, list) and len(value) == len(shape)):
+        return False
+    pairs = all(isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value)
+    return pairs and all(first < last <= size for (first, last), size in zip(value, shape, strict=True))
 
 
 def _is_count(value: Any) -> bool:

@@ -5,13 +5,15 @@
 
 The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first element, elements,
 file, offset in bytes]`, in the flattened whole. So a part that cuts through rows needs no gathering, and a reader of
-any world size reads the bytes it needs. Parts tile their tensor, and they tile every file: an index that leaves out a
+any world size reads the bytes it needs. A rank that shares matrices with others has a box of them, some columns say:
+its parts end with that box, `[[first, last + 1], …]` of each dimension, and count within it, flattened. Parts tile
+their tensor, box by box, and they tile every file: an index that leaves out a
 tensor, or reads a byte twice, cannot fit the files.
 """
 
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -20,8 +22,9 @@ import numpy as np
 import torch
 
 from distlab.checkpoint.files import CheckpointError, Damaged, Stored
-from distlab.parallel.shard import Shard
+from distlab.parallel.shard import Box, Shard
 
+AT_ONCE = 2**20  # elements whose places in another box are computed together
 # key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
 Index = dict[str, dict[str, Any]]
 
@@ -50,11 +53,16 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
     with open(path, "xb") as file:
         for shard in shards:
             data = shard.values.view(torch.uint8).numpy()
-            part = [shard.start, shard.values.numel(), path.name, offset]
+            parts = []
+            for box, start, held in shard.places():
+                at = offset + held.start * shard.values.element_size()
+                parts.append([start, held.stop - held.start, path.name, at])
+                if shard.cut is not None:
+                    parts[-1].append([list(each) for each in box])
             indices.append({shard.name: {
                 "shape": list(shard.shape),
                 "dtype": str(shard.values.dtype).removeprefix("torch."),
-                "parts": [part] if shard.values.numel() else [],
+                "parts": parts,
             }})  # fmt: skip
             append(file, data)
             digest.update(data)
@@ -75,7 +83,7 @@ def merged(indices: Sequence[Index]) -> Index:
     for index in indices:
         for key, entry in index.items():
             parts = whole.get(key, {"parts": []})["parts"] + entry["parts"]
-            whole[key] = entry | {"parts": sorted(parts)}
+            whole[key] = entry | {"parts": sorted(parts, key=lambda part: (part[4:], part[:4]))}
     return whole
 
 
@@ -93,19 +101,52 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
     """
     for shard in shards:
         entry = stored.content["tensors"][shard.name]
-        dtype, end = getattr(torch, entry["dtype"]), shard.start + shard.values.numel()
-        for start, count, name, offset in entry["parts"]:
-            first, last = max(start, shard.start), min(start + count, end)
-            if first < last:
-                values = torch.empty(last - first, dtype=dtype)
-                with open(stored.path / name, "rb") as file:
-                    file.seek(offset + (first - start) * dtype.itemsize)
-                    if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
-                        raise CheckpointError(f"{stored.path / name} ends within {shard.name}")
-                if dtype.is_floating_point and values.isnan().any() and shard.name.startswith("model/"):
-                    said = f"{stored.path} holds NaN in {shard.name}, though its checksums fit"
-                    raise Damaged(f"{said}: remove it to use the one before")
-                shard.values[first - shard.start : last - shard.start].copy_(values)
+        whole = tuple((0, size) for size in entry["shape"])
+        for box, begin, held in shard.places():
+            wanted = shard.values[held]
+            for start, count, name, offset, *cut in entry["parts"]:
+                there = tuple(map(tuple, cut[0])) if cut else whole
+                if there != box:
+                    for here, index in _shared(box, begin, wanted.numel(), there, start, count):
+                        first, last = int(index.min()), int(index.max()) + 1
+                        values = _values(stored, shard.name, name, offset, first, last)
+                        wanted[torch.from_numpy(here).to(wanted.device)] = values[index - first].to(wanted)
+                    continue
+                first, last = max(start, begin), min(start + count, begin + wanted.numel())
+                if first < last:
+                    values = _values(stored, shard.name, name, offset, first - start, last - start)
+                    wanted[first - begin : last - begin].copy_(values)
+
+
+def _shared(box: Box, begin: int, wanted: int, there: Box, start: int, count: int) -> Iterator[Any]:
+    """Of elements of a flattened box, from `begin` on: which lie in the part of another box, and where in that part."""
+    sizes, sizes_there = ([last - first for first, last in each] for each in (box, there))
+    for first in range(0, wanted, AT_ONCE):
+        here = np.arange(first, min(first + AT_ONCE, wanted))
+        places = [
+            place + low - other
+            for place, (low, _), (other, _) in zip(np.unravel_index(begin + here, sizes), box, there, strict=True)
+        ]
+        inside = np.logical_and.reduce([(p >= 0) & (p < n) for p, n in zip(places, sizes_there, strict=True)])
+        here = here[inside]
+        index = np.ravel_multi_index([place[inside] for place in places], sizes_there) - start
+        within = (index >= 0) & (index < count)
+        if within.any():
+            yield here[within], index[within]
+
+
+def _values(stored: Stored, key: str, file_name: str, offset: int, first: int, last: int) -> torch.Tensor:
+    """Elements of a part, which begins at this byte."""
+    dtype = getattr(torch, stored.content["tensors"][key]["dtype"])
+    values = torch.empty(last - first, dtype=dtype)
+    with open(stored.path / file_name, "rb") as file:
+        file.seek(offset + first * dtype.itemsize)
+        if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
+            raise CheckpointError(f"{stored.path / file_name} ends within {key}")
+    if dtype.is_floating_point and values.isnan().any() and key.startswith("model/"):
+        said = f"{stored.path} holds NaN in {key}, though its checksums fit"
+        raise Damaged(f"{said}: remove it to use the one before")
+    return values
 
 
 def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:

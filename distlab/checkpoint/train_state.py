@@ -23,7 +23,7 @@ NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable"}
 
 def model_state(model: ParallelModel) -> list[Shard]:
     """Every parameter and persistent buffer."""
-    held = [shard.like(f"model/{shard.name}", shard.tensor) for shard in model.shards()]
+    held = [model.located(shard).like(f"model/{shard.name}", shard.tensor) for shard in model.shards()]
     return held + [whole(f"model/{name}", buffer) for name, buffer in _persistent_buffers(model.module)]
 
 
@@ -33,14 +33,14 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
     Raises ValueError for state that is no tensor, which could not be stored.
     """
     found = []
-    for shard in stepped(model, optimizer):
+    for shard in map(model.located, stepped(model, optimizer)):
         for kind, value in optimizer.state.get(shard.tensor, {}).items():
             key = f"optimizer/{kind}/{shard.name}"
             if not isinstance(value, Tensor):
                 raise ValueError(f"{key} is a {type(value).__name__}; only tensors are stored")
             if value.ndim > 0 and value.shape == shard.tensor.shape:
                 found.append(shard.like(key, value))
-            elif shard.start == 0 and shard.values.numel() > 0:  # one number for the whole
+            elif shard.is_first:  # one number for the whole
                 found.append(Shard(key, value.shape, 0, value, shard.replicated, shard.copies))
     return found
 
@@ -60,7 +60,7 @@ def empty_optimizer_state(
             kinds.setdefault(name, []).append(kind)
     state: dict[Tensor, dict[str, Tensor]] = {}
     found = []
-    for shard in stepped(model, optimizer):
+    for shard in map(model.located, stepped(model, optimizer)):
         for kind in kinds.get(shard.name, ()):
             key = f"optimizer/{kind}/{shard.name}"
             shape, dtype = stored[key]

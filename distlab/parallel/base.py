@@ -7,6 +7,7 @@ on a rank: a model's shards are stored and stepped; `stepped()` says which of th
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -149,6 +150,18 @@ class ParallelModel(nn.Module, ABC):
     def shards(self) -> list[Shard]:
         """What this rank holds of every parameter: what checkpoints store, and optimizers' states belong to."""
         return [whole(name, parameter) for name, parameter in self.module.named_parameters()]
+
+    def located(self, shard: Shard) -> Shard:
+        """One of `shards()` in the whole parameter, where ranks share matrices, too, and who else holds it."""
+        if self.tensor_group is None:
+            return shard
+        cut, group = self.cuts.get(shard.name), self.tensor_group
+        if cut is None:
+            which, holders = shard.copies  # every rank of the tensor-parallel group has these as well
+            copies = which * group.size() + group.rank(), holders * group.size()
+            return shard if shard.replicated else replace(shard, copies=copies)
+        copies = (self.process_group.rank(), self.process_group.size()) if shard.replicated else shard.copies
+        return replace(shard, shape=cut.shape, cut=cut, replicated=False, copies=copies)
 
     def shards_changed(self) -> None:
         """Call it on every rank after a step or a load has changed the shards."""

@@ -6,6 +6,7 @@ where it starts in the unpadded whole. So a checkpoint of one strategy and world
 world size, without gathering.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -65,6 +66,9 @@ def round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
+Box = tuple[tuple[int, int], ...]  # (first, one past the last) of each dimension
+
+
 @dataclass(frozen=True)
 class Cut:
     """The part of a parameter that a rank of a tensor-parallel group keeps: some ranges along one dimension.
@@ -90,8 +94,9 @@ class Cut:
         pieces = [part.split(sizes, self.dim) for part in parts]
         return torch.cat([piece[number] for number in range(len(sizes)) for piece in pieces], self.dim)
 
-    def boxes(self) -> list[tuple[tuple[int, int], ...]]:
-        """The places of its ranges in the whole: (first, one past the last) of each dimension."""
+    def boxes(self) -> list[Box]:
+        """The places of its ranges in the whole; one after the other they are this rank's elements in order."""
+        assert self.dim == 0 or len(self.ranges) == 1, "several ranges of columns would alternate row by row"
         full = [(0, size) for size in self.shape]
         return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
 
@@ -108,6 +113,7 @@ class Shard:
             the optimizer steps, the key of its `state`.
         replicated: every rank holds these very elements.
         copies: which of how many ranks that hold them this one is, where not every rank does.
+        cut: what this rank's model has of the parameter, within which `start` counts then; None: all of it.
     """
 
     name: str
@@ -116,6 +122,24 @@ class Shard:
     tensor: Tensor
     replicated: bool = False
     copies: tuple[int, int] = (0, 1)
+    cut: Cut | None = None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the whole's first element lies here."""
+        has_first = self.cut is None or self.cut.ranges[0][0] == 0
+        return has_first and self.start == 0 and self.values.numel() > 0
+
+    def places(self) -> list[tuple[Box, int, slice]]:
+        """Where its elements lie in the whole: box, first element within the flattened box, which of `values`."""
+        found, offset, count = [], 0, self.values.numel()
+        for box in [tuple((0, size) for size in self.shape)] if self.cut is None else self.cut.boxes():
+            size = math.prod(last - first for first, last in box)
+            first, last = max(self.start, offset), min(self.start + count, offset + size)
+            if first < last:
+                found.append((box, first - offset, slice(first - self.start, last - self.start)))
+            offset += size
+        return found
 
     @property
     def numel(self) -> int:

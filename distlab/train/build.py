@@ -12,8 +12,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.model.config import Checkpointing, ModelConfig
+from distlab.model.ops import attention_parts
 from distlab.model.transformer import TransformerLM
-from distlab.parallel import ParallelModel, Strategy
+from distlab.parallel import Layout, ParallelModel, Strategy
+from distlab.parallel.context_parallel import Parts
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.train.step import compiled
 
 
@@ -50,7 +53,7 @@ def build_training(
         source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module that has its values.
         checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s `checkpoint_blocks`.
         compile: see `distlab.train.step.compiled`.
-        options: `compute_dtype`, `bucket_size_mb` and `shard_size`, see `Strategy.build`.
+        options: `compute_dtype`, `bucket_size_mb`, `shard_size` and `layout`, see `Strategy.build`.
 
     Raises:
         ValueError: see `Strategy.build` and `TransformerLM`.
@@ -59,7 +62,18 @@ def build_training(
     if isinstance(source, ModelConfig):
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
         options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
+    if options.get("layout", DATA_PARALLEL).context > 1:
+        options["parts"] = Parts(*attention_parts())
     model, optimizer = strategy.build(
         compiled(module, compile), group, optimizer_cls, optimizer_options, **options
     )  # fmt: skip
     return Training(module, model, optimizer)
+
+
+def check_layout(layout: Layout, compile: str) -> None:
+    """Raise ValueError for a model that is compiled as a whole, where ranks share it."""
+    if layout.ranks > 1 and compile == "model":
+        raise ValueError(
+            f"layout {layout} sends messages inside of blocks, which a graph of the whole model cannot hold: take "
+            "--compile blocks"
+        )

@@ -6,7 +6,8 @@ from typing import Any
 
 from distlab.model.config import ModelConfig, ModelOptions
 from distlab.options import SEED, Options, did_you_mean, option
-from distlab.parallel import STRATEGIES, check_shard_size
+from distlab.parallel import STRATEGIES, Layout, check_shard_size
+from distlab.train.build import check_layout
 from distlab.train.schedule import WarmupCosine
 
 TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
@@ -56,6 +57,7 @@ class TrainConfig(ModelOptions):
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
     shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
+    layout: str = option("", "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), tp2,cp2 [none]")
     batch: int = option(8, "sequences per step over all ranks", least=1)
     accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
     steps: int = option(100, "optimizer steps", least=1)
@@ -79,6 +81,7 @@ class TrainConfig(ModelOptions):
             raise ValueError(f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}")
         super().__post_init__()
         check_shard_size(self.shard_size, [self.strategy])
+        check_layout(Layout.parse(self.layout), self.compile)
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
 

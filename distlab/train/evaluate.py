@@ -7,6 +7,7 @@ import torch.nn.functional as F
 
 from distlab.comm import RankContext, collectives
 from distlab.parallel import ParallelModel
+from distlab.parallel.layout import DATA_PARALLEL, Axes
 from distlab.train.data import IGNORED, Sequences, to_batch
 
 
@@ -18,6 +19,7 @@ def validation_loss(
     *,
     sequences: int,
     batch: int,
+    axes: Axes | None = None,
 ) -> float:
     """Mean cross-entropy in nats per token over the first `sequences` sequences; the same on every rank.
 
@@ -25,10 +27,12 @@ def validation_loss(
 
     Args:
         batch: sequences per forward.
+        axes: of a layout in which ranks share the model; default: each rank has all of it.
     """
+    axes = axes or DATA_PARALLEL.axes(context.group)
     total = sequences if data.count is None else min(sequences, data.count)
-    mine = list(range(context.rank, total, context.world_size))
-    rounds = math.ceil(math.ceil(total / context.world_size) / batch)
+    mine = list(range(axes.batch_rank, total, axes.batch_ranks))
+    rounds = math.ceil(math.ceil(total / axes.batch_ranks) / batch)
     empty = data.rows([0])
     empty[:] = IGNORED
     totals = torch.zeros(2, dtype=torch.float64, device=context.device)  # of losses, of tokens
@@ -36,7 +40,7 @@ def validation_loss(
     wrapper.eval()
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
-        tokens, targets = to_batch(data.rows(numbers) if numbers else empty, context.device)
+        tokens, targets = axes.share(to_batch(data.rows(numbers) if numbers else empty, context.device))
         with wrapper.autocast():
             logits = wrapper(tokens)
         losses = F.cross_entropy(

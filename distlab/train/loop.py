@@ -19,7 +19,7 @@ from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext, collectives
-from distlab.parallel import get_strategy
+from distlab.parallel import Layout, get_strategy
 from distlab.precision import DTYPES
 from distlab.train.build import build_training
 from distlab.train.config import TrainConfig, refuse_other_run
@@ -81,11 +81,13 @@ class Trainer:
     ):
         self.config, self.context = config, context
         self.train, self.validate, self.progress = train, validate, progress
+        layout = Layout.parse(config.layout)
+        self.axes = layout.axes(context.group)
         self.order = GlobalOrder(
             train.count,
             batch=config.batch,
-            rank=context.rank,
-            world_size=context.world_size,
+            rank=self.axes.batch_rank,
+            world_size=self.axes.batch_ranks,
             micro_batches=config.accumulate,
             seed=config.seed,
         )
@@ -111,11 +113,12 @@ class Trainer:
             compute_dtype=DTYPES[config.dtype],
             bucket_size_mb=config.bucket_size_mb,
             shard_size=config.shard_size,
+            layout=layout,
         )
         self.train_step = TrainStep(
             self.wrapper,
             self.optimizer,
-            loss_function(config.model()),
+            loss_function(config.model(), layout),
             # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
@@ -225,7 +228,7 @@ class Trainer:
         whole = is_unchanged(self.train)  # of a file that became shorter nothing may be read
         rows = [self.train.rows(numbers) for numbers in self.order.numbers(self.step)] if whole else []
         self._refuse_changed(self.train, whole)
-        loss = self.train_step([to_batch(each, self.context.device) for each in rows])
+        loss = self.train_step([self.axes.share(to_batch(each, self.context.device)) for each in rows])
         self.step += 1
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
         norm = None if skipped else self.train_step.grad_norm
@@ -252,8 +255,9 @@ class Trainer:
             self.wrapper,
             self.validate,
             self.context,
+            axes=self.axes,
             sequences=self.config.validate_sequences,
-            batch=max(1, self.config.batch // self.context.world_size // self.config.accumulate),
+            batch=max(1, self.config.batch // self.axes.batch_ranks // self.config.accumulate),
         )
         self._refuse_changed(self.validate)
         self.metrics.restart_clock()

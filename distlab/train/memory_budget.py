@@ -22,7 +22,7 @@ from distlab.model.config import (
     ModelConfig,
     checkpoint_plan,
 )
-from distlab.parallel import STRATEGIES
+from distlab.parallel import STRATEGIES, Layout
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
@@ -48,6 +48,7 @@ class PlannedStep:
         mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
         batch_option: what `--batch` would be for one sequence at once on each rank.
         shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
+        model_ranks: ranks that share one model, at most as many times as much memory.
     """
 
     model: ModelConfig
@@ -60,6 +61,7 @@ class PlannedStep:
     mode: str = "step"
     batch_option: int = 1
     shard_size: int | None = None
+    model_ranks: int = 1
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
@@ -89,7 +91,7 @@ class PlannedStep:
             held = memory.after_init.parameters + max(moment.temporary for _, moment in memory.moments)
         else:
             held = memory.peak.total - (0 if self.mode == "step" else memory.after_step.optimizer_state)
-        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
+        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN) / self.model_ranks)
 
     def __str__(self) -> str:
         batch, context = self.batch * self.batch_option, self.model.context_length
@@ -99,7 +101,8 @@ class PlannedStep:
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
     """A step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
-    parts = world_size * config.accumulate
+    model_ranks = Layout.parse(config.layout).ranks
+    parts = max(1, world_size // model_ranks) * config.accumulate
     return PlannedStep(
         config.model(),
         -(-config.batch // parts),
@@ -110,6 +113,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         compiled=config.compile != "off",
         batch_option=parts,
         shard_size=config.shard_size,
+        model_ranks=model_ranks,
     )
 
 

@@ -16,7 +16,8 @@ from distlab.comm import RankContext, collectives
 from distlab.model.config import ModelConfig
 from distlab.model.ops import cross_entropy
 from distlab.model.transformer import TransformerLM
-from distlab.parallel import ParallelModel
+from distlab.parallel import Layout, ParallelModel
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.train.scaler import LossScaler
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -28,9 +29,13 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
-def loss_function(model: ModelConfig) -> LossFunction:
-    """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head."""
-    return (lambda model, batch: model(*batch)) if model.loss_in_head else next_token_loss
+def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
+    """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
+
+    Ranks that share the vocabulary compute it in the head, where nobody needs all logits.
+    """
+    in_head = model.loss_in_head or layout.tensor > 1
+    return (lambda model, batch: model(*batch)) if in_head else next_token_loss
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:

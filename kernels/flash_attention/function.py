@@ -138,20 +138,22 @@ _PLAIN = (None, None, "bottom-right", "emulated", None, None)  # no scale, windo
 def part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, to be merged with others by the log-sum-exp: (o, lse), without autograd.
 
-    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. Also float64, in plain
-    torch, whose lse is then float64.
+    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. Outside of GPUs in plain
+    torch, also in float64, whose lse is then float64.
     """
-    if q.dtype == torch.float64:
-        return tiled.forward(q, k, v, ops.problem_of(q, k, causal, *_PLAIN))
-    return ops.forward_op(q, k, v, causal, *_PLAIN)
+    if q.is_cuda:
+        return ops.forward_op(q, k, v, causal, *_PLAIN)
+    o, lse = tiled.forward(q, k, v, ops.problem_of(q, k, causal, *_PLAIN))
+    return o.to(q.dtype), lse
 
 
 def part_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
                   causal: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of one such part; o, lse and do are those over all keys."""
-    if q.dtype == torch.float64:
-        return tiled.backward(q, k, v, o, lse, do, None, ops.problem_of(q, k, causal, *_PLAIN))
-    return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
+    if q.is_cuda:
+        return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
+    grads = tiled.backward(q, k, v, o, lse, do, None, ops.problem_of(q, k, causal, *_PLAIN))
+    return tuple(grad.to(q.dtype) for grad in grads)
 
 
 def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,

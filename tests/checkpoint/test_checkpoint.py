@@ -26,10 +26,14 @@ CUT = 3  # the step after which the checkpoint of these tests is written
 
 
 def train_and_save(context: RankContext, root: str, strategies: list[str], changes: dict) -> dict[str, dict]:
-    """Six steps under each strategy, with a checkpoint after the third; the losses of the last three."""
+    """Six steps under each strategy, with a checkpoint after the third; the losses of the last three.
+
+    Behind a strategy's name may stand a layout, as in `fsdp tp2`.
+    """
     losses = {}
     for strategy in strategies:
-        run = Run(context, f"{root}/{strategy}", strategy=strategy, checkpoint_every=CUT, **changes)
+        name, _, layout = strategy.partition(" ")
+        run = Run(context, f"{root}/{strategy}", strategy=name, layout=layout, checkpoint_every=CUT, **changes)
         run.trainer.run()
         shutil.rmtree(run.trainer.checkpoints.folder.path_of(6), ignore_errors=True)  # keep that of step 3
         losses[strategy] = {step: loss for step, loss in run.losses.items() if step > CUT}
@@ -40,8 +44,9 @@ def train_and_save(context: RankContext, root: str, strategies: list[str], chang
 def resume(context: RankContext, pairs: list[tuple[str, str]], root: str, changes: dict) -> list[dict]:
     found = []
     for written, strategy in pairs:
-        options = {} if REGISTRY[strategy].takes_mesh else {"shard_size": None}
-        run = Run(context, f"{root}/{written}", **changes | options, strategy=strategy)
+        name, _, layout = strategy.partition(" ")
+        options = {} if REGISTRY[name].takes_mesh else {"shard_size": None}
+        run = Run(context, f"{root}/{written}", **changes | options, strategy=name, layout=layout)
         assert run.trainer.resume() and run.trainer.step == CUT
         run.trainer.checkpoints = None
         run.trainer.run()
@@ -93,6 +98,19 @@ def test_hybrid_sharding_continues_others_and_others_continue_it(saved, tmp_path
     assert_continued(written, 4, [("hsdp", "torch-hsdp"), ("torch-hsdp", "hsdp")], str(tmp_path), ON_A_MESH)
     assert_continued(written, 2, [("torch-hsdp", "hsdp"), ("hsdp", "zero1")], str(tmp_path), ON_A_MESH)
     assert_continued(losses, 4, [("fsdp", "hsdp"), ("bucketed", "torch-hsdp")], root, ON_A_MESH)
+
+
+SHARED = UNCLIPPED | {"vocab": 32, "heads": 4}  # what two ranks can share
+
+
+def test_ranks_that_share_matrices_continue_others_and_others_continue_them(tmp_path):
+    """Boxes of rows and columns, cut once more by ZeRO or FSDP, read whole; and whole ones read as boxes."""
+    written = run_ranks(train_and_save, 4, str(tmp_path), ["fsdp tp2", "zero1 tp2,cp2", "bucketed tp4"], SHARED)[0]
+    pairs = [("fsdp tp2", "fsdp"), ("zero1 tp2,cp2", "bucketed tp4"), ("bucketed tp4", "zero1 cp2-ring")]
+    assert_continued(written, 4, pairs, str(tmp_path), SHARED)
+    assert_continued(written, 2, [("zero1 tp2,cp2", "fsdp"), ("fsdp tp2", "bucketed tp2")], str(tmp_path), SHARED)
+    written = run_ranks(train_and_save, 2, str(tmp_path), ["fsdp", "zero1"], SHARED)[0]
+    assert_continued(written, 4, [("fsdp", "zero1 tp4"), ("zero1", "fsdp tp2")], str(tmp_path), SHARED)
 
 
 def generators(context: RankContext, folder: str) -> None:

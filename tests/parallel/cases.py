@@ -4,8 +4,9 @@ Every rank trains on different data and starts from different weights, so that a
 reduction cannot pass unnoticed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -131,61 +132,61 @@ def build(case: str, seed: int, device: torch.device) -> nn.Module:
     return CASES[case].build().to(device)
 
 
-class Reference:
-    """The same micro-batches in one process: one replica per rank, gradients summed in rank order.
+def cast_matrices(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no matrix."""
+    if dtype is not None:
+        for each in module.modules():
+            if any(p.ndim >= 2 for p in each.parameters()):
+                for parameter in each._parameters.values():
+                    if parameter is not None:
+                        parameter.data = parameter.data.to(dtype)
+    return module
+
+
+class OneProcess:
+    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
 
     Args:
-        case: name of the case.
-        world_size: how many ranks to imitate.
-        lr: of plain SGD.
+        make: builds the model, each time with the same values. Not copied: deepcopy closes the holes between strided
+            rows, and the product rounds differently.
+        compute_dtype: the copies' matrices, and the vectors of modules that hold matrices, have this dtype; gradients
+            are averaged in fp32.
     """
 
+    def __init__(self, make, world_size: int, optimizer_cls, compute_dtype=None, **options):
+        self.model = make()
+        self.replicas = [cast_matrices(make(), compute_dtype) for _ in range(world_size)]
+        self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
+
+    def backward(self, loss: Callable[[nn.Module, int], Tensor]) -> None:
+        """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
+        for replica in self.replicas:
+            replica.load_state_dict(self.model.state_dict())
+        for rank, replica in enumerate(self.replicas):
+            loss(replica, rank).backward()
+        for mine, *same in zip(*(model.parameters() for model in (self.model, *self.replicas)), strict=True):
+            if mine.requires_grad and any(p.grad is not None for p in same):
+                total = torch.zeros_like(mine)
+                for parameter in same:
+                    total += 0 if parameter.grad is None else parameter.grad.to(mine.dtype)
+                mine.grad = total / len(same)
+
+    def zero_grad(self) -> None:
+        for model in [self.model, *self.replicas]:
+            model.zero_grad()
+
+
+class Reference(OneProcess):
+    """The same of a case, with plain SGD."""
+
     def __init__(self, case: str, world_size: int, device: torch.device, lr: float = 0.1):
-        self.case, self.device = CASES[case], device
-        # Built anew, not copied: deepcopy closes the holes between strided rows, and the product rounds differently.
-        self.replicas = [build(case, 0, device) for _ in range(world_size)]
-        self.optimizers = [torch.optim.SGD(_trainable(replica), lr=lr) for replica in self.replicas]
+        super().__init__(partial(build, case, 0, device), world_size, torch.optim.SGD, lr=lr)
+        self.loss, self.device = CASES[case].loss, device
 
     def backward(self, step: int) -> None:
-        """Run every rank's micro-batch of this step, adding to the replicas' gradients."""
-        for rank, replica in enumerate(self.replicas):
-            self.case.loss(replica, rank, step, self.device).backward()
-
-    def average(self) -> list[Tensor | None]:
-        """The mean gradients, in the order of the trainable parameters; also put into every replica."""
-        means = [
-            _mean([parameter.grad for parameter in same])
-            for same in zip(*map(_trainable, self.replicas), strict=True)
-        ]
-        for replica in self.replicas:
-            for parameter, mean in zip(_trainable(replica), means, strict=True):
-                parameter.grad = None if mean is None else mean.clone()
-        return means
+        """Add every rank's micro-batch of this step."""
+        super().backward(lambda model, rank: self.loss(model, rank, step, self.device))
 
     def step(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-
-    @torch.no_grad()
-    def follow(self, parameters: Mapping[str, Tensor]) -> None:
-        """Take over a model's parameters, so that the next step compares that step's rounding alone."""
-        for replica in self.replicas:
-            for name, mine in replica.named_parameters():
-                mine.copy_(parameters[name])
-
-
-def _trainable(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
-def _mean(gradients: list[Tensor | None]) -> Tensor | None:
-    """Sum in rank order, None as zero, then divide; None if all are None."""
-    present = [gradient for gradient in gradients if gradient is not None]
-    if not present:
-        return None
-    total = torch.zeros_like(present[0])
-    for gradient in gradients:
-        if gradient is not None:
-            total += gradient
-    return total / len(gradients)
+        self.optimizer.step()
+        self.zero_grad()

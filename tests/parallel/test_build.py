@@ -109,14 +109,13 @@ def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:
         CASES[case].loss(model, context.rank, 0, context.device).backward()
         model.finish_gradient_synchronization()
         reference.backward(0)
-        reference.average()
-        expected = torch.nn.utils.clip_grad_norm_(reference.replicas[0].parameters(), 0.05)
+        expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
         torch.testing.assert_close(model.grad_norm(), expected, rtol=1e-5, atol=0, msg=name)
         torch.testing.assert_close(model.clip_grad_norm_(0.05), expected, rtol=1e-5, atol=0, msg=name)
         optimizer.step()
         reference.step()
         made = model.full_parameters()
-        for label, parameter in reference.replicas[0].named_parameters():
+        for label, parameter in reference.model.named_parameters():
             torch.testing.assert_close(made[label], parameter, rtol=1e-5, atol=1e-7, msg=f"{name}: {label}")
         elements = sum(shard.tensor.numel() for shard in stepped(model, optimizer))
         assert isinstance(optimizer, LocalOptimizer) <= (elements < sum(p.numel() for p in made.values()))
@@ -155,10 +154,9 @@ def states_of_strided_parameters(context: RankContext) -> None:
     CASES["odd-strides"].loss(wrapper, context.rank, 0, context.device).backward()
     wrapper.finish_gradient_synchronization()
     reference.backward(0)
-    reference.average()
     optimizer.step()
     saved = optimizer.state_dict()
-    for name, parameter in reference.replicas[0].named_parameters():  # the first step's momentum is the gradient
+    for name, parameter in reference.model.named_parameters():  # the first step's momentum is the gradient
         momentum = saved["state"][name]["momentum_buffer"]
         torch.testing.assert_close(momentum, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
     optimizer.load_state_dict(saved)

@@ -73,8 +73,9 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
 def same_gradients(context: RankContext, transform: str, autocast: bool) -> None:
     """Of three micro-batches, under each strategy, beside those of one process."""
 
-    def build() -> nn.Module:
-        torch._dynamo.reset()
+    torch._dynamo.reset()
+
+    def build() -> nn.Module:  # strategies share what is compiled
         return TRANSFORMS[transform](TransformerLM(CONFIG, device=context.device, seed=3))
 
     def backward(model: nn.Module, rank: int, number: int, scale: float = 1.0) -> None:

@@ -109,7 +109,8 @@ def train_beside_reference(
             reference.backward(number)
         wrapper.finish_gradient_synchronization()
         gradients = full_gradients(wrapper, context)
-        for (name, gradient), expected in zip(gradients.items(), reference.average(), strict=True):
+        for name, gradient in gradients.items():
+            expected = reference.model.get_parameter(name).grad
             if expected is None and (sharded or not set_to_none):  # zeros may stand for what nobody used
                 assert gradient is None or not gradient.any(), name
                 continue
@@ -124,11 +125,11 @@ def train_beside_reference(
         reference.step()
         parameters = wrapper.full_parameters()
         if not exact:
-            reference.follow(parameters)
+            reference.model.load_state_dict(parameters, strict=False)  # the next step compares its own rounding alone
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad or parameter.grad is None, name  # RELIABILITY 5
     assert_same_on_all_ranks([*parameters.values()], context)
-    for name, expected in reference.replicas[0].named_parameters():
+    for name, expected in reference.model.named_parameters():
         assert not exact or torch.equal(parameters[name], expected), name
     wrapper.sync_buffers()
     assert_same_on_all_ranks([*model.buffers()], context)

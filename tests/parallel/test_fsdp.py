@@ -1,4 +1,4 @@
-"""FSDP's oracle: models of people's own beside one process, in every compute dtype; and what FSDP alone promises.
+"""What FSDP alone promises, and a model of people's own classes for its tests.
 
 test_contract.py has the kinds of models that it shares with all strategies, test_fsdp_models.py many more.
 """
@@ -7,14 +7,13 @@ import copy
 import gc
 import time
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, full_gradients, run
+from tests.parallel.test_contract import full_gradients, run
 
 
 class OwnLinear(nn.Module):
@@ -90,53 +89,6 @@ def own_model(seed: int, device: torch.device, **options) -> OwnModel:
     return OwnModel(**options).to(device)
 
 
-def cast_matrices(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
-    """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no matrix."""
-    if dtype is not None:
-        for each in module.modules():
-            if any(p.ndim >= 2 for p in each.parameters()):
-                for parameter in each._parameters.values():
-                    if parameter is not None:
-                        parameter.data = parameter.data.to(dtype)
-    return module
-
-
-class OneProcess:
-    """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
-
-    Args:
-        make: builds the model, each time with the same values.
-        compute_dtype: the copies' matrices, and the vectors of modules that hold matrices, have this dtype; gradients
-            are averaged in fp32.
-    """
-
-    def __init__(self, make, world_size: int, optimizer_cls, compute_dtype=None, **options):
-        self.model = make()
-        self.replicas = [cast_matrices(make(), compute_dtype) for _ in range(world_size)]
-        self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
-
-    def backward(self, loss) -> float:
-        """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
-        for replica in self.replicas:
-            replica.load_state_dict(self.model.state_dict())
-        losses = [loss(replica, rank) for rank, replica in enumerate(self.replicas)]
-        for value in losses:
-            value.backward()
-        for mine, *same in zip(
-            self.model.parameters(), *(r.parameters() for r in self.replicas), strict=True
-        ):
-            if mine.requires_grad and any(p.grad is not None for p in same):
-                total = torch.zeros_like(mine)
-                for parameter in same:
-                    total += 0 if parameter.grad is None else parameter.grad.float()
-                mine.grad = total / len(same)
-        return sum(value.item() for value in losses) / len(losses)
-
-    def zero_grad(self) -> None:
-        for model in [self.model, *self.replicas]:
-            model.zero_grad()
-
-
 def different_buffers(context: RankContext) -> None:
     def write(module: nn.Module) -> None:
         with torch.no_grad():
@@ -209,45 +161,6 @@ def retained_graph(context: RankContext) -> None:
 def test_a_retained_graph_gives_the_same_gradients_again():
     """The contract's 9."""
     run(retained_graph, 2)
-
-
-class Standard(nn.Module):
-    """Torch's own layers on a floating-point input, some of which refuse operands of two types."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.batch_norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.norm, self.conv, self.head = nn.LayerNorm(8), nn.Conv1d(8, 4, 1), nn.Linear(4, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.batch_norm(self.first(x))[:, None].expand(-1, 5, -1)
-        x = x.float() + self.attention(x, x, key_padding_mask=None, value=x, need_weights=False)[0]
-        return self.head(self.conv(self.norm(x).transpose(1, 2)).mean(-1))
-
-
-def standard_modules(context: RankContext) -> None:
-    torch.manual_seed(context.rank)
-    model = Standard().to(context.device)
-    twin = copy.deepcopy(model)
-    fsdp = FSDP(model, torch.bfloat16, process_group=context.group)
-    twin.load_state_dict(fsdp.gather_full_params(), strict=False)
-    x = torch.randn(16, 6, device=context.device)
-    out = fsdp(x)
-    assert out.dtype == torch.bfloat16 and fsdp.module.batch_norm.running_mean.dtype == torch.float32
-    # Five layers, each off by a few 2^-9 of values around one.
-    torch.testing.assert_close(out.float(), twin(x), rtol=0.05, atol=0.05)
-    out.float().square().sum().backward()
-    fsdp.finish_gradient_synchronization()
-    for name, parameter in fsdp.named_parameters():
-        assert parameter.dtype == parameter.grad.dtype == torch.float32, name
-        assert parameter.grad.isfinite().all(), name
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_torchs_modules_in_bf16(backend):
-    """RELIABILITY 31: inputs are cast for the modules that own parameters; BatchNorm stays in fp32."""
-    run(standard_modules, 2, backend=backend)
 
 
 def matrices_in_memory() -> tuple[int, int]:

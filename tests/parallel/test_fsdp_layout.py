@@ -1,6 +1,5 @@
 """FSDP's parameters keep their dimensions: what optimizers and modules see of them, and what is sent for it."""
 
-from unittest import mock
 
 import pytest
 import torch
@@ -8,16 +7,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
-from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.fsdp import layout as planning
-from distlab.theory import volume as closed_form
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 from tests.parallel.test_fsdp import own_loss, own_model
 from tests.parallel.test_zero1 import Said, Scaled
-
-ONE_BUFFER, ONE_PER_ROW_LENGTH = planning.WORTH_A_BUFFER, 0
 
 
 class Reads(nn.Module):
@@ -83,39 +77,3 @@ def try_optimizers(context: RankContext) -> None:
 def test_what_is_not_elementwise_is_refused_before_its_first_step(backend):
     """FSDP never sees the optimizer's construction; nothing is stepped, and people's own are."""
     run(try_optimizers, 2, backend=backend)
-
-
-def volume(context: RankContext, worth: int) -> None:
-    model = own_model(0, context.device)
-    named = [(name.split(".")[:2], parameter) for name, parameter in model.named_parameters()]
-    with (
-        mock.patch.object(planning, "WORTH_A_BUFFER", worth),
-        mock.patch.object(closed_form, "FSDP_WORTH_A_BUFFER", worth),
-    ):
-        expected = closed_form.fsdp(
-            [parameter.numel() for _, parameter in named],
-            [4] * len(named),
-            [".".join(path) if parameter.ndim > 1 else None for path, parameter in named],
-            shapes=[parameter.shape for _, parameter in named],
-            world_size=context.world_size,
-            compute_itemsize=2,
-        )
-        fsdp = FSDP(model, torch.float16, process_group=context.group)
-    for step in range(2):  # the first one also compares the order of units
-        with CollectiveRecorder() as recorder:
-            own_loss(fsdp, context.rank, step, context.device).backward()
-            fsdp.finish_gradient_synchronization()
-    assert (recorder.count, recorder.total_bytes) == (expected.collectives, expected.bytes)
-    # Embedding, three blocks of two row lengths, head; norms and biases together.
-    assert recorder.count == 3 * (5 if worth else 8) + 1
-
-
-def volumes(context: RankContext) -> None:
-    for worth in (ONE_BUFFER, ONE_PER_ROW_LENGTH):
-        volume(context, worth)
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_sent_are_the_closed_form(world_size):
-    """RELIABILITY 33: the padding to whole rows included, one buffer for a unit or one for each row length."""
-    run(volumes, world_size)

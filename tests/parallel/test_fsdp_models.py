@@ -20,8 +20,9 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import layout as planning
 from distlab.parallel.fsdp.unit import State
+from tests.parallel.cases import OneProcess
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, every_row, full_gradients, run
-from tests.parallel.test_fsdp import OneProcess, OwnModel, own_loss
+from tests.parallel.test_fsdp import OwnModel, own_loss
 
 WIDTH = 6
 

@@ -1,8 +1,6 @@
 """What an optimizer's step may find in `.grad`: the mean over ranks, unedited, or edited alike on every rank."""
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +8,8 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, full_gradients, run
-from tests.parallel.test_fsdp import OneProcess, own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_fsdp import own_loss, own_model
 
 UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
@@ -42,39 +40,7 @@ class VectorAtTheEnd(nn.Module):
         return self.layer(x) * self.scale
 
 
-def unfinished(context: RankContext) -> None:
-    fsdp = wrapped(context)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-    before = [p.detach().clone() for p in fsdp.parameters()]
-    backward(fsdp, context)
-    for call in (optimizer.step, lambda: fsdp.clip_grad_norm_(1.0), lambda: _enter(fsdp)):
-        with pytest.raises(RuntimeError, match=UNFINISHED):
-            call()
-    assert all(torch.equal(a, b) for a, b in zip(before, fsdp.parameters(), strict=True))
-    fsdp.finish_gradient_synchronization()
-    optimizer.step()
-
-    optimizer.zero_grad()
-    with fsdp.no_sync():
-        backward(fsdp, context)
-    fsdp.finish_gradient_synchronization()  # nothing synchronised to wait for
-    with pytest.raises(RuntimeError, match=UNFINISHED + ".*under no_sync"):
-        optimizer.step()
-    fsdp.zero_grad()
-    optimizer.step()  # nothing to step
-
-    def closure(finish: bool) -> Tensor:
-        optimizer.zero_grad()
-        loss = own_loss(fsdp, context.rank, 0, context.device)
-        loss.backward()
-        if finish:
-            fsdp.finish_gradient_synchronization()
-        return loss
-
-    optimizer.step(lambda: closure(True))
-    with pytest.raises(RuntimeError, match=UNFINISHED):
-        optimizer.step(lambda: closure(False))
-
+def vector_alone(context: RankContext) -> None:
     vector = FSDP(VectorAtTheEnd(), process_group=context.group)
     optimizer = torch.optim.SGD([p for p in vector.parameters() if p.requires_grad], lr=0.1)
     for _ in range(2):
@@ -86,14 +52,9 @@ def unfinished(context: RankContext) -> None:
         optimizer.step()
 
 
-def _enter(fsdp: FSDP) -> None:
-    with fsdp.elementwise_gradient_edits():
-        raise AssertionError("not reached")
-
-
-def test_a_step_without_finish_raises():
-    """Else the vectors would be stepped by this rank's gradients alone, and the ranks would drift apart."""
-    run(unfinished, 2)
+def test_a_step_without_finish_raises_where_backward_reached_no_unit():
+    """test_step_checks.py has the others."""
+    run(vector_alone, 2)
 
 
 def compiled_step(context: RankContext) -> None:
@@ -119,93 +80,29 @@ def test_a_compiled_step_is_checked_each_time():
     run(compiled_step, 1)
 
 
-def torchs_clipping(context: RankContext) -> None:
-    def edit_one(fsdp: FSDP, kind: str) -> None:
-        parameter = next(p for n, p in fsdp.named_parameters() if n.endswith(kind) and p.numel())
-        parameter.grad = parameter.grad * 1
-
-    edits: dict[str, Callable[[FSDP], Any]] = {
-        "norm": lambda fsdp: torch.nn.utils.clip_grad_norm_(fsdp.parameters(), 0.1),
-        "norm, not foreach": lambda fsdp: torch.nn.utils.clip_grad_norm_(
-            fsdp.parameters(), 0.1, foreach=False
-        ),
-        "value": lambda fsdp: torch.nn.utils.clip_grad_value_(fsdp.parameters(), 0.1),
-        "a shard's replaced": lambda fsdp: edit_one(fsdp, "head.weight"),
-        "a vector's replaced": lambda fsdp: edit_one(fsdp, "bias"),
-    }
-    for name, edit in edits.items():
-        fsdp = wrapped(context)
-        optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-        finished(fsdp, context)
-        edit(fsdp)
-        for call in (
-            optimizer.step,
-            lambda fsdp=fsdp: fsdp.clip_grad_norm_(1.0),
-            lambda fsdp=fsdp: _enter(fsdp),
-        ):
-            with pytest.raises(RuntimeError, match=EDITED):
-                call()
-                pytest.fail(name)
-        if "vector" not in name:  # a forward and finish make it no better
-            own_loss(fsdp, context.rank, 1, context.device)
-            fsdp.finish_gradient_synchronization()
-            with pytest.raises(RuntimeError, match=EDITED):
-                optimizer.step()
-        optimizer.zero_grad(set_to_none="norm" in name)
-        finished(fsdp, context)
-        optimizer.step()
-        assert_same_on_all_ranks(list(fsdp.gather_full_params().values()), context)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_edits_of_this_ranks_gradients_raise_at_the_step(backend):
-    """`torch.nn.utils.clip_grad_norm_` takes the norm of this rank's shards and would scale the vectors by it."""
-    run(torchs_clipping, 2, backend=backend)
-
-
-def permitted(context: RankContext) -> None:
+def two_optimizers(context: RankContext) -> None:
     fsdp = wrapped(context)
-    one = OneProcess(lambda: own_model(0, context.device), context.world_size, torch.optim.SGD, lr=0.1)
-    sharded = [p for n, p in fsdp.named_parameters() if n.endswith("weight") and "norm" not in n]
-    others = [p for p in fsdp.parameters() if all(p is not q for q in sharded)]
+    matrices = [p for p in fsdp.parameters() if p.ndim > 1]
     # Nesterov's momentum is added to the gradients themselves.
     optimizers = [
-        torch.optim.SGD(sharded, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
-        torch.optim.AdamW(others, lr=0.1),
+        torch.optim.SGD(matrices, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
+        torch.optim.AdamW([p for p in fsdp.parameters() if p.ndim < 2], lr=0.1),
     ]
     finished(fsdp, context)
-    one.backward(lambda model, rank: own_loss(model, rank, 0, context.device))
-    with fsdp.elementwise_gradient_edits():
-        torch.nn.utils.clip_grad_value_(fsdp.parameters(), 0.01)
-    torch.nn.utils.clip_grad_value_(one.model.parameters(), 0.01)
-    for name, gradient in full_gradients(fsdp, context).items():
-        assert torch.equal(gradient, one.model.get_parameter(name).grad), name
-    fsdp.clip_grad_norm_(0.1)
     for _ in range(2):  # the second step without a new backward
         for optimizer in optimizers:
             optimizer.step()
     assert_same_on_all_ranks(list(fsdp.gather_full_params().values()), context)
     optimizers[1].zero_grad()
     optimizers[0].step()
-    sharded[0].grad.mul_(2)
+    matrices[0].grad.mul_(2)
     with pytest.raises(RuntimeError, match=EDITED):
         optimizers[1].step()
 
-    fsdp = wrapped(context)
-    optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
-    finished(fsdp, context)
-    with pytest.raises(ZeroDivisionError), fsdp.elementwise_gradient_edits():
-        torch._foreach_mul_([p.grad for p in fsdp.parameters()], 0.5)
-        raise ZeroDivisionError
-    with pytest.raises(RuntimeError, match=EDITED):  # half done
-        optimizer.step()
-    fsdp.close()
-    optimizer.step()  # of nobody's parameters
-
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_edits_element_by_element_several_optimizers_and_steps_work(backend):
-    run(permitted, 2, backend=backend)
+def test_several_optimizers_and_steps_work(backend):
+    run(two_optimizers, 2, backend=backend)
 
 
 def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext, collectives
 from distlab.measure import CollectiveRecorder
-from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.parallel import FSDP, get_strategy
 from distlab.parallel.base import ParallelModel
 from tests.parallel.test_contract import run
 
@@ -24,16 +24,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def wrapped(context: RankContext, kind: Callable[..., ParallelModel] | str, module: nn.Module | None = None) -> Made:
-    module, group = module or net(), context.group
-    if kind == "zero1":
-        wrapper = BucketedDDP(module, process_group=group)
-        return wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
-    if kind == "sharded":
-        wrapper = BucketedDDP(module, process_group=group)
-        return wrapper, ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, group, lr=0.5)
-    wrapper = kind(module, process_group=group)
-    return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.5)
+def wrapped(context: RankContext, kind: str, module: nn.Module | None = None) -> Made:
+    return get_strategy(kind).build(module or net(), context.group, torch.optim.SGD, {"lr": 0.5})
 
 
 def step(forward: Callable, made: Made, context: RankContext, number: int, update: Callable | None = None) -> None:
@@ -68,7 +60,7 @@ def _swapped(parameters: list[nn.Parameter]) -> None:
 
 
 def assigned(context: RankContext) -> None:
-    for kind in ("zero1", FSDP):
+    for kind in ("zero1", "fsdp"):
         made = wrapped(context, kind)
         wrapper, parameters = made[0], list(made[0].parameters())
         step(wrapper, made, context, 0)
@@ -76,7 +68,7 @@ def assigned(context: RankContext) -> None:
         keep = [parameter.data for parameter in parameters]
         for assign in (_one_by_one, _as_a_vector, _swapped):
             assign(parameters)
-            uses = [wrapper.gather_full_params] if kind is FSDP else [wrapper.shards, wrapper.grad_norm]
+            uses = [wrapper.gather_full_params] if kind == "fsdp" else [wrapper.shards, wrapper.grad_norm]
             for use in [*uses, partial(step, wrapper, made, context, 1)]:
                 with pytest.raises(RuntimeError, match=r"'0\.weight' is sharded and was given other memory .*in place"):
                     use()
@@ -97,7 +89,7 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored():
 
 def gradients_by_hand(context: RankContext) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
-    for kind in (NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, "sharded"):
+    for kind in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
         made = wrapper, optimizer = wrapped(context, kind)
         parameters = list(wrapper.parameters())
         for number in range(3):
@@ -136,7 +128,7 @@ class OnVectors(nn.Module):
 def matrices_without_gradients(context: RankContext) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
 
-    def ends(kind: Any, loss: Callable, module: nn.Module) -> list[Tensor]:
+    def ends(kind: str, loss: Callable, module: nn.Module) -> list[Tensor]:
         made = wrapper, optimizer = wrapped(context, kind, module)
         for _ in range(2):
             optimizer.zero_grad()
@@ -152,11 +144,11 @@ def matrices_without_gradients(context: RankContext) -> None:
         lambda wrapper: wrapper(x).sum() * 0 + sum(p.square().sum() for p in wrapper.parameters() if p.ndim == 1),
         lambda wrapper: wrapper(x).square().mean(),
     ):
-        torch.testing.assert_close(ends(FSDP, loss, net()), ends(BucketedDDP, loss, net()))
+        torch.testing.assert_close(ends("fsdp", loss, net()), ends("bucketed", loss, net()))
     used = lambda wrapper: wrapper(x).square().mean()  # noqa: E731
-    torch.testing.assert_close(ends(FSDP, used, OnVectors()), ends(BucketedDDP, used, OnVectors()))
+    torch.testing.assert_close(ends("fsdp", used, OnVectors()), ends("bucketed", used, OnVectors()))
     nothing = lambda wrapper: (wrapper(x).detach().sum() + wrapper.module[2].bias.sum())  # noqa: E731
-    torch.testing.assert_close(ends(FSDP, nothing, net()), ends(BucketedDDP, nothing, net()))
+    torch.testing.assert_close(ends("fsdp", nothing, net()), ends("bucketed", nothing, net()))
 
 
 def test_a_loss_on_vectors_alone_and_an_early_finish_are_right():
@@ -168,7 +160,7 @@ def test_a_loss_on_vectors_alone_and_an_early_finish_are_right():
 
 def copied(context: RankContext) -> None:
     x = torch.ones(2, 6)
-    for kind in (NaiveDDP, FlatDDP, BucketedDDP, "zero1"):
+    for kind in ("naive", "flat", "bucketed", "zero1"):
         made = wrapped(context, kind)
         step(made[0], made, context, 0)
         module = made[0].module
@@ -200,7 +192,7 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module():
 
 
 def compiled(context: RankContext) -> None:
-    def trained(kind: Any, part: str, normed: bool) -> list[Tensor]:
+    def trained(kind: str, part: str, normed: bool) -> list[Tensor]:
         torch.manual_seed(0)
         blocks = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
         made = wrapped(context, kind, blocks if normed else net())
@@ -212,8 +204,8 @@ def compiled(context: RankContext) -> None:
         return full(made)
 
     for normed in (False, True):  # it was the second FSDP at which Dynamo failed
-        expected = trained(BucketedDDP, "", normed)
-        for kind, part in (("zero1", "step"), ("sharded", "step"), (FSDP, "wrapper")):
+        expected = trained("bucketed", "", normed)
+        for kind, part in (("zero1", "step"), ("sharded-optimizer", "step"), ("fsdp", "wrapper")):
             torch.testing.assert_close(trained(kind, part, normed), expected)
 
 
@@ -255,18 +247,18 @@ def refused(context: RankContext) -> None:
 
     halves = {name: parameter.detach() / 2 for name, parameter in net().named_parameters(prefix="module")}
     with pytest.raises(RuntimeError, match=r"FSDP: '0\.weight' is another parameter .*functional_call.*load_full"):
-        torch.func.functional_call(wrapped(context, FSDP)[0], halves, (x,))
-    wrapper = wrapped(context, FSDP, nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))[0]
+        torch.func.functional_call(wrapped(context, "fsdp")[0], halves, (x,))
+    wrapper = wrapped(context, "fsdp", nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))[0]
     wrapper.module[1].weight = wrapper.module[0].weight
     with pytest.raises(RuntimeError, match=r"FSDP: '1\.weight' is another parameter .*tied"):
         wrapper(x)
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
-    wrapper = wrapped(context, FSDP, normed)[0]
+    wrapper = wrapped(context, "fsdp", normed)[0]
     cached = pytest.raises(RuntimeError, match=r"unit '1' runs .*parametrize\.cached\(\).* is not for sharded modules")
     with cached, torch.nn.utils.parametrize.cached():
         (wrapper(x).sum() + wrapper(2 * x).sum()).backward()
 
-    for kind in ("zero1", FSDP):
+    for kind in ("zero1", "fsdp"):
         wrapper, optimizer = wrapped(context, kind)
         step(wrapper, (wrapper, optimizer), context, 0)
         optimizer.register_step_pre_hook(_clip)

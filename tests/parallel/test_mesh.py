@@ -25,7 +25,6 @@ from distlab.testing import run_ranks
 from distlab.theory import volume
 from distlab.train.step import TrainStep, next_token_loss
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import assert_same_on_all_ranks
 from tests.parallel.test_fsdp import own_loss, own_model
 
 CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
@@ -123,27 +122,6 @@ def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
     }
     for of_rank in run_ranks(sent, ranks, size):
         assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
-
-
-def forgotten_finish(context: RankContext) -> None:
-    for name in ("hsdp", "bucketed-two-level"):
-        model, optimizer = get_strategy(name).build(
-            build("batch-norm", context.rank, context.device), context.group, torch.optim.SGD, shard_size=2
-        )
-        model.module[1].running_mean.fill_(context.rank)
-        model.sync_buffers()
-        assert not model.module[1].running_mean.any()  # all have rank 0's, also in the other group
-        CASES["batch-norm"].loss(model, context.rank, 0, context.device).backward()
-        with pytest.raises(RuntimeError, match="finish_gradient_synchronization"):
-            optimizer.step()
-        model.finish_gradient_synchronization()
-        optimizer.step()
-        model.close()
-        assert_same_on_all_ranks([*model.module.parameters()], context)
-
-
-def test_a_forgotten_finish_raises_and_buffers_come_from_the_first_rank_of_all():
-    run_ranks(forgotten_finish, 4)
 
 
 def two_meshes(context: RankContext) -> None:

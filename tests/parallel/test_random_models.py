@@ -11,7 +11,7 @@ from tests.fuzz import Case, Part, Regime
 
 @pytest.mark.parametrize(
     ("ranks", "seeds"),
-    [(2, range(35)), (2, range(35, 70)), (3, range(70, 85)), (4, range(100, 110))],
+    [(2, range(30)), (2, range(30, 60)), (3, range(70, 82)), (4, range(100, 108))],
     ids=["2-ranks", "2-ranks-more", "3-ranks", "a-mesh"],
 )
 def test_random_models_train_as_in_one_process(ranks, seeds):
@@ -23,7 +23,7 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
     for job, verdict in results:
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
     outcomes = [verdict.outcome for _, verdict in results]
-    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.6 * len(jobs)  # a third has what is refused
+    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)  # a quarter has what is refused
 
 
 def test_what_is_rounding_alone_may_differ_by_it_and_nothing_else_may():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
-from distlab.parallel import FSDP, BucketedDDP, FlatDDP, NaiveDDP, OverlapDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.parallel import BucketedDDP, ShardedOptimizer, get_strategy
 from distlab.parallel.base import ParallelModel
 from tests.parallel.test_contract import run
 
@@ -26,14 +26,7 @@ class Skipping(nn.Module):
 
 
 def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[ParallelModel, torch.optim.Optimizer]:
-    classes = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP, "fsdp": FSDP}
-    options = {} if kind in classes else {"bucket_size_mb": SMALL}
-    wrapper = classes.get(kind, BucketedDDP)(module, process_group=context.group, **options)
-    if kind == "zero1":
-        return wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
-    if kind == "sharded-optimizer":
-        return wrapper, ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, lr=0.5)
-    return wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.5)
+    return get_strategy(kind).build(module, context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=SMALL)
 
 
 def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
@@ -266,17 +265,3 @@ def closure_and_arguments(context: RankContext) -> tuple[float, int]:
 def test_a_closure_runs_once_per_rank_and_its_loss_is_returned():
     """RELIABILITY 27."""
     assert run(closure_and_arguments, 2) == [2, 2]
-
-
-def few_messages(context: RankContext) -> tuple[int, int]:
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(20)))
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
-    set_gradients(model, 0)
-    with CollectiveRecorder() as recorder:
-        optimizer.step()
-    return recorder.by_op()["broadcast"]
-
-
-def test_updates_travel_coalesced():
-    """Forty parameters, two owners: two broadcasts of all bytes together."""
-    assert run(few_messages, 2) == [(2, 20 * 20 * 4)] * 2

@@ -1,10 +1,11 @@
 """What is checked before an optimizer steps averaged parameters: that gradients were finished, and nobody has edited
 only a part of them since."""
 
-import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distlab.comm import RankContext
-from distlab.parallel import FSDP, BucketedDDP, ShardedOptimizer, ZeroOptimizer
-from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, run
+from distlab.parallel import FSDP, BucketedDDP, ParallelModel, ZeroOptimizer, get_strategy
+from tests.parallel.cases import CASES, OneProcess, build
+from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
 
 
 @contextmanager
@@ -29,27 +30,36 @@ def loss_of(wrapper: nn.Module, rank: int, step: int = 0) -> Tensor:
     return CASES["plain"].loss(wrapper, rank, step, torch.device("cpu"))
 
 
-def averaging_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    for make in STRATEGIES.values():
-        wrapper = make(build("plain", 0, context.device), process_group=context.group)
-        yield wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.1)
-    wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
-    yield wrapper, ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, context.group, lr=0.1)
-    wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
-    yield wrapper, ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
+AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1")
+
+
+def averaging_and_its_optimizer(
+    context: RankContext, names: Iterable[str] = AVERAGING
+) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    for name in names:
+        for bucket_size_mb in (1e-4, None) if name == "bucketed" else (25.0,):
+            yield get_strategy(name).build(
+                build("plain", 0, context.device),
+                context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=bucket_size_mb,
+            )  # fmt: skip
+
+
+def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+    return averaging_and_its_optimizer(context, (*AVERAGING, "fsdp"))
 
 
 def forgotten_finish(context: RankContext) -> None:
-    for wrapper, optimizer in averaging_and_its_optimizer(context):
+    unfinished = pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward")
+    for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with unchanged(wrapper):
             loss_of(wrapper, context.rank)
             optimizer.step()  # of a forward alone nothing has arrived
             loss_of(wrapper, context.rank).backward()
-            with pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward"):
+            with unfinished:
                 optimizer.step()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
-        assert_same_on_all_ranks([parameter.data for parameter in wrapper.parameters()], context)
+        assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
 
         def closure(finish: bool, wrapper=wrapper, optimizer=optimizer) -> Tensor:
             optimizer.zero_grad()
@@ -60,11 +70,15 @@ def forgotten_finish(context: RankContext) -> None:
             return loss
 
         assert optimizer.step(lambda closure=closure: closure(True)) > 0
-        if isinstance(optimizer, ZeroOptimizer):
-            with unchanged(wrapper), pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
+        zero = isinstance(optimizer, ZeroOptimizer)
+        if zero or isinstance(wrapper, FSDP):
+            editor = optimizer if zero else wrapper
+            with unchanged(wrapper) if zero else nullcontext(), unfinished:  # torch's SGD has stepped when it is told
                 optimizer.step(lambda closure=closure: closure(False))
-            with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
-                optimizer.clip_grad_norm_(1.0)
+            with unfinished:
+                editor.clip_grad_norm_(1.0)
+            with unfinished, editor.elementwise_gradient_edits():
+                pass
             wrapper.finish_gradient_synchronization()
             optimizer.zero_grad()
         else:
@@ -74,13 +88,8 @@ def forgotten_finish(context: RankContext) -> None:
 
 
 def test_a_step_before_finish_raises_under_every_strategy():
+    """Else the ranks would drift apart."""
     run(forgotten_finish, 2)
-
-
-def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    yield from averaging_and_its_optimizer(context)
-    fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)
-    yield fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.1)
 
 
 def backward_of(module: nn.Module) -> Tensor:
@@ -195,155 +204,148 @@ class WithScalar(nn.Module):
         return self.scale * self.linear(x)
 
 
-class Pair:
-    """The same model under ZeRO, and in one process that sees all ranks' batches.
+def sharded(context: RankContext, kind: str, lr: float = 0.5) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
+    """The model under ZeRO, with one bucket or several, or FSDP; its optimizer; and which of both edits gradients."""
+    model = with_scalar()
+    if kind == "fsdp":
+        fsdp = FSDP(model, process_group=context.group)
+        return fsdp, torch.optim.SGD(fsdp.parameters(), lr=lr), fsdp
+    wrapper = BucketedDDP(model, None if kind == "one bucket" else 1e-5, process_group=context.group)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=lr)
+    return wrapper, optimizer, optimizer
 
-    Args:
-        bucket_size_mb: None: one bucket, of which the first registered parameters are the last rank's.
-    """
 
-    def __init__(self, context: RankContext, cls=torch.optim.SGD, bucket_size_mb: float | None = None, **options):
-        self.context = context
-        torch.manual_seed(0)
-        self.plain = WithScalar().to(context.device)
-        self.wrapper = BucketedDDP(copy.deepcopy(self.plain), bucket_size_mb, process_group=context.group)
-        self.zero = ZeroOptimizer(self.wrapper, cls, **options)
-        self.reference = cls(self.plain.parameters(), **options)
+def with_scalar() -> nn.Module:
+    torch.manual_seed(0)
+    return WithScalar()
 
-    def loss(self, model: nn.Module, rank: int, number: int) -> Tensor:
-        x = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))
-        return model(x.to(self.context.device)).square().mean()
 
-    def backward(self, *numbers: int, scale: float = 1.0) -> None:
-        """Micro-batches of these numbers, all but the last under no_sync()."""
-        for number in numbers[:-1]:
-            with self.wrapper.no_sync():
-                (self.loss(self.wrapper, self.context.rank, number) * scale).backward()
-        (self.loss(self.wrapper, self.context.rank, numbers[-1]) * scale).backward()
-        self.wrapper.finish_gradient_synchronization()
-        for number in numbers:
-            for rank in range(self.context.world_size):
-                (self.loss(self.plain, rank, number) / self.context.world_size).backward()
+def scalar_loss(model: nn.Module, rank: int, number: int) -> Tensor:
+    return model(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean()
 
-    def zero_grad(self) -> None:
-        self.zero.zero_grad()
-        self.reference.zero_grad()
 
-    def step(self) -> None:
-        self.zero.step()
-        self.reference.step()
-        self.assert_alike()
+Parameters = Iterable[nn.Parameter]
 
-    def assert_alike(self) -> None:
-        for mine, expected in zip(self.wrapper.parameters(), self.plain.parameters(), strict=True):
+
+def by_value(parameters: Parameters) -> None:
+    torch.nn.utils.clip_grad_value_(parameters, 0.01)
+
+
+def doubled(parameters: Parameters) -> None:
+    for parameter in parameters:
+        parameter.grad *= 2
+
+
+def replaced(parameters: Parameters) -> None:
+    for parameter in parameters:
+        parameter.grad = parameter.grad.sign()
+
+
+def edits(context: RankContext, kind: str) -> None:
+    wrapper, optimizer, editor = sharded(context, kind)
+    one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
+
+    def backward(number: int) -> None:
+        optimizer.zero_grad()
+        one.zero_grad()
+        scalar_loss(wrapper, context.rank, number).backward()
+        wrapper.finish_gradient_synchronization()
+        one.backward(lambda model, rank: scalar_loss(model, rank, number))
+
+    def step_alike() -> None:
+        optimizer.step()
+        one.optimizer.step()
+        full = [*wrapper.full_parameters().values()]
+        for mine, expected in zip(full, one.model.parameters(), strict=True):
             torch.testing.assert_close(mine, expected)
-        assert_same_on_all_ranks([parameter.data for parameter in self.wrapper.parameters()], self.context)
+        assert_same_on_all_ranks(full, context)
 
+    for number, edit in enumerate((by_value, doubled, replaced)):
+        backward(number)
+        with editor.elementwise_gradient_edits():
+            edit(wrapper.parameters())
+        edit(one.model.parameters())
+        step_alike()  # reaches the rank that owns an element, whichever that is
 
-def edits(context: RankContext) -> None:
-    for bucket_size_mb in (None, 1e-5):
-        pair = Pair(context, bucket_size_mb=bucket_size_mb, lr=0.5)
+    backward(5)
+    norm = torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.01)
+    torch.testing.assert_close(editor.clip_grad_norm_(0.01), norm)
+    step_alike()
 
-        def by_value(parameters: Iterator[nn.Parameter]) -> None:
-            torch.nn.utils.clip_grad_value_(parameters, 0.01)
+    edited = r"(ZeroOptimizer|fsdp)\.clip_grad_norm_\(max_norm\).*elementwise_grad"
+    by_norm = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.01)
+    for edit in (
+        *(by_norm, partial(by_norm, foreach=False), by_value, doubled, replaced),
+        *(lambda parameters, last=last: halve([p for p in parameters if p.numel()][last]) for last in (0, -1)),
+    ):
+        backward(6)
+        edit(wrapper.parameters())
+        with unchanged(wrapper):
+            with pytest.raises(RuntimeError, match=edited):
+                optimizer.step()
+            with pytest.raises(RuntimeError, match=r"is not as finish|was edited"), editor.elementwise_gradient_edits():
+                pass
+            scalar_loss(wrapper, context.rank, 1)  # a forward makes it no better
+            with pytest.raises(RuntimeError, match=edited + "|call finish_gradient_synchronization"):
+                optimizer.step()
+    backward(7)
+    step_alike()
 
-        def doubled(parameters: Iterator[nn.Parameter]) -> None:
-            for parameter in parameters:
-                parameter.grad *= 2
-
-        def replaced(parameters: Iterator[nn.Parameter]) -> None:
-            for parameter in parameters:
-                parameter.grad = parameter.grad.sign()
-
-        for number, edit in enumerate((by_value, doubled, replaced)):
-            pair.zero_grad()
-            pair.backward(number)
-            with pair.zero.elementwise_gradient_edits():
-                edit(pair.wrapper.parameters())
-            edit(pair.plain.parameters())
-            pair.step()  # reaches the rank that owns an element, whichever that is
-
-        pair.zero_grad()
-        pair.backward(5)
-        torch.testing.assert_close(
-            pair.zero.clip_grad_norm_(0.01), torch.nn.utils.clip_grad_norm_(pair.plain.parameters(), 0.01)
-        )
-        pair.step()
-
-        for edit in (
-            lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01),
-            lambda parameters: torch.nn.utils.clip_grad_norm_(parameters, 0.01, foreach=False),
-            by_value,
-            doubled,
-            replaced,
-        ):
-            pair.zero_grad()
-            pair.backward(6)
-            edit(pair.wrapper.parameters())
-            with unchanged(pair.wrapper):
-                with pytest.raises(RuntimeError, match=r"ZeroOptimizer.clip_grad_norm_\(max_norm\).*elementwise_grad"):
-                    pair.zero.step()
-                with pytest.raises(RuntimeError, match="is not as finish"), pair.zero.elementwise_gradient_edits():
-                    pass
-            pair.zero_grad()
-        pair.backward(7)
-        pair.step()
-
-        other = torch.optim.SGD(pair.wrapper.parameters(), lr=0.5)
-        with unchanged(pair.wrapper), pytest.raises(RuntimeError, match=r"ZeroOptimizer that was made.*not with SGD"):
+    if kind == "fsdp":
+        backward(8)
+        with pytest.raises(ZeroDivisionError), editor.elementwise_gradient_edits():
+            doubled(wrapper.parameters())
+            raise ZeroDivisionError
+        with pytest.raises(RuntimeError, match="was edited"):  # half done
+            optimizer.step()
+    else:
+        other = torch.optim.SGD(wrapper.parameters(), lr=0.5)
+        with unchanged(wrapper), pytest.raises(RuntimeError, match=r"ZeroOptimizer that was made.*not with SGD"):
             other.step()
 
 
-def test_edits_of_gradients_reach_the_step_or_stop_it():
-    """Right element by element, inside the named context: as in one process; all else raises before anything steps."""
-    run(edits, 2)
-    run(edits, 3)
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_edits_of_gradients_reach_the_step_or_stop_it(ranks):
+    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
+
+    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
+    """
+    run(every_row, ranks, edits, [("one bucket",), ("buckets",), ("fsdp",)])
 
 
-def zeroing(context: RankContext) -> None:
-    pair = Pair(context, torch.optim.SGD, lr=0.1, momentum=0.9)
-    pair.backward(0)
-    pair.step()
-    for number, set_to_none in ((1, True), (2, False), (3, True), (4, False)):
-        pair.zero.zero_grad(set_to_none)
-        pair.reference.zero_grad()
-        pair.backward(*((number,) if number < 3 else (number, 10 + number, 20 + number)))
-        pair.step()
+def forgotten_zeroing(context: RankContext) -> None:
+    wrapper, optimizer, _ = sharded(context, "one bucket")
 
-    for zeroed in (pair.zero, pair.wrapper, pair.wrapper.module):  # between forward and backward
-        loss = pair.loss(pair.wrapper, context.rank, 5)
-        zeroed.zero_grad()
-        loss.backward()
-        pair.wrapper.finish_gradient_synchronization()
-        pair.reference.zero_grad()
-        for rank in range(context.world_size):
-            (pair.loss(pair.plain, rank, 5) / context.world_size).backward()
-        pair.step()
+    def backward(number: int) -> None:
+        scalar_loss(wrapper, context.rank, number).backward()
+        wrapper.finish_gradient_synchronization()
 
+    backward(0)
+    optimizer.step()
     match = r"the gradient of '(linear|scale).*zero_grad\(\) before every step's first backward.*no_sync\(\)"
     for forget in range(3):
-        with unchanged(pair.wrapper), pytest.raises(RuntimeError, match=match):
+        with unchanged(wrapper), pytest.raises(RuntimeError, match=match):
             if forget == 0:
-                pair.backward(6)
+                backward(6)
             elif forget == 1:
-                with pair.wrapper.no_sync():
-                    pair.loss(pair.wrapper, context.rank, 6).backward()
+                with wrapper.no_sync():
+                    scalar_loss(wrapper, context.rank, 6).backward()
             else:  # a forward, and another finish
-                pair.loss(pair.wrapper, context.rank, 6)
-                pair.wrapper.finish_gradient_synchronization()
-        pair.zero_grad()
-        pair.backward(7 + forget)
-        pair.step()
+                scalar_loss(wrapper, context.rank, 6)
+                wrapper.finish_gradient_synchronization()
+        wrapper.module.zero_grad()
+        backward(7 + forget)
+        optimizer.step()
 
-    pair.wrapper.module.scale.requires_grad_(False)  # its gradient stays, and would be sent again
-    pair.wrapper.module.linear.zero_grad()
+    wrapper.module.scale.requires_grad_(False)  # its gradient stays, and would be sent again
+    wrapper.module.linear.zero_grad()
     with pytest.raises(RuntimeError, match=match.replace("linear|", "")):
-        pair.backward(11)
+        backward(11)
 
 
-def test_a_forgotten_zero_grad_raises_and_every_kind_of_zeroing_is_right():
-    """Backward, finish, backward, finish would add means to leftovers."""
-    run(zeroing, 2)
+def test_a_forgotten_zero_grad_raises():
+    """Backward, finish, backward, finish would add means to leftovers; random models have every kind of zeroing."""
+    run(forgotten_zeroing, 2)
 
 
 def scaled_steps(context: RankContext) -> None:

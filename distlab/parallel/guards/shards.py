@@ -146,11 +146,14 @@ class ShardGuard:
         self._editing = False  # inside elementwise_edits()
         self._treats_elements: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
+        self._after: list[RemovableHandle] = []  # of optimizers' steps
         hooks.watch(self, fsdp.trainable)
         self._registrations = hooks.registrations
 
     def close(self) -> None:
         """Watch nothing any more."""
+        for handle in [*self._check_last.values(), *self._after]:
+            handle.remove()
         hooks.release(self)
 
     def check_module(self) -> None:
@@ -236,7 +239,7 @@ class ShardGuard:
         if optimizer in self._check_last:
             self._check_last[optimizer].remove()
         else:
-            optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self)))
+            self._after.append(optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self))))
             self._treats_elements[optimizer] = is_elementwise(type(optimizer))
         if not self._treats_elements[optimizer]:
             refuse_matrices(optimizer)
