@@ -7,7 +7,7 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 17,  # runs.py and compare.py, which stood in report and notebook
+    "distlab/*.py": 22,  # runs.py and compare.py, which stood in report and notebook; check.py
     "distlab/bench": 6,
     "distlab/checkpoint": 8,
     "distlab/comm": 8,
@@ -23,8 +23,8 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 308,
-    "tests": 243,
+    "source": 313,  # distlab check
+    "tests": 245,
 }
 
 
