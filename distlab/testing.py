@@ -33,13 +33,16 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from distlab.comm import rank_context
+from distlab.comm import RankContext, rank_context
 from distlab.comm.parent_death import end_with_parent
+
+if TYPE_CHECKING:
+    from distlab.check import Verdict
 
 # What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long as torch itself.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
@@ -107,6 +110,48 @@ def run_ranks(
     if failures:
         raise RanksFailed(failures)
     return [results[rank] for rank in range(world_size)]
+
+
+def check_gradients(
+    model: Callable[[], Any] | str,
+    wrap: Callable[..., Any] | str,
+    ranks: int = 2,
+    *,
+    batch: int = 4,
+    same_batch: bool = False,
+    timeout_s: float = 20.0,
+) -> "Verdict":
+    """Train two steps of a model on several ranks and in one process, and say which gradients differ, and how.
+
+        verdict = check_gradients(build, parallelize)
+        assert verdict.right, verdict
+
+    Args:
+        model: a factory (`distlab.bench.task`), at the top of a module, or its name `package.module:function`.
+        wrap: `wrap(module, group)` → a callable module, or (callable module, finish), or its name; or a strategy's.
+        batch: examples per micro-batch.
+        same_batch: ranks get the same batches, as ranks do that share a model's layers or a sequence.
+        timeout_s: seconds that a collective may take.
+
+    Raises:
+        ValueError, TimeoutError: see `distlab.check.check`.
+    """
+    from distlab.check import on_rank
+
+    names = [each if isinstance(each, str) else f"{each.__module__}:{each.__name__}" for each in (model, wrap)]
+    options = {"batch": batch, "same_batch": same_batch}
+    answer = run_ranks(_answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0)[0]
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
+
+
+def _answer(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
+    """The result of `work`, or what it raised for the user, without a traceback."""
+    try:
+        return work(context, *args[:-1], **args[-1])
+    except (ValueError, OSError) as error:
+        return error
 
 
 class _Rank:

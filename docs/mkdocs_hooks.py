@@ -16,7 +16,7 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 REFERENCE = {
     "distlab.parallel": "NaiveDDP FlatDDP OverlapDDP BucketedDDP CopyEngineDDP ShardedOptimizer ZeroOptimizer FSDP",
     "distlab.comm": "RankContext rank_context",
-    "distlab.testing": "run_ranks",
+    "distlab.testing": "check_gradients run_ranks",
     "distlab.experiment": "Experiment",
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention",
     **{f"kernels.{name}": "" for name in (

@@ -53,7 +53,7 @@ from distlab.measure import (
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.parallel import STRATEGIES, Strategy, check_shard_size, strategies_on
+from distlab.parallel import STRATEGIES, Layout, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
@@ -66,8 +66,11 @@ from distlab.report import (
     timeline,
     waiting,
 )
+from distlab.theory.axes import context_volume, tensor_volume
 from distlab.theory.flops import mfu, step_flops
+from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import model_volume
+from distlab.train.build import check_layout
 
 OOM, REFUSED = "OOM", "refused"
 NOISY_PCT = 10  # of a row, above which no account is expected to close
@@ -100,12 +103,19 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     shard_size: int | None = option(
         None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
     )
+    layouts: tuple[str, ...] = option(
+        (), "rows of ranks that share a model, too: tp2, cp2, cp2-ring, tp2+cp2; each step has the same sequences"
+    )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shard_size(self.shard_size, self.strategies)
+        for layout in self.layouts:
+            check_layout(Layout.parse(layout), self.compile)
+        if self.layouts and self.factory is not None:
+            raise ValueError("--layouts: ranks share the lab's Transformer; with --model leave them out")
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
 
@@ -119,7 +129,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     """
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
-    rows = variants(config.strategies, config.bucket_sizes_mb, config.shard_size)
+    rows = variants(config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts)
     bench = config.workbench(context, rows, some=True)
     facts = config.facts(context)
     refused = config.refusals(context, rows)
@@ -266,14 +276,28 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
     if bench.options.factory is not None:
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
+    layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
+    model = TransformerLM(bench.shape, device="meta")
+    splits = model.splits() if layout.tensor > 1 else {}
     expected = model_volume(
         variant.strategy,
-        TransformerLM(bench.shape, device="meta").named_parameters(),
+        [(n, p.chunk(layout.tensor, splits[n].dim)[0] if n in splits else p) for n, p in model.named_parameters()],
         bucket_size_mb=variant.bucket_size_mb,
-        world_size=bench.context.world_size,
+        world_size=bench.context.world_size // layout.tensor,
         shard_size=variant.shard_size,
-        compute_itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
+        compute_itemsize=itemsize,
     )
+    if expected is not None and layout.ranks > 1:
+        batch, context = bench.options.batch * layout.ranks, bench.shape.context_length
+        embedding = itemsize if variant.strategy.casts_parameters else 4
+        shape = ModelShape.of(bench.shape)
+        expected += tensor_volume(
+            shape, batch=batch, context=context // layout.context, ranks=layout.tensor, itemsize=itemsize,
+            embedding_itemsize=embedding,
+        ) + context_volume(
+            shape, batch=batch, context=context, ranks=layout.context, how=layout.attention, itemsize=itemsize,
+            tensor=layout.tensor,
+        )  # fmt: skip
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}
     return counted | predicted | {"volume_as_predicted": expected and counted == said}

@@ -10,6 +10,7 @@
     distlab records --machine NAME                measure the committed records again, as records/manifest.toml says
     distlab tables [--check]                      redraw the tables of the README and the pages from records/
     distlab train | sample [options]              train a model; continue a text by a trained one
+    distlab check MODEL [--wrap WRAPPER]          are the gradients of your parallel code those of one process?
     distlab doctor                                what this machine has, and what runs on it
     distlab --version                             the version, and the commit of a checkout
 """
@@ -232,6 +233,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "tables": tables,
     "train": _of("launch.trainer"),
     "sample": _of("launch.sample"),
+    "check": _of("launch.check"),
     "doctor": _of("distlab.doctor"),
 }
 

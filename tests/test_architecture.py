@@ -34,6 +34,7 @@ ALLOWED = {
     "train": "checkpoint parallel model measure comm",
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",
+    "check": "bench train parallel comm",
     "runs": "report",
     "compare": "runs report measure",
     "experiment": "checkpoint.lock comm report runs",

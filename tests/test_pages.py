@@ -8,6 +8,7 @@ import pytest
 
 from distlab.options import given
 from distlab.report.docs_tables import code_of, definition, embed, pictures_of, records_of, redrawn, table_of
+from launch import check as check_command
 from launch import runs, sample, trainer
 from launch.__main__ import COMMANDS, view_of
 from launch.registry import experiments, load
@@ -141,8 +142,8 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
         return module.parser() if experiment is None else experiment.parser()
     if arguments[0] in ("runs", "compare"):
         return {"runs": runs.runs_parser, "compare": runs.compare_parser}[arguments[0]]()
-    if arguments[0] in ("train", "sample"):
-        return (trainer if arguments[0] == "train" else sample).parser()
+    if arguments[0] in ("train", "sample", "check"):
+        return {"train": trainer, "sample": sample, "check": check_command}[arguments[0]].parser()
     return None
 
 

@@ -8,7 +8,7 @@ NAMES = {
     "distlab.parallel": "NaiveDDP FlatDDP OverlapDDP BucketedDDP ShardedOptimizer ZeroOptimizer FSDP",
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch flash_attention",
     "kernels.rmsnorm": "RMSNorm RMSNormPyTorch rms_norm",
-    "distlab.testing": "run_ranks",
+    "distlab.testing": "check_gradients run_ranks",
     "distlab.comm": "RankContext rank_context",
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import TrialConfig, Variant, synthetic_batches
+from distlab.bench.timing import TrialConfig, Variant, shared_batches, synthetic_batches
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
@@ -58,13 +58,14 @@ def parameter_difference(
     reference = task.build(seed, context.device)
     strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": task.lr})
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn)
+    axes = variant.layout.axes(context.group)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=task.lr)
     for number in range(steps):
-        train(candidate.batches(context.rank, number, context.device))
+        train(shared_batches(candidate, axes, context.rank, number, context.device))
         _mean_gradients(task, reference, number, context)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
-    mine = strategy_model.full_parameters()
+    mine = strategy_model.whole_parameters()
     # torch's maximum keeps a NaN, which Python's would lose in a comparison.
     difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
     strategy_model.close(restore=False)

@@ -94,28 +94,28 @@ class OwnModel(Options):
             )
 
 
-def check_name(name: str) -> None:
-    """Raise ValueError unless this has the form `package.module:function`."""
+def check_name(name: str, flag: str = "--model") -> None:
+    """Raise ValueError unless this, given by `flag`, has the form `package.module:function`."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
-        raise ValueError(f"--model {name}: give package.module:function, such as my_package.my_module:build")
+        raise ValueError(f"{flag} {name}: give package.module:function, such as my_package.my_module:build")
 
 
 @lru_cache(maxsize=8)
-def factory_of(name: str) -> Callable[[], Any]:
-    """The function of this name; its module is looked for in the working directory first.
+def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
+    """The function of this name, given by `flag`; its module is looked for in the working directory first.
 
     Raises:
         ValueError: the module cannot be imported, or has no such function.
     """
-    check_name(name)
+    check_name(name, flag)
     module, _, function = name.partition(":")
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
-    with _blamed(name, f"the import of {module}"):
+    with blamed(name, f"the import of {module}", flag):
         found = getattr(importlib.import_module(module), function, None)
     if not callable(found):
-        raise ValueError(f"--model {name}: {module} has no function {function!r}")
+        raise ValueError(f"{flag} {name}: {module} has no function {function!r}")
     return found
 
 
@@ -127,7 +127,7 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
     """
     factory = factory_of(name)
     torch.manual_seed(seed)
-    with _blamed(name, f"{name.partition(':')[2]}()"):
+    with blamed(name, f"{name.partition(':')[2]}()"):
         found = factory()
     good = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
     if not good or not all(map(callable, found[1:])):
@@ -196,9 +196,9 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Exam
     unused = []
     for step in range(BATCHES):
         module.zero_grad(set_to_none=True)
-        with _blamed(name, "batch(size, generator)"):
+        with blamed(name, "batch(size, generator)"):
             (batch,) = task.batches(context.rank, step, context.device)
-        with _blamed(name, "loss(model, batch)"):
+        with blamed(name, "loss(model, batch)"):
             loss = task.loss_fn(module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
@@ -207,7 +207,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Exam
             raise ValueError(
                 f"--model {name}: loss(model, batch) must return a scalar tensor with a gradient, not {what}"
             )
-        with _blamed(name, "backward of the loss"):
+        with blamed(name, "backward of the loss"):
             loss.backward()
         unused.append(frozenset(key for key, value in trainable.items() if value.grad is None))
     everyone = collectives.gather_objects(unused, context.group)
@@ -215,7 +215,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Exam
 
 
 @contextmanager
-def _blamed(name: str, what: str) -> Iterator[None]:
+def blamed(name: str, what: str, flag: str = "--model") -> Iterator[None]:
     """Turn an error of the user's code into one line that says where it was raised."""
     try:
         yield
@@ -229,6 +229,6 @@ def _blamed(name: str, what: str) -> Iterator[None]:
         ]
         said = (str(error).strip().splitlines() or [""])[0]
         raise ValueError(
-            f"--model {name}: {what} failed at {Path(places[-1].filename).name}:{places[-1].lineno} "
+            f"{flag} {name}: {what} failed at {Path(places[-1].filename).name}:{places[-1].lineno} "
             f"({type(error).__name__}: {said})"
         ) from error

@@ -41,9 +41,12 @@ from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelOptions, preset
+from distlab.model.ops import attention_parts
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
-from distlab.parallel import STRATEGIES, ParallelModel, Strategy, get_strategy
+from distlab.parallel import STRATEGIES, Layout, ParallelModel, Strategy, get_strategy
+from distlab.parallel.context_parallel import Parts
+from distlab.parallel.layout import DATA_PARALLEL, Axes
 from distlab.precision import DTYPES, autocast
 from distlab.train.build import build_training
 from distlab.train.data import SyntheticTokens
@@ -69,6 +72,7 @@ class Variant:
         bucket_size_mb: MiB; ignored by strategies without buckets.
         shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
         options: of the model, where they are not the bench's.
+        layout: how ranks share the model; those that do have the sequences of all of them.
     """
 
     name: str
@@ -76,6 +80,7 @@ class Variant:
     bucket_size_mb: float | None = 25.0
     shard_size: int | None = None
     options: BenchOptions | None = None
+    layout: Layout = DATA_PARALLEL
 
     def build(
         self,
@@ -87,15 +92,20 @@ class Variant:
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
         """The strategy's model and optimizer, with this row's bucket and shard sizes; options of `Strategy.build`."""
         return self.strategy.build(
-            module, group, optimizer_cls, optimizer_options,
-            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, **options,
+            module, group, optimizer_cls, optimizer_options, bucket_size_mb=self.bucket_size_mb,
+            shard_size=self.shard_size, layout=self.layout, parts=Parts(*attention_parts()), **options,
         )  # fmt: skip
 
 
 def variants(
-    strategies: Sequence[str], bucket_sizes_mb: Sequence[float | None], shard_size: int | None = None
+    strategies: Sequence[str],
+    bucket_sizes_mb: Sequence[float | None],
+    shard_size: int | None = None,
+    layouts: Sequence[str] = (),
 ) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
+
+    Behind these each of ours that synchronizes, under each layout, `fsdp-tp2`.
 
     Raises:
         ValueError: an unknown strategy.
@@ -107,7 +117,12 @@ def variants(
             label = "unbounded" if size is None else f"{size:g}"
             name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
             rows.append(Variant(name, strategy, size, shard_size))
-    return rows
+    return rows + [
+        replace(row, name=f"{row.name}-{layout}", layout=layout)
+        for layout in map(Layout.parse, layouts)
+        for row in rows
+        if row.strategy.synchronizes and not (row.strategy.is_peer or row.strategy.takes_mesh)
+    ]
 
 
 @dataclass(frozen=True)
@@ -190,7 +205,10 @@ class BenchOptions(ModelOptions):
             ValueError: a strategy that needs a GPU, without one.
             MemoryError: the model with this batch does not fit.
         """
-        planned = [self.planned(row.strategy.name, shard_size=row.shard_size) for row in rows]
+        planned = [
+            replace(self.planned(row.strategy.name, shard_size=row.shard_size), model_ranks=row.layout.ranks)
+            for row in rows
+        ]
         if self.factory is not None:
             self.examined(context)
             planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]  # nobody knows what it takes
@@ -250,9 +268,9 @@ class Trial:
             seed=options.seed, device=context.device, compile=options.compile,
             checkpointing=settled(options.planned(variant.strategy.name), context),
             compute_dtype=DTYPES[options.dtype],
-            bucket_size_mb=variant.bucket_size_mb, shard_size=variant.shard_size,
+            bucket_size_mb=variant.bucket_size_mb, shard_size=variant.shard_size, layout=variant.layout,
         )  # fmt: skip
-        self._loss = task.loss_fn
+        self._loss = task.loss_fn if options.factory is not None else loss_function(self.shape, variant.layout)
         if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own
             self._loss = under_autocast(task.loss_fn, context.device, DTYPES[options.dtype])
         self._scaler = LossScaler() if scaled else None
@@ -381,10 +399,23 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
-def synthetic_batches(context: RankContext, options: BenchOptions) -> list[Batch]:
+def synthetic_batches(
+    context: RankContext, options: BenchOptions, layout: Layout = DATA_PARALLEL
+) -> list[Batch]:
     """A few batches of this rank, on its device."""
-    task = options.task()
-    return [task.batches(context.rank, step, context.device)[0] for step in range(BATCHES)]
+    task, axes = options.task(), layout.axes(context.group)
+    steps = range(BATCHES)
+    return [shared_batches(task, axes, context.rank, step, context.device)[0] for step in steps]
+
+
+def shared_batches(task: Task, axes: Axes, rank: int, step: int, device: torch.device) -> list[Any]:
+    """A rank's micro-batches of a step; ranks that share a model have those of all of them, or parts of these."""
+    ranks = axes.layout.ranks
+    if ranks == 1:
+        return task.batches(rank, step, device)
+    first = rank // ranks * ranks
+    of_ranks = zip(*(task.batches(member, step, device) for member in range(first, first + ranks)), strict=True)
+    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
 
 
 @contextmanager
@@ -429,8 +460,10 @@ class Workbench:
 
     def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Trial]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        options = variant.options or self.options
-        return closing(Trial(self.context, options, variant, self._batches, mark=mark))
+        options, batches = variant.options or self.options, self._batches
+        if variant.layout.ranks > 1:
+            batches = synthetic_batches(self.context, options, variant.layout)
+        return closing(Trial(self.context, options, variant, batches, mark=mark))
 
     def time_rounds(
         self,

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel.shard import Cut, Shard, local_part, whole
+from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.precision import autocast
 
 
@@ -176,6 +177,11 @@ class ParallelModel(nn.Module, ABC):
         """
         self.synchronize()
         return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def whole_parameters(self) -> dict[str, Tensor]:
+        """`full_parameters()`, of matrices that ranks share the whole, too. A collective."""
+        found = self.full_parameters()
+        return found if self.tensor_group is None else gather_cuts(found, self.cuts, self.tensor_group)
 
     def sync_buffers(self) -> None:
         """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""

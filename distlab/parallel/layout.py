@@ -47,19 +47,19 @@ class Layout:
 
     @staticmethod
     def parse(text: str) -> "Layout":
-        """The layout of `tp2,cp2`, or `cp4-ring` for attention by a ring; of an empty text, data parallelism alone.
+        """The layout of `tp2,cp2` or `tp2+cp2`, or `cp4-ring` for attention by a ring; of an empty text, none.
 
         Raises:
             ValueError: anything else.
         """
         given: dict[str, Any] = {}
-        for part in filter(None, text.split(",")):
+        for part in filter(None, re.split("[,+]", text)):
             found = re.fullmatch(rf"(?:tp([1-9][0-9]*)|cp([1-9][0-9]*)(?:-({'|'.join(HOW)}))?)", part.strip())
             new = {} if found is None else dict(zip(("tensor", "context", "attention"), found.groups(), strict=True))
             new = {name: value for name, value in new.items() if value is not None}
             if not new or new.keys() & given.keys():
                 raise ValueError(
-                    f"layout {text!r}: give tpN, cpN or both with a comma, such as tp2,cp2; behind cpN, how attention "
+                    f"layout {text!r}: give tpN, cpN or both, such as tp2,cp2 or tp2+cp2; behind cpN, how attention "
                     f"goes over ranks: -{', -'.join(HOW)}"
                 )
             given |= new

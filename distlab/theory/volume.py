@@ -36,6 +36,9 @@ class CommunicationVolume:
     collectives: int
     bytes: int
 
+    def __add__(self, other: "CommunicationVolume") -> "CommunicationVolume":
+        return CommunicationVolume(self.collectives + other.collectives, self.bytes + other.bytes)
+
 
 Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs of each
 

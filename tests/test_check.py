@@ -1,0 +1,313 @@
+"""`distlab check`: every known mistake gets its name, and what is right gets none."""
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab import check as signatures
+from distlab.check import Verdict, check, on_rank
+from distlab.comm import RankContext
+from distlab.testing import check_gradients, run_ranks
+from experiments.sabotage.mistakes import MISTAKES
+from launch.__main__ import main
+
+HERE = __name__
+NAMED = {  # mistake → signature of the tensors that differ; a message of the strategy's own where it raises
+    "no broadcast": signatures.NOT_BROADCAST,
+    "sum, not mean": signatures.SUMMED,
+    "last bucket not sent": signatures.OWN,
+    "reduces the parameter": signatures.OWN,
+    "missing wait": signatures.OWN,
+    "tied weight twice": signatures.TIED,
+    "same data everywhere": signatures.ONE_RANK,
+    "hook order": signatures.OTHER_TENSOR,
+    "shard not exchanged": signatures.NOT_SENT,
+    "softmax without maximum": signatures.NOT_A_NUMBER,
+    "mask off by one": signatures.UNKNOWN,
+    "stale accumulation": signatures.FIRST,
+    "read elsewhere": signatures.STALE,
+    "finish forgotten": "finish_gradient_synchronization",
+    "torch's clipping": "clip",
+}
+
+
+def names_of_mistakes(context: RankContext, names: list[str]) -> dict[str, set[str]]:
+    found = {}
+    for name in names:
+        mistake = MISTAKES[name]
+        try:
+            verdict = check(context, mistake.task, mistake.strategy, candidate=mistake.candidate)
+            found[name] = {finding.signature for finding in verdict.findings}
+        except ValueError as error:
+            found[name] = {str(error)}
+    return found
+
+
+def test_every_mistake_gets_its_name():
+    found = run_ranks(names_of_mistakes, 2, list(NAMED), deadline_s=120)[0]
+    wrong = {name: found[name] for name, right in NAMED.items() if not all(right in text for text in found[name])}
+    assert NAMED.keys() == MISTAKES.keys() and not wrong and all(found.values())
+
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def classified(module: nn.Module) -> Any:
+    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        return torch.randn(size, 6, generator=generator), torch.randint(5, (size,), generator=generator)
+
+    return module, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
+
+
+def mlp() -> Any:
+    return classified(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 5)))
+
+
+def with_statistics() -> Any:
+    return classified(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5)))
+
+
+def tied() -> Any:
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return classified(nn.Sequential(first, nn.GELU(), last))
+
+
+def tokens() -> Any:
+    module = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11))
+
+    def batch(size: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(11, (size, 13), generator=generator)
+
+    return module, batch, lambda model, batch: F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------
+
+
+def ddp(module: nn.Module, group: ProcessGroup) -> Any:
+    return DistributedDataParallel(module, process_group=group)
+
+
+def fsdp2(module: nn.Module, group: ProcessGroup) -> Any:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    fully_shard(module[0], mesh=mesh)
+    return fully_shard(module, mesh=mesh)
+
+
+def reduced(reduce: Callable[[str, Tensor, ProcessGroup], None]) -> Callable[..., Any]:
+    """A wrapper of ten lines, whose finish reduces one gradient after the other."""
+
+    def wrap(module: nn.Module, group: ProcessGroup) -> Any:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            dist.broadcast(tensor.data, 0, group)
+
+        def finish() -> None:
+            for name, parameter in module.named_parameters():
+                reduce(name, parameter.grad, group)
+
+        return module, finish
+
+    return wrap
+
+
+def mean(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    dist.all_reduce(gradient, group=group)
+    gradient /= group.size()
+
+
+by_hand = reduced(mean)
+
+
+@reduced
+def in_bf16(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    sent = gradient.bfloat16()
+    mean(name, sent, group)
+    gradient.copy_(sent)
+
+
+@reduced
+def divided_twice(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    mean(name, gradient, group)
+    gradient /= group.size()
+
+
+@reduced
+def without_micro_batches(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    mean(name, gradient, group)
+    gradient *= group.size() + 1
+
+
+@reduced
+def never_summed(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    gradient /= group.size()
+
+
+def a_step_late(module: nn.Module, group: ProcessGroup) -> Any:
+    late: dict[str, Tensor] = {}
+
+    @reduced
+    def keep(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+        mean(name, gradient, group)
+        fresh = gradient.clone()
+        gradient.copy_(late.get(name, torch.zeros_like(fresh)))
+        late[name] = fresh
+
+    return keep(module, group)
+
+
+# -- three reports, rebuilt ----------------------------------------------------------------------------------
+
+
+@reduced
+def experts_doubled(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    """pytorch 160285: tokens of all ranks already meet in an expert, and its gradient is not divided for it."""
+    mean(name, gradient, group)
+    if name.startswith("3."):
+        gradient *= group.size()
+
+
+class CutSequence(nn.Module):
+    """Each rank computes a part of the sequence; what comes out is gathered."""
+
+    def __init__(self, module: nn.Module, group: ProcessGroup):
+        super().__init__()
+        self.module, self.group = module, group
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        part = tokens.chunk(self.group.size(), 1)[self.group.rank()]
+        out = self.module(part)
+        parts = [torch.zeros_like(out) for _ in range(self.group.size())]
+        dist.all_gather(parts, out.detach().contiguous(), group=self.group)
+        parts[self.group.rank()] = out
+        return torch.cat(parts, 1)
+
+
+def norms_of_a_part(module: nn.Module, group: ProcessGroup) -> Any:
+    """Megatron-LM 7452, its 11th finding: a replicated norm sees a part of the sequence, and nobody adds the parts."""
+
+    @reduced
+    def matrices_only(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+        if not name.startswith("1."):
+            dist.all_reduce(gradient, group=group)
+
+    _, finish = matrices_only(module, group)
+    return CutSequence(module, group), finish
+
+
+RIGHT = [  # model, wrapper or strategy
+    ("mlp", "by_hand"), ("mlp", "ddp"), ("tokens", "fsdp2"), ("with_statistics", "ddp"), ("tied", "by_hand"),
+    ("mlp", "naive"), ("tied", "flat"), ("with_statistics", "overlap"), ("tokens", "bucketed"), ("mlp", "zero1"),
+    ("tied", "sharded-optimizer"), ("tokens", "fsdp"), ("mlp", "torch-ddp-tuned"), ("mlp", "fsdp2-of-ours"),
+]  # fmt: skip
+WRONG = {  # wrapper → model, signature, tensors that have it
+    "in_bf16": ("mlp", signatures.ROUNDED, None),
+    "divided_twice": ("mlp", signatures.DIVIDED, None),
+    "without_micro_batches": ("mlp", signatures.MICRO_SUMMED, None),
+    "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
+    "a_step_late": ("mlp", signatures.PREVIOUS, None),
+    "experts_doubled": ("mlp", signatures.SUMMED, {"3.weight", "3.bias"}),
+    "norms_of_a_part": ("tokens", signatures.PART + signatures.SEQUENCE, {"1.weight", "1.bias"}),
+}
+
+
+def named(name: str) -> str:
+    """Of a function in this file; a strategy's is its own."""
+    return f"{HERE}:{name}" if name in globals() else name.removesuffix("-of-ours")
+
+
+def verdicts(context: RankContext, cases: list[tuple[str, str]], same: set[str]) -> list[Verdict]:
+    return [on_rank(context, named(model), named(wrap), same_batch=wrap in same) for model, wrap in cases]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks: int):
+    cases = [*RIGHT, *((model, wrap) for wrap, (model, _, _) in WRONG.items())]
+    found = run_ranks(verdicts, ranks, cases, {"norms_of_a_part"}, deadline_s=200)[0]
+    for (model, wrap), verdict in zip(cases, found, strict=True):
+        differing = {finding.tensor for finding in verdict.findings}
+        if wrap not in WRONG:
+            assert verdict.right, f"{model} under {wrap}: {verdict}"
+            continue
+        _, signature, tensors = WRONG[wrap]
+        assert {finding.signature for finding in verdict.findings} == {signature}, f"{wrap}: {verdict}"
+        assert differing == tensors or (tensors is None and len(differing) == verdict.tensors), f"{wrap}: {verdict}"
+        assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
+
+
+# -- bad input ---------------------------------------------------------------------------------------------
+
+
+def no_module() -> Any:
+    return None, None, None
+
+
+def random_in_forward() -> Any:
+    module, batch, loss = mlp()
+    return module, batch, lambda model, batch: loss(model, batch) * (1 + time.perf_counter() % 1)
+
+
+def no_numbers() -> Any:
+    module, batch, loss = mlp()
+    return module, batch, lambda model, batch: loss(model, batch) * float("nan")
+
+
+def deadlock(module: nn.Module, group: ProcessGroup) -> Any:
+    return module, lambda: dist.barrier(group) if group.rank() else None
+
+
+def raises(module: nn.Module, group: ProcessGroup) -> Any:
+    raise KeyError("no such layer")
+
+
+def a_copy(module: nn.Module, group: ProcessGroup) -> Any:
+    return mlp()[0]
+
+
+@pytest.mark.parametrize(
+    ("model", "wrap", "message"),
+    [
+        (no_module, ddp, "it returned NoneType"),
+        (random_in_forward, "flat", r"random in forward.*call random.seed"),
+        (no_numbers, "flat", "not a number in one process either"),
+        (mlp, deadlock, r"waited 2 s \(--timeout\) in a collective that the others did not join"),
+        (mlp, raises, r"failed at test_check.py:\d+ \(KeyError: 'no such layer'"),
+        (mlp, a_copy, "must train the module it is given"),
+        (mlp, "bucketted", "did you mean bucketed"),
+        (mlp, f"{HERE}:nothing", r"--wrap .* has no function 'nothing'"),
+    ],
+)
+def test_bad_input_is_one_sentence(model, wrap, message):
+    with pytest.raises((ValueError, TimeoutError), match=message) as raised:
+        check_gradients(model, wrap, timeout_s=2.0)
+    assert "\n" not in str(raised.value)
+
+
+def test_one_rank_is_refused():
+    with pytest.raises(ValueError, match="--nproc 2"):
+        check_gradients(mlp, "flat", ranks=1)
+
+
+# -- what is shown -----------------------------------------------------------------------------------------
+
+
+def test_the_table_and_the_command(capfd):
+    verdict = check_gradients(mlp, named("divided_twice"))
+    assert str(verdict).startswith("WRONG: 0 of 6 tensors") and str(verdict).count(signatures.DIVIDED) == 6
+    assert len(str(verdict).splitlines()) <= 30
+    begin = time.monotonic()
+    assert main(["check", f"{HERE}:mlp", "--strategy", "local", "--json"]) == 1
+    assert time.monotonic() - begin < 30  # 10 on a quiet machine
+    shown = json.loads(capfd.readouterr().out)
+    assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
