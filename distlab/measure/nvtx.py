@@ -217,7 +217,9 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
 
         return call
 
-    named = {field: wrapped(field, function) for field, function in vars(ops).items() if callable(function)}
+    usual = {field.name: field.default for field in dataclasses.fields(ops)}  # what does next to nothing, or nothing
+    own = {field: function for field, function in vars(ops).items() if function is not usual[field]}
+    named = {field: wrapped(field, function) for field, function in own.items() if callable(function)}
     undo.enter_context(mock.patch.object(module, "ops", dataclasses.replace(ops, **named)))
 
 

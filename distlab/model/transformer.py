@@ -229,7 +229,7 @@ class TransformerLM(nn.Module):
                 f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
             )
         config = self.config
-        positions_T = self.ops.positions(tokens_BT.shape[1], tokens_BT.device)
+        positions_T = self.operations().positions(tokens_BT.shape[1], tokens_BT.device)
         cos, sin = rope_tables(positions_T, config.head_dim, config.rope_theta)
         x_BTd = self.dropout(self.embedding(tokens_BT))
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
@@ -281,12 +281,11 @@ class TransformerLM(nn.Module):
     def replace_ops(self, **operations: Callable) -> None:
         """Replace operations, by their names in `Ops`, in every module that has them."""
         for module in self.modules():
-            if "ops" in vars(module):
+            if hasattr(module, "ops"):
                 module.ops = replace(module.ops, **operations)
 
-    @property
-    def ops(self) -> Ops:
-        """The operations in use."""
+    def operations(self) -> Ops:
+        """What the modules call."""
         return self.head.ops
 
     def _tie(self) -> None:

@@ -54,7 +54,7 @@ def parallelize(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
     if not any(parameter.is_meta for parameter in model.parameters()):
         collectives.broadcast_all([*model.parameters(), *model.buffers()], group)
     _replace(model, {name: cut.of(parameter.detach()) for name, parameter, cut in _cut_parameters(model, cuts)})
-    ops = model.ops
+    ops = model.operations()
     first = cuts["embedding.weight"].ranges[0][0]  # of this rank's words
     model.replace_ops(
         enter=partial(_apply, Enter, group),
