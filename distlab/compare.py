@@ -1,7 +1,7 @@
 """Two runs or more of one experiment side by side: what differs between them, and which rows do beyond their noise.
 
-A difference counts where it is larger than twice the noise of the noisier row (`report.noise`: each of two medians may
-be off by as much; once for ratios to another row of the same run, in which drift cancels) and, if both runs kept their
+A difference counts where it is larger than twice the noise of the noisier row (`report.derived`: each median may be
+off by as much; once for ratios to another row of the same run, in which drift cancels) and, if both runs kept their
 samples, the 95 % interval of the ratio of medians does not contain 1. The interval alone would not do: samples of one
 run share its moment of the machine, so it is too narrow for what two runs differ by. On a busy host the same code
 twice differed by 1.3 to 1.9 times the noise of a run.
@@ -19,7 +19,7 @@ from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.charts import Panel, Series, lines
-from distlab.report.noise import noise_of
+from distlab.report.derived import noise_of
 from distlab.report.record import Record, plain, read_json
 from distlab.report.table import Column, grouped, is_number
 from distlab.report.view import View

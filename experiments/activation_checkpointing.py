@@ -38,15 +38,13 @@ from distlab.measure import (
     attempt,
     cpu_threads,
     interleave,
-    own_noise_floor,
-    paired_ratio,
     peak_memory,
     percentiles,
 )
 from distlab.model import TransformerLM, checkpoint_group, checkpoint_plan, cross_entropy
 from distlab.parallel import get_strategy
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, TIE, interval_ties, noise_of, prediction_error, stacked_bars
+from distlab.report import NOISE, Ratio, prediction_error, row_of, stacked_bars
 from distlab.simulate.step import simulate_step
 from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS, activations
@@ -61,6 +59,7 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.memory_budget import require
 
 BASE = "none"  # what the others are held against
+OVER_NONE = Ratio("step_over_none", row_of(BASE))
 CHOICES = (BASE, "block", "every-2", "every-4", "every-8", "every-16")
 PRECISION = {"fp32": "fp32", "bf16": "bf16-autocast"}
 
@@ -173,13 +172,7 @@ class Bench:
         if found["status"] != "ok" or times is None:
             return found
         found |= {f"step_{p}_ms": ms for p, ms in percentiles(times["step"]).items()}
-        base = self.times.get(BASE)
-        if base is not None and len(base["step"]) == len(times["step"]):
-            found["step_over_none"] = found["step_p50_ms"] / percentiles(base["step"])["p50"]
-            apart = paired_ratio(times["step"], base["step"])
-            found["step_over_none_is_tie"] = interval_ties(apart.low, apart.high)  # never: none over itself
-        found["noise_floor_pct"] = own_noise_floor(times["step"])
-        found["noise_pct"] = noise_of(found)
+        found["step_samples_ms"] = times["step"]
         return found
 
     def predicted(self, choice: str) -> dict[str, float | int | str]:
@@ -295,10 +288,7 @@ VIEW = View(
         NOISE,
         Column("metrics.predicted_step_ms", "predicted ms", ".1f"),
         prediction_error("predicted_step_ms", "step_p50_ms"),
-        Column(
-            "metrics.step_over_none", "× none", ".2f",
-            note=lambda r: TIE if r.metrics.get("step_over_none_is_tie") else "",
-        ),
+        OVER_NONE.column("÷ none", ".2f"),
         Column("metrics.blocks_run_again", "blocks run again", "d"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".3f", scale=2**-30),
         Column("metrics.predicted_peak_bytes", "predicted GiB", ".3f", scale=2**-30),
@@ -309,6 +299,7 @@ VIEW = View(
         Column("metrics.status", "status", align="left"),
     ],
     headline=headline,
+    derive=OVER_NONE.add,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
         *("peak_alloc_bytes", "predicted_peak_bytes", "counted_peak_bytes", "status"),

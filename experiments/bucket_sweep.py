@@ -41,7 +41,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, TIE, Panel, Series, is_number, lines, measured, noise_of, tied
+from distlab.report import NOISE, TIE, Panel, Ratio, Series, is_number, lines, measured
 from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.theory.step_time import pipeline
 from distlab.train.step import loss_function
@@ -207,7 +207,6 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
     for row in rows:
         timing = timings[row.name]
         metrics = timing.metrics()
-        metrics["noise_pct"] = noise_of(metrics)
         if row.strategy.name == OURS:
             metrics |= predicted[row.name]
             if not timing.out_of_memory:
@@ -231,6 +230,8 @@ def optimum(records: Sequence[Record]) -> dict[str, Any]:
     if not ours:
         return {}
     best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
+    over_best = Ratio("over_best", lambda rows: best)
+    over_best.add(ours)
     choice = min(ours, key=lambda r: r.metrics["predicted_step_ms"])
     found = {
         "best_bucket_mb": _label(best),
@@ -239,7 +240,7 @@ def optimum(records: Sequence[Record]) -> dict[str, Any]:
         "step_at_predicted_best_ms": choice.metrics["step_p50_ms"],
         "regret_pct": 100 * (choice.metrics["step_p50_ms"] / best.metrics["step_p50_ms"] - 1),
         "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
-        "tied_with_best_mb": [_label(r) for r in ours if r is not best and tied(r.metrics, best.metrics)],
+        "tied_with_best_mb": [_label(r) for r in ours if over_best.tie(r)],
     }
     if peer := min(torchs, key=lambda r: r.metrics["step_p50_ms"], default=None):
         found |= {"torch_best_bucket_mb": _label(peer), "torch_best_step_ms": peer.metrics["step_p50_ms"]}

@@ -47,21 +47,18 @@ from distlab.measure import (
     is_out_of_memory,
     lanes,
     load_trace,
-    overhead_ratio,
-    own_noise_floor,
-    paired_ratio,
-    percentiles,
 )
 from distlab.model import TransformerLM
 from distlab.parallel import STRATEGIES, Layout, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
     NOISE,
-    TIE,
-    interval_ties,
+    Ratio,
+    fastest,
     is_number,
     noise_by_row,
     noise_of,
+    row_of,
     stacked_bars,
     timeline,
     waiting,
@@ -83,6 +80,8 @@ CAUSES = {
     "copies": "overhead_copies_ms",
     "idle": "overhead_idle_ms",
 }
+
+PARTS = (*CAUSES.values(), "overhead_optimizer_ms")
 
 
 @dataclass(frozen=True)
@@ -158,11 +157,9 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             name, timing = variant.name, timings[variant.name]
             metrics = timing.metrics()
             if not timing.out_of_memory:
-                steps = [*timing.phases["step"]]
                 metrics |= _rates(config, context, metrics["step_p50_ms"]) | counted[name]
-                metrics |= {"step_samples_ms": steps, "noise_floor_pct": own_noise_floor(steps)}
                 metrics |= dict.fromkeys(("comm_ms", "comm_share_pct", "overlap_pct"))
-                metrics |= {"noise_pct": noise_of(metrics), "max_abs_param_diff": differences.get(name)}
+                metrics |= {"step_samples_ms": [*timing.phases["step"]], "max_abs_param_diff": differences.get(name)}
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
             noted[name] = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
             noted[name].metrics.clear()
@@ -184,13 +181,9 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     took_s = time.monotonic() - begin
     for name, reason in refused.items():
         run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
-    steps = {name: r.metrics["step_samples_ms"] for name, r in noted.items() if "step_samples_ms" in r.metrics}
-    sound = {name: samples for name, samples in steps.items() if not wrong_rows([noted[name]])}
-    for name in sound:
-        noted[name].metrics.update(against_others(name, sound))
-    run.save()
     on_main(context, run.show)
-    explain_rows(config, bench, {row.name: row for row in rows if row.name in steps}, noted, run, took_s)
+    timed = {row.name: row for row in rows if "step_samples_ms" in noted[row.name].metrics}
+    explain_rows(config, bench, timed, noted, run, took_s)
 
 
 def explain_rows(
@@ -223,7 +216,8 @@ def explain_rows(
                 metrics.update(overlap(events, accounts[name]))
                 if context.device.type == "cuda":
                     metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
-                metrics.update(explanation(noted[name], accounts))
+                if "local" in accounts:
+                    metrics.update(explain(accounts[name], accounts["local"]))
                 run.save()
             else:
                 run.notice(f"not explained: {name}, for whose trace no memory is left")
@@ -244,30 +238,6 @@ def _rates(config: DDPBenchConfig, context: RankContext, step_ms: float) -> dict
     share = mfu(step_flops(**model.sizes(config.batch)), step_ms / 1e3, peak_of(context.device, config.dtype))
     tokens = config.batch * model.context_length * context.world_size
     return {"tokens_per_s": tokens / (step_ms / 1e3), "mfu_pct": None if share is None else 100 * share}
-
-
-def against_others(name: str, steps: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """What a row's step takes longer than without communication, and with 95 % intervals, of steps paired one by one,
-    its ratio to local's and to that of torch DDP's fastest row, and the ratio of the two's overheads.
-
-    Args:
-        name: of the row.
-        steps: times of every row that ran and is right.
-    """
-    p50 = {row: percentiles(samples)["p50"] for row, samples in steps.items()}
-    peers = [row for row in steps if (s := strategy_of(row)) and s.is_peer and s.updates == "all"]
-    mine, peer = steps[name], steps[min(peers, key=p50.__getitem__)] if peers else None
-    local = steps.get("local") if name != "local" else None
-    ratios = {
-        "vs_local": local and paired_ratio(mine, local),
-        "vs_torch_ddp": peer and paired_ratio(mine, peer),
-        "overhead_vs_torch_ddp": local and peer and overhead_ratio(mine, peer, local),
-    }
-    found = {"overhead_ms": p50[name] - p50["local"] if "local" in p50 else None}
-    for ratio, interval in ratios.items():
-        if interval is not None:
-            found |= zip((ratio, f"{ratio}_low", f"{ratio}_high"), interval, strict=True)
-    return found
 
 
 def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
@@ -320,24 +290,33 @@ def overlap(events: Sequence[Event], seen: StepAccount) -> dict[str, float | Non
     }
 
 
-def explanation(record: Record, accounts: dict[str, StepAccount]) -> dict[str, float | bool | None]:
-    """What the step takes longer than `local`'s, by cause, and what of the measured difference that leaves open."""
-    mine, local = accounts.get(record.variant), accounts.get("local")
-    overhead_ms = record.metrics.get("overhead_ms")
-    if mine is None or local is None or overhead_ms is None:
-        return {}
-    found = explain(mine, local)
-    unexplained = overhead_ms - sum(found.values())
-    return found | {
-        "overhead_unexplained_ms": unexplained,
-        "overhead_closes": closes(unexplained, record.metrics["step_p50_ms"]),
-    }
+def strategy_of(row: str) -> Strategy | None:
+    """Find the strategy of a row, whose name a bucket size may follow; None of a record whose strategy is gone."""
+    names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
+    return STRATEGIES.get(max(names, key=len, default=None))
 
 
-def _tie(ratio: str, record: Record) -> str:
-    """` tie` where the 95 % interval of a ratio contains 1."""
-    low, high = (record.metrics.get(f"{ratio}_{end}") for end in ("low", "high"))
-    return TIE if interval_ties(low, high) else ""
+LOCAL = row_of("local")
+TORCH = fastest("step_p50_ms", lambda r: (s := strategy_of(r.variant)) and s.is_peer and s.updates == "all")
+OVER_LOCAL = Ratio("vs_local", LOCAL)
+OVER_TORCH = Ratio("vs_torch_ddp", TORCH)
+OVERHEAD_OVER_TORCH = Ratio("overhead_vs_torch_ddp", TORCH, without=LOCAL)
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Hold the rows that ran and are right against `local` and torch DDP's fastest, and say what of the overhead their
+    traces leave open.
+    """
+    sound = [record for record in records if not wrong_rows([record])]
+    for ratio in (OVER_LOCAL, OVER_TORCH, OVERHEAD_OVER_TORCH):
+        ratio.add(sound)
+    local = LOCAL(sound)
+    for metrics in (record.metrics for record in sound if local and "vs_local" in record.metrics):
+        metrics["overhead_ms"] = metrics["step_p50_ms"] - local.metrics["step_p50_ms"]
+        if "overhead_exposed_ms" in metrics:
+            unexplained = metrics["overhead_ms"] - sum(metrics[name] for name in PARTS)
+            metrics["overhead_unexplained_ms"] = unexplained
+            metrics["overhead_closes"] = closes(unexplained, metrics["step_p50_ms"])
 
 
 def examples_of(records: Sequence[Record]) -> str:
@@ -421,7 +400,7 @@ def what_communication_costs(records: Sequence[Record]) -> list[str]:
         return []
     best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
     share = 100 * best.metrics["overhead_ms"] / best.metrics["step_p50_ms"]
-    hidden = share <= OVERHEAD_PCT or _tie("vs_local", best)
+    hidden = share <= OVERHEAD_PCT or OVER_LOCAL.tie(best)
     causes = {text: ms for text, name in CAUSES.items() if is_number(ms := best.metrics.get(name)) and ms > 0}
     told = best.metrics.get("overhead_closes") and not hidden
     most = max(causes, key=causes.__getitem__, default=None) if told else None
@@ -440,13 +419,7 @@ def against_the_peer(records: Sequence[Record]) -> list[str]:
     best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
     ratio = best.metrics["vs_torch_ddp"]
     than = f"takes {ratio:.3f} times as long as torch DDP's fastest row"
-    return [f"{best.variant}, the fastest of ours, {than}{': a tie' if _tie('vs_torch_ddp', best) else ''}."]
-
-
-def strategy_of(row: str) -> Strategy | None:
-    """Find the strategy of a row, whose name a bucket size may follow; None of a record whose strategy is gone."""
-    names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
-    return STRATEGIES.get(max(names, key=len, default=None))
+    return [f"{best.variant}, the fastest of ours, {than}{': a tie' if OVER_TORCH.tie(best) else ''}."]
 
 
 def ours(records: Sequence[Record], metric: str) -> list[Record]:
@@ -500,7 +473,7 @@ VIEW = View(
         NOISE,
         Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-        Column("metrics.overhead_ms", "overhead ms", ".1f", note=partial(_tie, "vs_local")),
+        Column("metrics.overhead_ms", "overhead ms", ".1f", note=OVER_LOCAL.tie),
         Column("metrics.comm_ms", "comm ms", ".1f"),
         Column("metrics.exposed_ms", "exposed ms", ".1f"),
         Column("metrics.comm_share_pct", "of step %", ".0f"),
@@ -512,13 +485,10 @@ VIEW = View(
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.mfu_pct", "MFU %", ".1f"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-        Column("metrics.vs_torch_ddp", "÷ torch", ".3f", note=partial(_tie, "vs_torch_ddp")),
+        OVER_TORCH.column("÷ torch"),
         Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
-        Column(
-            "metrics.overhead_vs_torch_ddp", "overhead ÷ torch's", ".2f", optional=True,
-            note=partial(_tie, "overhead_vs_torch_ddp"),
-        ),
+        OVERHEAD_OVER_TORCH.column("overhead ÷ torch's", ".2f", optional=True),
         Column("metrics.overhead_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
         Column("metrics.exposed_all_gather_forward_ms", "exposed all-gather fwd ms", ".1f", optional=True),
         Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
@@ -531,6 +501,7 @@ VIEW = View(
         Column("config.does", "what it does", derived=what_it_does, align="left", optional=True),
     ],
     headline=headline,
+    derive=compare,
     terminal=(
         *("variant", "step_p50_ms", "noise_pct", "overhead_ms", "peak_alloc_bytes", "vs_torch_ddp", "does"),
     ),

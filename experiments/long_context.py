@@ -44,15 +44,23 @@ from distlab.measure import (
     MIN_PAIRS,
     account,
     load_trace,
-    own_noise_floor,
-    paired_ratio,
     peak_memory,
     percentiles,
 )
 from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, TIE, Panel, interval_ties, lines, memory_areas, overlaid, stacked_bars
+from distlab.report import (
+    NOISE,
+    Panel,
+    Ratio,
+    fastest,
+    lines,
+    memory_areas,
+    overlaid,
+    prediction_error,
+    stacked_bars,
+)
 from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
@@ -164,7 +172,6 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             torch.compiler.reset()  # what was compiled holds on to its model
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-        compare(run.records)
         spent[-1] = process_seconds()
         run.save()
 
@@ -294,16 +301,11 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= {f"{phase}_{p}_ms": ms for p, ms in percentiles(samples).items()}
     metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
-    metrics["noise_floor_pct"] = own_noise_floor(metrics["step_samples_ms"])
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(bench.context.device, config.dtype)
     flops = 3 * forward_flops(**config.model().sizes(config.batch), causal=True).total
     share = mfu(flops, metrics["step_p50_ms"] / 1e3, peak)
     metrics["mfu_causal_pct"] = None if share is None else 100 * share
-    for name, found in (("step", "step_p50_ms"), ("peak", "peak_alloc_bytes")):
-        said_ = metrics.get({"step": "predicted_step_ms", "peak": "predicted_peak_bytes"}[name])
-        if said_ is not None and metrics[found] is not None:
-            metrics[f"{name}_error_pct"] = 100 * (said_ / metrics[found] - 1)
 
 
 def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
@@ -332,20 +334,16 @@ def memory(trial: Trial, record: Record, run: Run) -> None:
         memory_areas(run.path / "memory.png", timeline, title=f"Memory over a step of {OURS}: {headline(run.records)}")
 
 
+OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(record.variant)))
+
+
 def compare(records: Sequence[Record]) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
-    rows = {record.variant: record.metrics for record in timed(records)}
-    peers = [name for name in rows if is_peer(name)]
-    best = min(peers, key=lambda name: rows[name]["step_p50_ms"], default=None)
-    for metrics in rows.values():
-        if OURS in rows:
-            ours = rows[OURS]["loss_after_steps"]
-            metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
-        mine, theirs = metrics["step_samples_ms"], rows[best]["step_samples_ms"] if best else []
-        pairs = min(len(mine), len(theirs))
-        if pairs >= MIN_PAIRS:
-            ratio = paired_ratio(mine[:pairs], theirs[:pairs])
-            metrics |= zip(("vs_peer", "vs_peer_low", "vs_peer_high"), ratio, strict=True)
+    done = timed(records)
+    OVER_PEER.add(done)
+    ours = next((r.metrics["loss_after_steps"] for r in done if r.variant == OURS), None)
+    for metrics in (record.metrics for record in done if ours is not None):
+        metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
 
 
 def wrong_rows(records: Sequence[Record]) -> list[str]:
@@ -440,16 +438,13 @@ VIEW = View(
         Column("metrics.exposed_ms", "exposed", ",.1f"),
         Column("metrics.idle_ms", "idle", ",.1f"),
         Column("metrics.predicted_step_ms", "predicted ms", ",.1f"),
-        Column("metrics.step_error_pct", "err %", "+.1f"),
+        prediction_error("predicted_step_ms", "step_p50_ms", "err %", "+.1f"),
         Column("metrics.mfu_causal_pct", "MFU %", ".1f"),
-        Column(
-            "metrics.vs_peer", "÷ torch", ".3f",
-            note=lambda r: TIE if interval_ties(r.metrics.get("vs_peer_low"), r.metrics.get("vs_peer_high")) else "",
-        ),
+        OVER_PEER.column("÷ torch"),
         Column("metrics.vs_peer_high", "≤ (95 %)", ".3f"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
-        Column("metrics.peak_error_pct", "err %", "+.1f"),
+        prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
         Column("metrics.train_step_p50_ms", "trainer's step ms", ",.1f", optional=True),
         Column("metrics.train_peak_alloc_bytes", "trainer's peak GiB", ".1f", scale=2**-30, optional=True),
@@ -459,6 +454,7 @@ VIEW = View(
         Column("metrics.overlap_pct", "overlap %", ".0f", optional=True),
     ],
     headline=headline,
+    derive=compare,
     terminal=(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),

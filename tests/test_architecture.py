@@ -25,7 +25,7 @@ COMMON = "cli_errors files options precision hardware"
 ALLOWED = {
     **dict.fromkeys(("cli_errors", "files", "options", "precision", "hardware"), ""),
     "comm": "",
-    "report": "",
+    "report": "measure.statistics",
     "model": "",
     "parallel": "comm",
     "measure": "comm",

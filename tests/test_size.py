@@ -14,12 +14,12 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/measure": 18,
     "distlab/model": 7,
     "distlab/parallel": 36,  # layouts; refusals have files, hooks come and go; strategies' facts stand in entries
-    "distlab/report": 13,
+    "distlab/report": 14,  # derived columns, which experiments computed
     "distlab/theory": 29,
     "distlab/train": 12,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 94,
+    "experiments": 93,
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,

@@ -14,11 +14,22 @@ from distlab.report.charts import (
     stream_lanes,
     timeline,
 )
-from distlab.report.noise import NOISE, TIE, host_bound, interval_ties, noise_by_row, noise_of, tied, waiting
+from distlab.report.derived import (
+    NOISE,
+    TIE,
+    Ratio,
+    fastest,
+    host_bound,
+    noise_by_row,
+    noise_of,
+    prediction_error,
+    row_of,
+    waiting,
+)
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
 from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
-from distlab.report.table import Column, grouped, is_number, prediction_error, render, render_for_terminal
+from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
 from distlab.report.view import View, write
 
 __all__ = [
@@ -29,15 +40,16 @@ __all__ = [
     "TIE",
     "Column",
     "Panel",
+    "Ratio",
     "Record",
     "Series",
     "View",
     "commit",
     "environment",
+    "fastest",
     "grouped",
     "horizontal",
     "host_bound",
-    "interval_ties",
     "is_number",
     "json_line",
     "lines",
@@ -53,9 +65,9 @@ __all__ = [
     "reading",
     "render",
     "render_for_terminal",
+    "row_of",
     "stacked_bars",
     "stream_lanes",
-    "tied",
     "timeline",
     "waiting",
     "write",

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.report.noise import noise_of
+from distlab.report.derived import noise_of
 from distlab.report.record import Record
 from distlab.report.table import STYLES, Column, by_machine, is_number, render
 

@@ -77,18 +77,6 @@ class Column:
         return format(value if self.scale == 1 else value * self.scale, self.format) + self.note(record)
 
 
-def prediction_error(predicted: str, measured: str) -> Column:
-    """How far one metric of a record is from the other, in % of what was measured; empty where either is missing."""
-
-    def error(record: Record) -> float | None:
-        said, found = (record.metrics.get(name) for name in (predicted, measured))
-        return 100 * (said / found - 1) if is_number(said) and is_number(found) and found else None
-
-    return Column(
-        f"metrics.{measured}_error_pct", "off %", "+.0f", missing="", derived=error, optional=True
-    )
-
-
 def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:
     """One table, one row per record in the given order.
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from distlab.files import write_whole
 from distlab.report import page as html
+from distlab.report.derived import add_noise
 from distlab.report.record import Record, json_line, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
 
@@ -30,6 +31,7 @@ class View:
 
     Args:
         columns: of its table.
+        derive: writes what is derived from several rows, such as a `Ratio`, into their metrics, once they are measured.
         headline: records → one line that says what they were measured on.
         reading: how to read table and pictures; paragraphs are parted by an empty line.
         pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
@@ -49,6 +51,7 @@ class View:
     columns: Sequence[Column]
     headline: Callable[[Sequence[Record]], str]
     reading: str
+    derive: Callable[[Sequence[Record]], object] = lambda records: None
     pictures: Mapping[str, Draw] = field(default_factory=dict)
     findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
     notes: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
@@ -147,6 +150,8 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
         ValueError: no records, or records of another experiment.
     """
     check_records(view, records)
+    add_noise(records)
+    view.derive(records)
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     groups = by_machine(records).values()

@@ -1,0 +1,151 @@
+"""Columns that are derived from others: noise, ratios with their interval, errors of predictions. Nothing that measures
+computes one.
+
+Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20 %. An experiment
+that knows it better writes it as `noise_pct`; otherwise it is the larger of two figures: the noise floor, what the
+row's samples measure against themselves (even against odd ones), and half of what they spread from p20 to p80.
+
+A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of paired samples by the bootstrap, otherwise
+the noise of the worse row to both sides. Two rows are a tie where that contains 1.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from distlab.measure.statistics import MIN_PAIRS, overhead_ratio, own_noise_floor, paired_ratio
+from distlab.report.record import Record
+from distlab.report.table import Column, is_number
+
+TIE = " tie"
+Baseline = Callable[[Sequence[Record]], Record | None]
+
+
+def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
+    """Noise of a row's median of `quantity`, in %; None if the row holds nothing to tell it by."""
+    if is_number(metrics.get("noise_pct")):
+        return metrics["noise_pct"]
+    samples = metrics.get(f"{quantity}_samples_ms")
+    floor = own_noise_floor(samples) if samples else metrics.get("noise_floor_pct")
+    found = [floor] if is_number(floor) else []
+    p20, p50, p80 = (metrics.get(f"{quantity}_{p}_ms") for p in ("p20", "p50", "p80"))
+    if all(map(is_number, (p20, p50, p80))) and p50 > 0:
+        found.append(100 * (p80 - p20) / 2 / p50)
+    return max(found, default=None)
+
+
+def add_noise(records: Sequence[Record]) -> None:
+    """Write `noise_pct` into rows that hold the samples of their step, once for all that asks for it later."""
+    for record in records:
+        if record.metrics.get("step_samples_ms"):
+            record.metrics["noise_pct"] = noise_of(record.metrics)
+
+
+def row_of(variant: str) -> Baseline:
+    """A rule for a baseline: the row of this variant."""
+    return lambda rows: next((row for row in rows if row.variant == variant), None)
+
+
+def fastest(metric: str, among: Callable[[Record], object]) -> Baseline:
+    """A rule for a baseline: of some rows the one that takes the least time."""
+
+    def pick(rows: Sequence[Record]) -> Record | None:
+        timed = [row for row in rows if is_number(row.metrics.get(metric)) and among(row)]
+        return min(timed, key=lambda row: row.metrics[metric], default=None)
+
+    return pick
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A metric of a row and its baseline, one over the other.
+
+    Attributes:
+        name: of the ratio; `NAME_low` and `NAME_high` are the ends of its interval.
+        baseline: the rows that are compared with each other → the one that all are divided by.
+        quantity: of which `QUANTITY_p50_ms` is divided, and `QUANTITY_samples_ms` holds the paired samples.
+        without: a further row, whose time is subtracted from both first; then the ratio is one of overheads.
+    """
+
+    name: str
+    baseline: Baseline
+    quantity: str = "step"
+    without: Baseline | None = None
+
+    def add(self, rows: Sequence[Record]) -> None:
+        """Write ratio and interval into rows that are compared with each other."""
+        base, without = self.baseline(rows), self.without and self.without(rows)
+        if base is None or (self.without and without is None):
+            return
+        for row in rows:
+            if row is not without and (found := self._of(row, base, without)):
+                names = (self.name, f"{self.name}_low", f"{self.name}_high")
+                row.metrics.update(zip(names, found, strict=True))
+
+    def _of(self, row: Record, base: Record, without: Record | None) -> Sequence[float] | None:
+        together = [each for each in (row, base, without) if each is not None]
+        samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in together]
+        pairs = min(map(len, samples))  # one that ran out of memory has fewer
+        if pairs >= MIN_PAIRS:
+            return (paired_ratio if without is None else overhead_ratio)(*(each[:pairs] for each in samples))
+        mine, other = (each.metrics.get(f"{self.quantity}_p50_ms") for each in (row, base))
+        if without is not None or not (is_number(mine) and is_number(other)) or not other:
+            return None
+        return with_noise(mine / other, row, base, self.quantity)
+
+    def tie(self, record: Record) -> str:
+        """` tie` where the interval contains 1; a row over itself is exactly 1 and no tie."""
+        low, high = (record.metrics.get(f"{self.name}_{end}") for end in ("low", "high"))
+        return TIE if is_number(low) and is_number(high) and low <= 1 <= high and low < high else ""
+
+    def column(self, title: str, form: str = ".3f", **more: Any) -> Column:
+        """Its column, in which ties are named."""
+        return Column(f"metrics.{self.name}", title, form, note=self.tie, **more)
+
+
+def with_noise(ratio: float, row: Record, base: Record, quantity: str = "step") -> tuple[float, float, float]:
+    """A ratio of two medians with the interval that the noise of the worse row makes."""
+    noise = 0.0 if row is base else max(noise_of(each.metrics, quantity) or 0.0 for each in (row, base)) / 100
+    return ratio, ratio * (1 - noise), ratio * (1 + noise)
+
+
+def prediction_error(predicted: str, measured: str, title: str = "off %", form: str = "+.0f") -> Column:
+    """How far one metric of a record is from the other, in % of what was measured; empty where either is missing."""
+
+    def error(record: Record) -> float | None:
+        said, found = (record.metrics.get(name) for name in (predicted, measured))
+        return 100 * (said / found - 1) if is_number(said) and is_number(found) and found else None
+
+    return Column(f"metrics.{measured}_error_pct", title, form, missing="", derived=error, optional=True)
+
+
+def noise_by_row(records: Sequence[Record]) -> str:
+    """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
+    found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
+    if not found:
+        return ""
+    low, high = f"{min(found):.1f}", f"{max(found):.1f}"
+    return f"noise by row {low} %" if low == high else f"noise by row {low} to {high} %"
+
+
+def host_bound(record: Record) -> str:
+    """A mark for a row whose calls keep the host longer than the device; empty where either was not measured."""
+    host = record.metrics.get("host_p50_ms")
+    device = record.metrics.get("fwd_bwd_device_p50_ms", record.metrics.get("time_p50_ms"))
+    return " host" if is_number(host) and is_number(device) and host > device else ""
+
+
+def waiting(records: Sequence[Record]) -> str:
+    """For a headline: the rows that leave the GPU idle for more than a tenth of their step; empty for none."""
+    idle = {record.variant: record.metrics.get("gpu_idle_pct") or 0.0 for record in records}
+    found = {variant: share for variant, share in idle.items() if share > 10}
+    if not found:
+        return ""
+    which = ": " + ", ".join(f"{variant} {share:.0f} %" for variant, share in found.items())
+    if len(found) > 3:
+        which = f" in {len(found)} of {len(idle)} rows, up to {max(found.values()):.0f} %"
+    return f"; the GPU waits for the host{which} of the step"
+
+
+NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
+

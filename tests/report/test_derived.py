@@ -1,0 +1,102 @@
+"""A row's noise is its own, a ratio has an interval, and what contains 1 is a tie."""
+
+import pytest
+
+from distlab.report import Column, Record, render
+from distlab.report.derived import (
+    NOISE,
+    TIE,
+    Ratio,
+    add_noise,
+    fastest,
+    noise_by_row,
+    noise_of,
+    row_of,
+    waiting,
+)
+
+
+def row(p20: float, p50: float, p80: float, **more: float) -> dict[str, float]:
+    return {"step_p20_ms": p20, "step_p50_ms": p50, "step_p80_ms": p80} | more
+
+
+def test_a_row_whose_steps_spread_is_not_as_quiet_as_its_medians():
+    wide = row(40.0, 60.0, 100.0, noise_floor_pct=5.0)  # p80 is 2.5 × p20
+    assert noise_of(wide) == pytest.approx(50)
+    assert noise_of(row(59.0, 60.0, 61.0, noise_floor_pct=5.0)) == 5.0
+    assert noise_of(wide | {"noise_pct": 1.0}) == 1.0  # the experiment knows better
+    assert noise_of({"step_p50_ms": "OOM"}) is None
+
+
+RATIO = Ratio("ratio", row_of("base"))
+
+
+def held(*rows: dict) -> list[Record]:
+    """Rows against the first of them, with their ratios."""
+    records = [Record("x", "ours" if number else "base", {}, dict(each), {}, None) for number, each in enumerate(rows)]
+    RATIO.add(records)
+    return records
+
+
+def test_without_pairs_the_noise_of_the_worse_row_decides_on_a_tie():
+    quiet, loud = row(99.0, 100.0, 101.0), row(100.0, 110.0, 140.0)
+    for rows in ((quiet, loud), (loud, quiet)):
+        assert RATIO.tie(held(*rows)[1]) == TIE
+    far = held(quiet, row(109.0, 110.0, 111.0))[1]
+    assert RATIO.tie(far) == "" and far.metrics["ratio"] == pytest.approx(1.1)
+    assert "ratio" not in held(quiet, {"step_p50_ms": "OOM"})[1].metrics
+    assert RATIO.tie(held(loud)[0]) == ""  # a row over itself
+
+
+def test_paired_samples_are_compared_pair_by_pair():
+    """A drift that hits both widens nothing; of a row with fewer samples those count that have a pair."""
+    drift = [1.5**number for number in range(8)]
+    base = row(1.0, 5.0, 20.0, step_samples_ms=drift)
+    found = held(base, row(1.0, 5.0, 20.0, step_samples_ms=[1.1 * ms for ms in drift[:6]]))[1]
+    assert [found.metrics[name] for name in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([1.1] * 3)
+    overheads = Ratio("overhead", row_of("base"), without=row_of("local"))
+    local = Record("x", "local", {}, {"step_samples_ms": [ms / 2 for ms in drift]}, {}, None)
+    rows = [*held(base, row(1.0, 5.0, 20.0, step_samples_ms=[1.5 * ms for ms in drift])), local]
+    overheads.add(rows)
+    assert rows[1].metrics["overhead"] == pytest.approx(2) and "overhead" not in local.metrics
+
+
+def test_a_baseline_by_a_rule_is_the_fastest_of_some():
+    rows = [Record("x", name, {}, {"step_p50_ms": ms}, {}, None) for name, ms in zip("abc", (3, 2, "OOM"), strict=True)]
+    assert fastest("step_p50_ms", lambda r: True)(rows) is rows[1]
+    assert fastest("step_p50_ms", lambda r: r.variant == "c")(rows) is None
+
+
+@pytest.mark.parametrize("low, high, ties", [(0.9, 1.1, True), (1.01, 1.1, False), (1.0, 1.0, False), (None, 2, False)])
+def test_an_interval_that_contains_one_is_a_tie(low, high, ties):
+    record = Record("x", "a", {}, {"ratio_low": low, "ratio_high": high}, {}, None)
+    assert bool(RATIO.tie(record)) is ties
+
+
+def test_noise_is_written_where_a_row_holds_its_samples():
+    """Even samples against odd ones."""
+    records = [Record("x", "a", {}, metrics, {}, None) for metrics in (row(99, 100, 101), {})]
+    records[1].metrics["step_samples_ms"] = [1.0, 1.2] * 6
+    add_noise(records)
+    assert "noise_pct" not in records[0].metrics and records[1].metrics["noise_pct"] == pytest.approx(100 / 6)
+
+
+def test_a_headline_says_how_far_rows_differ_in_noise():
+    records = [Record("x", "a", {}, metrics, {}, None) for metrics in (row(99, 100, 101), row(80, 100, 120), {})]
+    assert noise_by_row(records) == "noise by row 1.0 to 20.0 %"
+    assert noise_by_row(records[:1]) == "noise by row 1.0 %" and noise_by_row(records[2:]) == ""
+
+
+def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
+    shares = {"a": None, "b": 9, "c": 60, "d": 11, "e": 12, "f": 13}
+    records = [Record("x", name, {}, {"gpu_idle_pct": share}, {}, None) for name, share in shares.items()]
+    assert waiting(records[:2]) == ""
+    assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
+    assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"
+
+
+def test_a_table_names_ties_and_tells_the_noise_of_rows_that_did_not_record_it():
+    records = [Record("x", "a", {}, row(80, 100, 120) | {"ratio": 1.02}, {}, None)]
+    ratio = Column("metrics.ratio", "÷", ".2f", note=lambda record: TIE)
+    cells = render(records, [NOISE, ratio], "markdown").splitlines()[-1]
+    assert cells.replace(" ", "") == "|20.0|1.02tie|"
