@@ -76,14 +76,14 @@ class Layout:
         Raises:
             ValueError: a number of ranks that the layout does not divide.
         """
+        if self.ranks == 1:
+            return Axes(self, group, group, None, None)
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) % self.ranks:
             raise ValueError(
                 f"layout {self}: {self.ranks} ranks share a model, which does not divide the {len(ranks)} ranks of "
                 "the job"
             )
-        if self.ranks == 1:
-            return Axes(self, group, group, None, None)
         C, T = self.context, self.tensor
         lines = [ranks[first : first + T] for first in range(0, len(ranks), T)]
         columns = [list(column) for column in zip(*lines, strict=True)]  # equal places in tensor groups
