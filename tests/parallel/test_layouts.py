@@ -87,21 +87,23 @@ def assembled(held: list[list[tuple[str, Any, int, Tensor]]], shapes: dict[str, 
 
 
 def train(
-    context: RankContext, strategy: str, layout: Layout, dtype: torch.dtype, compute: torch.dtype | None = None
-) -> tuple[list, list]:
+    context: RankContext, strategy: str, layout: Layout, dtype: torch.dtype, compute: torch.dtype | None = None,
+    steps: int = STEPS, **options: Any,
+) -> tuple[list, list]:  # fmt: skip
     """First gradients and last parameters of this rank; three clipped steps of AdamW, one of two micro-batches."""
     torch.set_default_dtype(dtype)
     try:
         _, model, optimizer = build_training(
             config_on(context.device, dtype), get_strategy(strategy), context.group, torch.optim.AdamW, {"lr": 1e-2},
             seed=SEED, device=context.device, layout=layout, bucket_size_mb=0.01, compute_dtype=compute,
+            **options,
         )  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)
     axes = layout.axes(context.group)
     rows = ROWS // axes.batch_ranks
     first: list = []
-    for step in range(STEPS):
+    for step in range(steps):
         optimizer.zero_grad()
         tokens, targets = batch(step, context.device)
         mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
@@ -160,6 +162,29 @@ def test_gradients_and_steps_are_those_of_one_process(ranks):
         else:
             error, allowed = rms(gradients, exact), rms(plain, exact)
             assert all(error[name] <= 1.5 * allowed[name] for name in exact), f"{row}: {error} beside {allowed}"
+
+
+RECOMPUTED = [  # layout, strategy, what blocks keep, what is compiled
+    ("tp2", "fsdp", "attention", "off"), ("tp2", "zero1", "every-2", "off"), ("cp2-ring", "bucketed", "block", "off"),
+    ("tp2", "bucketed", "none", "blocks"),
+]  # fmt: skip
+
+
+def recomputed(context: RankContext) -> list[list]:
+    return [
+        train(context, strategy, Layout.parse(layout), torch.float64, steps=1, checkpointing=keep, compile=compile)[0]
+        for layout, strategy, keep, compile in RECOMPUTED
+    ]
+
+
+def test_recomputation_and_compiled_blocks_change_no_gradient():
+    exact, _ = one_process(torch.float64, None, torch.device("cpu"), 1)
+    found = run_ranks(recomputed, 2, deadline_s=240)
+    for number, row in enumerate(RECOMPUTED):
+        gradients = assembled([rank[number] for rank in found], {name: v.shape for name, v in exact.items()})
+        for name, value in exact.items():
+            worst = (gradients[name] - value).abs().max().item()
+            assert worst <= 1e-13 * value.abs().max().item(), f"{row}: {name}"
 
 
 def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any]]:
