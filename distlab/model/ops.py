@@ -135,7 +135,9 @@ def attention_parts() -> tuple[Callable, Callable]:
     """This lab's attention over some of the keys, forward and backward: what context parallelism merges."""
     from kernels.flash_attention import part_backward, part_forward
 
-    return part_forward, part_backward
+    return tuple(
+        lambda q, *args, part=part: part(q, *args, plain=not on_gpu(q)) for part in (part_forward, part_backward)
+    )
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:

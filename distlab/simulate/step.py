@@ -17,7 +17,8 @@ from torch.optim import Optimizer
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig, ops
 from distlab.model.config import Checkpointing
-from distlab.parallel import ParallelModel, Strategy, get_strategy
+from distlab.parallel import Layout, ParallelModel, Strategy, get_strategy
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.precision import DTYPES
 from distlab.simulate.events import Compute, EventLog, MemoryMoment, Wait
 from distlab.simulate.world import fake_world
@@ -76,6 +77,7 @@ def simulate_step(
     bucket_size_mb: float | None = 25.0,
     shard_size: int | None = None,
     checkpointing: Checkpointing = False,
+    layout: Layout = DATA_PARALLEL,
     compute_dtype: torch.dtype | None = None,
     optimizer_cls: type[Optimizer] = torch.optim.AdamW,
     optimizer_options: dict[str, Any] | None = None,
@@ -88,7 +90,7 @@ def simulate_step(
         build: the lab's Transformer, or what makes another module; called where tensors are fake.
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        shard_size, checkpointing, compute_dtype: see `build_training`.
+        shard_size, checkpointing, layout, compute_dtype: see `build_training`.
         optimizer_options: default for AdamW: the fused kernel.
         like_nccl: see `fake_world`.
 
@@ -107,7 +109,7 @@ def simulate_step(
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
         _, wrapper, optimizer = build_training(
             build if isinstance(build, ModelConfig) else build(), entry, group, optimizer_cls, optimizer_options,
-            device="cpu", checkpointing=checkpointing, compute_dtype=compute_dtype,
+            device="cpu", checkpointing=checkpointing, layout=layout, compute_dtype=compute_dtype,
             bucket_size_mb=bucket_size_mb, shard_size=shard_size,
         )  # fmt: skip
         gc.collect()
@@ -148,6 +150,7 @@ def simulate_training(
     checkpointing: Checkpointing = False,
     micro_batches: int = 1,
     shard_size: int | None = None,
+    layout: Layout = DATA_PARALLEL,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
@@ -162,6 +165,7 @@ def simulate_training(
         checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         micro_batches: accumulated in a step, of `batch` sequences each.
         shard_size: ranks of a shard group, for strategies on a mesh; None for all.
+        layout: how ranks share the model; those that do have `batch` sequences for each of them.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -174,8 +178,8 @@ def simulate_training(
     compute_dtype = DTYPES[dtype]
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
-        tokens = torch.zeros(batch, config.context_length, dtype=torch.int64)
-        train = TrainStep(wrapper, optimizer, loss_function(config), mark=mark)
+        tokens = torch.zeros(batch * layout.ranks, config.context_length // layout.context, dtype=torch.int64)
+        train = TrainStep(wrapper, optimizer, loss_function(config, layout), mark=mark)
         return lambda: train([(tokens, tokens)] * micro_batches)
 
     with mock.patch.object(ops, "on_gpu", lambda x: True):
@@ -187,6 +191,7 @@ def simulate_training(
             bucket_size_mb=bucket_size_mb,
             shard_size=shard_size,
             checkpointing=checkpointing,
+            layout=layout,
             compute_dtype=compute_dtype,
         )
 

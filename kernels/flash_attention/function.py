@@ -135,22 +135,22 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
 _PLAIN = (None, None, "bottom-right", "emulated", None, None)  # no scale, window, softcap or documents
 
 
-def part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+def part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, to be merged with others by the log-sum-exp: (o, lse), without autograd.
 
-    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. Outside of GPUs in plain
-    torch, also in float64, whose lse is then float64.
+    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. `plain` torch, for where
+    Triton cannot run or is interpreted, knows float64, too, whose lse is then float64.
     """
-    if q.is_cuda:
+    if not plain:
         return ops.forward_op(q, k, v, causal, *_PLAIN)
     o, lse = tiled.forward(q, k, v, ops.problem_of(q, k, causal, *_PLAIN))
     return o.to(q.dtype), lse
 
 
 def part_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-                  causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+                  causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of one such part; o, lse and do are those over all keys."""
-    if q.is_cuda:
+    if not plain:
         return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
     grads = tiled.backward(q, k, v, o, lse, do, None, ops.problem_of(q, k, causal, *_PLAIN))
     return tuple(grad.to(q.dtype) for grad in grads)
