@@ -17,6 +17,7 @@ from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, ParallelModel, get_strategy
 from distlab.precision import autocast
+from distlab.simulate.step import simulate_training
 from distlab.testing import run_ranks
 from distlab.theory.axes import context_volume, tensor_volume
 from distlab.theory.model_shape import ModelShape
@@ -211,6 +212,9 @@ def test_messages_and_bytes_are_the_closed_forms():
         forms = tensor_volume(shape, **inside), context_volume(shape, **between, how=layout.attention)
         expected = tuple(sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes"))
         assert found[str(layout)] == expected, layout
+        step = simulate_training(CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout)
+        sent = len(step.calls), step.comm_bytes  # its group of ranks has a sequence for each of them
+        assert ROWS != layout.ranks or sent == expected, f"{layout}, simulated"
 
 
 def refused(context: RankContext) -> dict[str, str]:
