@@ -1,7 +1,11 @@
 """The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
 
 import dataclasses
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -28,6 +32,8 @@ from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
 from kernels.cost import Cost
 from tests.experiments.frame import measured
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_operations_are_right_in_the_smoke_run(smoke):
@@ -212,3 +218,30 @@ def test_a_resumed_run_names_the_ceilings_of_every_process():
     parts = [record("ours", 1.0, copy_gb_per_s=3000.0, cublas_tflop_per_s=rate) for rate in (672.0, 672.0, 773.0)]
     assert "copy 3,000 GB/s, cuBLAS 672 and 773 TFLOP/s" in headline(parts)
     assert "cuBLAS 672 TFLOP/s" in headline(parts[:2])
+
+
+PLANNED = """
+import torch
+from unittest import mock
+from experiments.kernel_roofline.timing import spills
+from kernels import _dispatch, _triton, softmax
+from kernels._compile import compile_for
+
+def keep(function, check, kept, args, tensors, key):
+    kept[key] = lambda *tensors: None  # what the recorder writes down reaches no launch of Triton's
+    kept[key].calls_torch = False
+
+x = torch.randn(8, 64)
+with mock.patch.object(_dispatch, "_written", keep):
+    softmax.forward_op(x)
+assert any(_dispatch._kept.values())
+with compile_for(90), mock.patch.object(_triton, "runs_triton", lambda x: True):
+    print(spills(lambda: softmax.forward_op(x))["registers"])
+"""
+
+
+def test_registers_of_a_call_that_has_a_program():
+    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", PLANNED]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and int(done.stdout) > 8, done.stderr[-2000:]
