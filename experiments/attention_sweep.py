@@ -154,7 +154,7 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
             o = fn(*case[:3])
             before = allocated_bytes(device)
             torch.autograd.grad(o, case[:3], case[3])
-        del o  # which keeps nodes of the inputs, and these the stream that they were made on: no graph could be captured
+        del o  # which keeps nodes of the inputs, and these the stream they were made on: no graph could be captured
         graphs = {}
         if others is not None:
             own = sum(x.nbytes for x in case) - others
