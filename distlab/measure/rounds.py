@@ -68,7 +68,7 @@ def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], ro
     found: dict[K, dict[str, Any]] = {}
     for name, times in interleave({name: partial(attempt, call) for name, call in calls.items()}, rounds).items():
         found[name] = next((dict(one) for one in times if one["status"] != "ok"), {})
-        for clock in times[0].keys() - {"status"} if not found[name] else ():
+        for clock in [clock for clock in times[0] if clock != "status"] if not found[name] else ():
             samples = [statistics.median(one[clock]) for one in times]
             found[name] |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(samples).items()}
             found[name][f"{clock}_samples_ms"] = samples
