@@ -22,7 +22,7 @@ needed, and the sweep goes on.
 import gc
 import itertools
 import multiprocessing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -44,9 +44,9 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import peak_flops
-from distlab.measure import Pace, allocated_bytes, attempt, call_ms, interleave, peak_memory, percentiles
+from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
-from distlab.report import grouped, host_bound, metric_over_length, noise_of, prediction_error
+from distlab.report import Ratio, fastest, grouped, host_bound, metric_over_length, prediction_error, row_of
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -71,7 +71,9 @@ MORE = (
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
 COMPILED = ("compiled", "flex", "ours-compiled-backward", "ours")
-COMPARED = {"wall": "wall", "device": "fwd_bwd_device", "fwd": "fwd_device"}
+# Ours over each row, which `compare` gives as the baseline.
+COMPARED = [Ratio(f"ours_over_{name}", row_of("ours"), clock) for name, clock in (
+    ("wall", "wall"), ("device", "fwd_bwd_device"), ("fwd", "fwd_device"))]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,7 +143,7 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
     """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
     case = inputs(shape, dtype, device)
     expected = exact(shape, *case)
-    clocks: dict[str, Callable[[], dict[str, Any]]] = {}
+    clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
     last: torch.cuda.CUDAGraph | None = None  # all graphs share their memory: of the largest, instead of the sum
 
     def prepare(variant: str) -> dict[str, Any]:
@@ -163,26 +165,17 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
-        times = partial(attempt, lambda: call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()})
-        clocks[variant] = times  # may be out of memory where the first call was not: all graphs lie beside it
+        clocks[variant] = lambda: call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()}
         return metrics
 
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
-    for variant, times in interleave(clocks, rounds).items():
-        failed = [one for one in times if one["status"] != "ok"]
-        found[variant] |= failed[0] if failed else clock_percentiles(times)
+    for variant, metrics in sample_rounds(clocks, rounds).items():
+        found[variant] |= metrics  # out of memory, maybe, where the first call was not: all graphs lie beside it
     for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
         metrics |= predicted_memory(variant, shape, dtype)
-        metrics |= fastest_peer(found) if variant == "ours" else ours_over(found.get("ours", {}), metrics)
     return found
-
-
-def clock_percentiles(times: list[dict[str, Any]]) -> dict[str, float]:
-    """`CLOCK_p20_ms`, p50 and p80 of every clock, over all rounds."""
-    samples = {clock: [ms for one in times for ms in one[clock]] for clock in times[0] if clock != "status"}
-    return {f"{clock}_{p}_ms": ms for clock in samples for p, ms in percentiles(samples[clock]).items()}
 
 
 def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
@@ -192,20 +185,24 @@ def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
     return found | {"bwd_device_p50_ms": fwd_bwd_ms - fwd_ms}
 
 
-def ours_over(ours: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
-    """Ours' medians over those of another row."""
-    medians = {name: f"{quantity}_p50_ms" for name, quantity in COMPARED.items()}
-    return {f"ours_over_{name}": ours[ms] / row[ms] for name, ms in medians.items() if ms in ours and ms in row}
+FASTEST = fastest("fwd_bwd_device_p50_ms", lambda record: not record.variant.startswith("ours"))
 
 
-def fastest_peer(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """For the row of ours: the fastest of the others on the device, its time, and ours over that."""
-    ms = {variant: row["fwd_bwd_device_p50_ms"] for variant, row in rows.items() if "fwd_bwd_device_p50_ms" in row}
-    peers = {variant: time for variant, time in ms.items() if not variant.startswith("ours")}
-    if not peers or "ours" not in ms:
-        return {}
-    peer = min(peers, key=peers.__getitem__)
-    return {"peer": peer, "peer_ms": peers[peer], "ours_over_peer": ms["ours"] / peers[peer]}
+def compare(records: Sequence[Record]) -> None:
+    """Write ours over each other row of a shape into that row, and the fastest peer into ours."""
+    for rows in grouped(records, lambda r: (r.config["dtype"], r.config.get("shape"))).values():
+        ours = next((row for row in rows if row.variant == "ours"), None)
+        if ours is None:
+            continue
+        for ratio in COMPARED:
+            for row in rows:
+                if row is not ours and (found := ratio.of(ours, row)):
+                    names = (ratio.name, f"{ratio.name}_low", f"{ratio.name}_high")
+                    row.metrics.update(zip(names, found, strict=True))
+        peer = FASTEST(rows)
+        if peer is not None and "ours_over_device" in peer.metrics:
+            ms, ratio = peer.metrics["fwd_bwd_device_p50_ms"], peer.metrics["ours_over_device"]
+            ours.metrics.update(peer=peer.variant, peer_ms=ms, ours_over_peer=ratio)
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -244,9 +241,9 @@ def warm(config: Config, device: str) -> None:
 
 
 def crossovers(records: list[Record]) -> list[str]:
-    """The rows that are faster than ours by the wall's time, and by more than the noise."""
-    found = [r for r in records if r.metrics.get("ours_over_wall", 0) > 1 + (noise_of(r.metrics, "wall") or 0) / 100]
-    rows = [f"{r.config['shape']} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})" for r in found]
+    """The rows that are faster than ours by the wall's time, and no tie."""
+    rows = [f"{r.config['shape']} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})"
+            for r in records if is_behind(r, "wall")]  # fmt: skip
     return [f"A peer is faster at {', '.join(rows)}."] if rows else []
 
 
@@ -271,9 +268,15 @@ def wrong(records: list[Record]) -> list[str]:
     return found
 
 
+def is_behind(record: Record, name: str) -> bool:
+    """Whether ours is slower than this row, and no tie where the record has an interval."""
+    ratio = record.metrics.get(f"ours_over_{name}", 0)
+    return record.metrics.get(f"ours_over_{name}_low", ratio) > 1
+
+
 def behind(name: str) -> Callable[[Record], str]:
     """A mark for a peer that is faster than ours."""
-    return lambda record: " behind" if record.metrics[f"ours_over_{name}"] > 1 else ""
+    return lambda record: " behind" if is_behind(record, name) else ""
 
 
 def peak_pct(record: Record) -> float | None:
@@ -321,6 +324,7 @@ VIEW = View(
         "tflops.png": partial(metric_over_length, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
         "memory.png": partial(metric_over_length, metric="peak_alloc_bytes", label="peak bytes"),
     },
+    derive=compare,
     findings=lambda records: [*wrong(records), *crossovers(records)],
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
     "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
@@ -329,7 +333,8 @@ VIEW = View(
     "with the square of the length, all others, which keep the log-sum-exp of each row, with the length. The "
     "prediction of a row that says OOM is what it needs.",
     prediction="Of the memory: inputs, outputs, what is saved, and temporaries, counted by hand in closed form.",
-    noise="Medians over interleaved rounds, in each of which every variant of a shape is timed.",
+    noise="Medians over interleaved rounds, in each of which every variant of a shape is timed; ratios are paired by "
+    "round, and a row whose 95 % interval contains 1 is not behind.",
 )
 SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32",),
          "variants": ("naive", "sdpa", "ours"), "rounds": 3}  # fmt: skip

@@ -140,6 +140,8 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             return registered(*args)
 
         def run(args: tuple, otherwise: Callable) -> Any:
+            if _triton.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
+                return function(*args)
             tensors, key = [], []
             for x in args:
                 kind = type(x)

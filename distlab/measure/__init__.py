@@ -29,7 +29,7 @@ from distlab.measure.memory import (
 )
 from distlab.measure.nvtx import emitter, named_ranges, nsys_command
 from distlab.measure.pace import Pace
-from distlab.measure.rounds import interleave
+from distlab.measure.rounds import interleave, sample_rounds
 from distlab.measure.statistics import (
     MIN_PAIRS,
     MIN_SAMPLES,
@@ -99,6 +99,7 @@ __all__ = [
     "peak_memory",
     "percentiles",
     "replay_ms",
+    "sample_rounds",
     "saved_for_backward",
     "slowest_rank",
     "step_windows",

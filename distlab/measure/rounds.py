@@ -7,8 +7,13 @@ compared.
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
+
+from distlab.measure.statistics import percentiles
+from distlab.measure.validity import attempt
 
 K = TypeVar("K", bound=Hashable)
 R = TypeVar("R")
@@ -50,4 +55,21 @@ def interleave(
             progress(f"round {number + 1}/{rounds}: {name}")
             found[name].append(calls[name]())
         ended()
+    return found
+
+
+def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], rounds: int) -> dict[K, dict[str, Any]]:
+    """Metrics of each of `calls`, which give the times of one round by clock, called in interleaved rounds.
+
+    Returns:
+        name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80; only a `status`
+        where a call failed.
+    """
+    found: dict[K, dict[str, Any]] = {}
+    for name, times in interleave({name: partial(attempt, call) for name, call in calls.items()}, rounds).items():
+        found[name] = next((dict(one) for one in times if one["status"] != "ok"), {})
+        for clock in [clock for clock in times[0] if clock != "status"] if not found[name] else ():
+            samples = [statistics.median(one[clock]) for one in times]
+            found[name] |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+            found[name][f"{clock}_samples_ms"] = samples
     return found

@@ -78,11 +78,12 @@ class Ratio:
         if base is None or (self.without and without is None):
             return
         for row in rows:
-            if row is not without and (found := self._of(row, base, without)):
+            if row is not without and (found := self.of(row, base, without)):
                 names = (self.name, f"{self.name}_low", f"{self.name}_high")
                 row.metrics.update(zip(names, found, strict=True))
 
-    def _of(self, row: Record, base: Record, without: Record | None) -> Sequence[float] | None:
+    def of(self, row: Record, base: Record, without: Record | None = None) -> Sequence[float] | None:
+        """The ratio of one row to another, and its interval; None where either was not timed."""
         together = [each for each in (row, base, without) if each is not None]
         samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in together]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer

@@ -49,6 +49,18 @@ MERGED = {
     **dict.fromkeys(("predict_published", "predict_steps"), "predict"),
 }
 
+# Ratios that were the other ÷ ours, and are ours ÷ the other now. Experiment → metric of then → of now.
+TURNED = {
+    "kernel_roofline": {"speed_up": "over_naive"},
+    "kernel_chains": {"speed_up": "over_builtin", "speed_up_over_fp32": "over_naive"},
+    "kernel_comparison": {
+        "speed_up": "over_naive",
+        "over_same_dtype": "over_builtin",
+        "peer_over_ours": "over_peer",
+        "peer_over_ours_wall": "over_peer_wall",
+    },
+}
+
 # JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
@@ -151,15 +163,22 @@ def read_json(path: str | os.PathLike) -> list[Record]:
         if body["format"] != OLD_FORMATS[0]:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
-        rows = [row | {"metrics": {_renamed(name): value for name, value in row["metrics"].items()}} for row in rows]
+        rows = [row | {"metrics": _as_now(row["metrics"], TURNED.get(row["experiment"], {}))} for row in rows]
         rows = [row | {"experiment": MERGED.get(row["experiment"], row["experiment"])} for row in rows]
         return [Record.from_dict(row) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _renamed(metric: str) -> str:
-    return next((old.sub(new, metric) for old, new in RENAMED if old.search(metric)), metric)
+def _as_now(metrics: Mapping[str, Any], turned: Mapping[str, str]) -> dict[str, Any]:
+    """Metrics by the names of now."""
+    found = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
+             for name, value in metrics.items()}
+    for old, new in turned.items():
+        for kind in ("", "predicted_"):
+            if (value := found.pop(kind + old, None)) is not None:
+                found[kind + new] = 1 / value
+    return found
 
 
 @contextlib.contextmanager

@@ -8,17 +8,16 @@
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
 liger: Liger Kernel where it is installed). Wall: the time of a call in a loop, as a model calls it, and the host's part
-of it. Device: the median of a CUDA graph's replays with the L2 flushed in between;
-GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this
-run; launched kernels; registers and spills of ours; the largest error against float64, relative to the largest value
-(none where results are random, and of the optimizer). Beside the measured speed-up over the naive form stands the
-predicted one.
+of it. Device: the time of a CUDA graph's replay with the L2 flushed before it; GB/s of the *least* traffic and its
+share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this run; launched kernels; registers and
+spills of ours; the largest error against float64, relative to the largest value (none where results are random, and of
+the optimizer). Beside the measured ratio to the naive form stands the predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
 which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, with
 an account of its traffic.
 
-Rows bound by arithmetic run at a clock that the GPU's power sets: their variants are interleaved, in rounds.
+All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and temperature.
 
 The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`.
 """
@@ -26,9 +25,7 @@ The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `pre
 import dataclasses
 import gc
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,35 +35,28 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.hardware import lookup
-from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory
+from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.report import (
     GREYS,
     INK,
     OKABE_ITO,
     TIE,
+    Ratio,
+    fastest,
     grouped,
     horizontal,
     host_bound,
+    noise_of,
     picture,
     prediction_error,
+    row_of,
 )
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
 from .chains import CHAINS, OPERATIONS, TRAFFIC, accounts, chain_case
 from .prediction import predicted
-from .timing import (
-    Prepared,
-    ceilings,
-    device_ms,
-    fits,
-    interleaved,
-    launched,
-    over_ours,
-    prepare,
-    spills,
-    summary,
-)
+from .timing import Prepared, calls_within, ceilings, device_ms, fits, launched, prepare, spills
 
 # Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
@@ -82,7 +72,7 @@ class Config(Options):
     chain: tuple[str, ...] = option((), "these one after the other on one tensor instead", choices=tuple(OPERATIONS))
     variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
     repeat_ms: int = option(60, "ms of device time per number", least=1)
-    rounds: int = option(8, "of interleaved rows; even: as many forwards as in reverse", least=1)
+    rounds: int = option(10, "interleaved rounds; even: as many forwards as in reverse", least=3)
     small: bool = option(False, "small sizes, in fp32")
 
     def __post_init__(self) -> None:
@@ -94,7 +84,6 @@ class Config(Options):
             raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
 
 
-CALL_ROUNDS = 7  # of calls in a loop
 SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1, "rounds": 6}
 PRESETS = {
     "quick": {"only": ("rms_norm", "layer_norm", "softmax", "swiglu", "cross_entropy", "matmul")},
@@ -122,11 +111,12 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         shown = known | {"operation": case.name, "shape": list(case.shape), "dtype": case.dtype}
         shown |= {"chain": case.name.split("+")} if callable(case.takes) else {}
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
-            run.add(variant, metrics | _rates(case, direction, metrics, limits), **shown)
-        _compare_with_prediction(run, case, direction, limits)
+            metrics |= _rates(case, direction, metrics, limits)
+            run.add(variant, metrics | (predicted(case, direction, limits) if variant == "ours" else {}), **shown)
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
+    compare(run.records)
     run.part(COMPARISON.name).records[:] = beside_peers(run.records)
     run.part(TRAFFIC.name).records[:] = accounts(run.records)
 
@@ -147,8 +137,7 @@ class Row:
         self.upstream = upstream_of(first(case.main(*[t.detach() for t in self.inputs])), direction)
         self.found: dict[str, dict[str, Any]] = {variant: {"status": "ok"} for variant in variants}
         self.functions: dict[str, Function] = {}  # of those that were right
-        # How one variant alone is timed; an optimizer's steps are not captured.
-        self.timing = {"device": device, "capture": case.name != "adamw"}
+        self.captures = case.name != "adamw"  # an optimizer's steps are not
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Variant → metrics."""
@@ -161,26 +150,40 @@ class Row:
         for variant in self.found:
             self._add(variant, partial(self._check, variant, expected))
         del expected
-        held = [metrics["peak_alloc_bytes"] for metrics in self.found.values() if "peak_alloc_bytes" in metrics]
-        if self.case.compute and fits(held):
-            self._time_interleaved()
-        else:
-            self._time_one_by_one()
-        if self.device == "cuda":
-            self._time_calls()
+        self._time()
         return self.found
 
-    def _time_calls(self) -> None:
-        """Times of all variants called in a loop, as a model calls them; in rounds, because a host's speed drifts."""
-        times: dict[str, list[float]] = defaultdict(list)
+    def _time(self) -> None:
+        """Times of all variants in interleaved rounds: on the device, and called in a loop as a model calls them.
 
-        def called(variant: str) -> dict[str, float]:
-            for clock, (ms,) in call_ms(self._maker(self.functions[variant])(), repeats=1).items():
-                times[variant + clock].append(ms)
-            return {f"{clock}_p50_ms": statistics.median(times[variant + clock]) for clock in ("wall", "host")}
+        Graphs are captured once if all can be held at once, otherwise again in every round.
+        """
+        device, held = self.device, [metrics.get("peak_alloc_bytes", 0) for metrics in self.found.values()]
+        together = device == "cpu" or fits(sum(held))
+        kept: dict[str, Prepared] = {}
+        counts: dict[str, int] = {}
 
-        for variant in [*self.functions] * CALL_ROUNDS:
-            self._add(variant, partial(called, variant))
+        def ready(variant: str) -> Prepared:
+            return kept.get(variant) or prepare(self._maker(self.functions[variant]), device, self.captures)
+
+        def begin(variant: str) -> dict[str, Any]:  # compiles, so that no round does
+            prepared = ready(variant)
+            counts[variant] = calls_within(self.config.repeat_ms / self.config.rounds, prepared.call, device)
+            if together:
+                kept[variant] = prepared
+            return {"captured": prepared.captured}
+
+        def once(variant: str) -> dict[str, list[float]]:
+            prepared = ready(variant)
+            found = {"time": [device_ms(prepared.call, counts[variant], device)]}
+            del prepared  # and its graph, where all do not fit
+            return found | (call_ms(self._maker(self.functions[variant])(), 1) if device == "cuda" else {})
+
+        for variant in self.functions:
+            self._add(variant, partial(begin, variant))
+        calls = {variant: partial(once, variant) for variant in counts}
+        for variant, metrics in sample_rounds(calls, self.config.rounds).items():
+            self.found[variant] |= metrics
 
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
         """Add what `work` measures; a peer that is missing, refuses or needs too much memory says so in `status`."""
@@ -209,37 +212,6 @@ class Row:
             metrics["status"] = "WRONG"
         self.functions[variant] = function  # timed only if this has succeeded
         return metrics
-
-    def _time_one_by_one(self) -> None:
-        """Times of each, and of ours once more after its peers: a card that warms up slows down what comes later."""
-
-        def ms(variant: str) -> dict[str, Any]:
-            return device_ms(self._maker(self.functions[variant]), repeat_ms=self.config.repeat_ms, **self.timing)
-
-        for variant in self.functions:
-            self._add(variant, partial(ms, variant))
-        mine = self.found.get("ours", {})
-        if "time_p50_ms" not in mine:
-            return
-        second = ms("ours")
-        mine["noise_pct"] = 100 * abs(second["time_p50_ms"] / mine["time_p50_ms"] - 1)
-        for name in ("time_p20_ms", "time_p50_ms", "time_p80_ms"):
-            mine[name] = (mine[name] + second[name]) / 2
-
-    def _time_interleaved(self) -> None:
-        """Times of all variants, made ready before the first round, so that nothing is compiled between two timings."""
-        ready: dict[str, Prepared] = {}
-
-        def made_ready(variant: str) -> dict[str, Any]:
-            ready[variant] = prepare(self._maker(self.functions[variant]), **self.timing)
-            return {"captured": ready[variant].captured}
-
-        for variant in self.functions:
-            self._add(variant, partial(made_ready, variant))
-        calls = {variant: prepared.call for variant, prepared in ready.items()}
-        times = interleaved(calls, self.config.repeat_ms, self.config.rounds, self.device)
-        for variant, metrics in summary(times).items():
-            self.found[variant] |= metrics
 
 
 def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
@@ -285,28 +257,15 @@ def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str
     return rates
 
 
-def _compare_with_prediction(run: Run, case: Case, direction: str, limits: dict[str, float]) -> None:
-    """Speed-up over the naive form, measured and predicted, into our row."""
-    rows = [run.done(variant, label=case.label, direction=direction) for variant in ("ours", "naive")]
-    mine, naive = (row.metrics if row else {} for row in rows)
-    if "time_p50_ms" in mine and "time_p50_ms" in naive:
-        mine["speed_up"] = naive["time_p50_ms"] / mine["time_p50_ms"]
-        mine |= predicted(case, direction, limits)
-        if "predicted_speed_up" in mine:
-            mine["prediction_error_pct"] = 100 * (mine["predicted_speed_up"] / mine["speed_up"] - 1)
-        run.save()
-
-
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-EQUAL_PCT = 1.0  # smaller differences, or those below the row's own noise, are ignored
 PEERS = VARIANTS[1:]
 COLOURS = {"builtin": "green", "compile": "vermillion", "template": "sky", "liger": "purple"}
 DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
               "both": ("^", "green", "forward and backward")}
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
-LONGEST = 2.5  # bars beyond are cut off and say how long they are
+LONGEST = 1.5  # bars beyond are cut off and say how long they are
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
@@ -316,14 +275,13 @@ def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]
 
 
 def headline(records: Sequence[Record]) -> str:
-    """What was measured on, and how, for the line above a table."""
+    """What was measured on, and its ceilings, for the line above a table."""
     env = records[0].environment
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
     if not any("copy_gb_per_s" in r.metrics for r in records):
         return where
-    interleaved = "interleaved where rounds are given, else " * any(r.metrics.get("rounds") for r in records)
     return (f"{where}; copy {_limit(records, 'copy_gb_per_s')} GB/s, cuBLAS "
-            f"{_limit(records, 'cublas_tflop_per_s')} TFLOP/s; variants {interleaved}timed one after the other")
+            f"{_limit(records, 'cublas_tflop_per_s')} TFLOP/s")
 
 
 def _limit(records: Sequence[Record], name: str) -> str:
@@ -334,51 +292,46 @@ def _limit(records: Sequence[Record], name: str) -> str:
     return f"{', '.join(others)} and {last}" if others else last
 
 
-def _ratio_to_best(rows: Mapping[str, Record], clock: str = "time") -> tuple[str, float] | None:
-    """The fastest peer that was timed, and its time over ours; None without one, or without ours."""
-    timed = {name: r.metrics for name, r in rows.items() if r.metrics.get(f"{clock}_p50_ms")}
-    if "ours" not in timed:
-        return None
-    ratios = {name: over_ours(metrics, timed["ours"], clock) for name, metrics in timed.items() if name != "ours"}
-    return min(ratios.items(), key=lambda pair: pair[1], default=None)
+def _is_peer(record: Record) -> bool:
+    return record.variant != "ours" and record.metrics.get("status") == "ok"
+
+
+OVER_PEER = Ratio("over_peer", fastest("time_p50_ms", _is_peer), "time")
+OVER_PEER_WALL = Ratio("over_peer_wall", fastest("wall_p50_ms", _is_peer), "wall")
+OVER_NAIVE = Ratio("over_naive", row_of("naive"), "time")
+OVER_BUILTIN = Ratio("over_builtin", row_of("builtin"), "time")
+OFF = prediction_error("predicted_over_naive", "over_naive")
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Hold the rows that are right against the fastest peer, the naive form and torch's own."""
+    right = [r for r in records if r.metrics.get("status") == "ok"]
+    for rows in by_row(right).values():
+        for ratio in (OVER_PEER, OVER_PEER_WALL, OVER_NAIVE, OVER_BUILTIN):
+            ratio.add([*rows.values()])
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """How many rows nobody else wins, one line for each that a peer does, and how far predictions were off."""
-    lost, alike, compared = [], 0, 0
-    for (label, direction), rows in by_row([r for r in records if r.metrics.get("status") == "ok"]).items():
-        if (best := _ratio_to_best(rows)) is None:
-            continue
-        compared += 1
-        peer, ratio = best
-        mine, behind = rows["ours"].metrics, 100 * (1 / ratio - 1)
-        limit = max(EQUAL_PCT, mine.get("noise_pct") or 0)
-        alike += abs(behind) <= limit
-        if behind > limit:
-            theirs = rows[peer].metrics["time_p50_ms"]
-            lost.append(f"{label} {direction}: {peer} is faster by {behind:.1f} %, {1000 * theirs:.1f} µs against "
-                        f"{1000 * mine['time_p50_ms']:.1f}")
+    """In how many rows nobody else is faster, on the device and in a loop, and how far predictions were off."""
     lines = []
-    if compared:
-        lines = [f"in {compared - len(lost)} of {compared} rows no peer is faster; in {alike} the fastest peer and "
-                 f"ours differ by no more than {EQUAL_PCT:g} % or the row's noise"]
-    errors = [abs(r.metrics["prediction_error_pct"]) for r in records if "prediction_error_pct" in r.metrics]
+    for how, ratio in (("On the device", OVER_PEER), ("Called in a loop", OVER_PEER_WALL)):
+        compared, ties, slower = 0, 0, []
+        for row, rows in by_row(records).items():
+            ours, peer = rows.get("ours"), ratio.baseline([*rows.values()])
+            if ours is None or peer is None or ratio.name not in ours.metrics:
+                continue
+            compared += 1
+            ties += bool(ratio.tie(ours))
+            if (found := ours.metrics[ratio.name]) > 1 and not ratio.tie(ours):
+                slower.append(f"{' '.join(row)} ({peer.variant}, ours / it {found:.2f}{host_bound(ours)})")
+        if compared:
+            lines.append(f"{how} no peer is faster in {compared - len(slower)} of {compared} rows, {ties} of them ties"
+                         f"{': ' if slower else ''}{', '.join(slower)}.")
+    errors = [abs(error) for r in records if r.variant == "ours" and (error := OFF.value(r)) is not None]
     if errors:
-        lines.append(f"predicted speed-ups: {sum(e <= 15 for e in errors)} of {len(errors)} within 15 % of measured")
-    return lines + _called_slower(records) + lost
-
-
-def _called_slower(records: Sequence[Record]) -> list[str]:
-    """The rows in which a peer's calls in a loop take less time, with the host's part of ours."""
-    best = {row: (_ratio_to_best(rows, "wall"), rows) for row, rows in by_row(records).items()}
-    compared = {row: (*found, rows["ours"].metrics) for row, (found, rows) in best.items() if found}
-    waits = {row: ", host-bound" * (m["host_p50_ms"] > m["time_p50_ms"]) for row, (_, _, m) in compared.items()}
-    slower = [f"{label} {direction} ({peer} {ratio:.2f} ×{waits[label, direction]})"
-              for (label, direction), (peer, ratio, _) in compared.items() if ratio < 1 - EQUAL_PCT / 100]
-    if not compared:
-        return []
-    which = f": {', '.join(slower)}" if slower else ""
-    return [f"called in a loop, no peer is faster in {len(compared) - len(slower)} of {len(compared)} rows{which}"]
+        close = sum(error <= 15 for error in errors)
+        lines.append(f"Of {len(errors)} predicted ratios to the naive form {close} are within 15 %.")
+    return lines
 
 
 def beside_peers(records: Sequence[Record]) -> list[Record]:
@@ -388,44 +341,50 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
     found = []
     for rows in by_row(records).values():
         if "ours" in rows:
-            ours, best = rows["ours"], _ratio_to_best(rows)
+            ours = rows["ours"]
             times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
             metrics = {name: ours.metrics.get(name) for name in KEPT} | times
-            metrics["peer_over_ours"] = best[1] if best else None
-            if metrics["builtin_ms"] and metrics["time_p50_ms"]:
-                metrics["over_same_dtype"] = over_ours(rows["builtin"].metrics, ours.metrics)
-            if called := _ratio_to_best(rows, "wall"):
-                metrics["peer_over_ours_wall"] = called[1]
+            metrics["noise_pct"] = noise_of(ours.metrics, "time")
             found.append(
                 Record(COMPARISON.name, ours.config["operation"], ours.config, metrics, ours.environment, ours.commit)
             )
     return found
 
 
-KEPT = ("wall_p50_ms", "host_p50_ms", "time_p50_ms", "noise_pct", "of_copy_pct", "of_cublas_pct",
-        "peak_alloc_bytes", "error", "speed_up", "predicted_speed_up", "rounds", "copy_gb_per_s", "cublas_tflop_per_s")
+KEPT = (
+    "wall_p50_ms", "host_p50_ms", "time_p50_ms", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error",
+    "predicted_over_naive", "copy_gb_per_s", "cublas_tflop_per_s", OVER_NAIVE.name, OVER_BUILTIN.name,
+    *(f"{ratio.name}{end}" for ratio in (OVER_PEER, OVER_PEER_WALL) for end in ("", "_low", "_high")),
+)  # fmt: skip
 
 
 def _tie(record: Record) -> str:
-    ratio, noise = record.metrics["peer_over_ours"], record.metrics.get("noise_pct") or 0.0
-    return TIE if abs(100 * (ratio - 1)) <= max(EQUAL_PCT, noise) else ""
+    """A tie, by the noise of ours where the record is of a version that kept no interval."""
+    ratio, noise = record.metrics["over_peer"], (record.metrics.get("noise_pct") or 0.0) / 100
+    if "over_peer_low" in record.metrics:
+        return OVER_PEER.tie(record)
+    return TIE if ratio * (1 - noise) <= 1 <= ratio * (1 + noise) else ""
+
+
+def wall_notes(record: Record) -> str:
+    """Mark a wall time: ` host` where the host takes longer than the device, ` L2` where it is below the device's."""
+    wall, device = (record.metrics.get(f"{clock}_p50_ms") for clock in ("wall", "time"))
+    return host_bound(record) + (" L2" if wall and device and wall < device else "")
 
 
 COMPARISON_COLUMNS = [
     Column("config.label", "operation", align="left"), Column("config.direction", ""),
-    Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=host_bound),
-    Column("metrics.peer_over_ours_wall", "best peer / ours, wall", ".2f", missing="", optional=True),
+    Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes),
+    OVER_PEER_WALL.column("ours / best peer, wall", ".2f", missing="", optional=True),
     Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
     *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True) for peer in PEERS),
-    Column("metrics.peer_over_ours", "best peer / ours", ".2f", note=_tie),
-    Column("metrics.rounds", "rounds", missing="", optional=True),
+    Column("metrics.over_peer", "ours / best peer", ".2f", note=_tie),
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
     Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
-    Column("metrics.over_same_dtype", "builtin / ours", ".1f", missing="", optional=True),
-    Column("metrics.speed_up", "naive (in fp32) / ours", ".1f", missing=""),
-    Column("metrics.predicted_speed_up", "predicted", ".1f", missing=""),
-    prediction_error("predicted_speed_up", "speed_up"),
+    OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True),
+    OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
+    Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF,
 ]
 
 
@@ -471,13 +430,13 @@ def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object)
 
 
 def plot_bars(records: Sequence[Record], path: Path) -> None:
-    """Time of every peer over ours, one group of bars per operation and direction, in two columns."""
+    """Our time over every peer's, one group of bars per operation and direction, in two columns."""
     timed = [r for r in records if r.metrics.get("time_p50_ms") and r.variant in ("ours", *COLOURS)]
     rows = [(" ".join(row), found) for row, found in by_row(timed).items() if len(found) > 1 and "ours" in found]
     if not rows:
         return
     half = math.ceil(len(rows) / 2)
-    title = "Time of every peer over ours, by operation and direction"
+    title = "Our time over every peer's, by operation and direction"
     with picture(path, title, 0.24 * half + 1.0, small=True) as figure:
         columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
         for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
@@ -492,14 +451,14 @@ def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
     for row, (_, times) in enumerate(rows):
         present = [name for name in COLOURS if name in times]
         for place, name in enumerate(present):
-            ratio = over_ours(times[name].metrics, times["ours"].metrics)
+            ratio = times["ours"].metrics["time_p50_ms"] / times[name].metrics["time_p50_ms"]
             y = row + (place - (len(present) - 1) / 2) * height
             axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[COLOURS[name]])
             if ratio > LONGEST:
                 axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=4.5, color="white")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=5)
     axes.set(xlim=(0, LONGEST), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_xlabel("time over ours: right of the line ours is faster", fontsize=6.5)
+    axes.set_xlabel("ours / it: left of the line ours is faster", fontsize=6.5)
     horizontal(axes)
     axes.axvline(1, color=INK, linewidth=0.8)
 
@@ -507,50 +466,49 @@ def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
 VIEW = View(
     columns=[
         Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
-        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, optional=True, note=host_bound),
+        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, optional=True, note=wall_notes),
         Column("metrics.host_p50_ms", "host µs", ",.1f", scale=1000, optional=True),
         Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
-        Column("metrics.noise_pct", "noise %", ".1f", missing=""), Column("metrics.rounds", "rounds", missing=""),
+        Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda r: noise_of(r.metrics, "time")),
+        OVER_PEER_WALL.column("/ best peer, wall", ".2f", missing="", optional=True),
+        OVER_PEER.column("/ best peer", ".2f", missing="", optional=True),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
         Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
         Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".1e"),
-        Column("metrics.speed_up", "× naive", ".2f", missing=""),
-        Column("metrics.predicted_speed_up", "predicted", ".2f", missing=""),
-        prediction_error("predicted_speed_up", "speed_up"), Column("metrics.status", "status"),
+        OVER_NAIVE.column("/ naive", missing=""),
+        Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF, Column("metrics.status", "status"),
     ],
     headline=headline,
     terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
     pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
+    derive=compare,
     findings=verdicts,
-    reading="For memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth "
-    "in the same run shows what could still be gained. Matmuls are compared with cuBLAS. Errors are "
-    "against float64, relative to the largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what "
-    "the call holds at most: inputs, results and what lies between. In the roofline each number is one of our kernels, "
-    "under the two ceilings measured in this run.",
-    prediction="The speed-up over the naive form: what the naive form's operators move, counted at torch's dispatcher, "
-    "at the rates that copies, broadcasts, reductions and widening casts reach in this run, over the bytes that the "
-    "fused kernel moves at the copy's rate.",
-    noise="Ours is timed before and after its peers; the time is the mean of the two and the noise their difference. "
-    "Compute-bound rows, whose clocks drift under the GPU's power limit, are interleaved if all variants fit in "
-    "memory together: `rounds` says in how many rounds; rows without a number were timed sequentially. Then times are "
-    "over all rounds, peers are compared with ours within each round, and the noise is how far from 1 the 95 % "
-    "interval of ours "
-    "over ours reaches.",
+    reading="Device times are replays of a CUDA graph with the L2 flushed before each. Wall times are of calls in a "
+    "loop, which find in the L2 what the call before left: one below its device time is marked L2, one that waits for "
+    "the host is marked host. Ratios are this row's time over that of another row, below 1 it is faster. For "
+    "memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth in this run "
+    "shows what could still be gained. Matmuls are compared with cuBLAS. Errors are against float64, relative to the "
+    "largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what the call holds at most: inputs, "
+    "results and what lies between. In the roofline each number is one of our kernels, under the two ceilings measured "
+    "in this run.",
+    prediction="The ratio to the naive form: the bytes that the fused kernel moves at the copy's rate, over what the "
+    "naive form's operators move, counted at torch's dispatcher, at the rates that copies, broadcasts, reductions and "
+    "widening casts reach in this run.",
+    noise="All variants of a row are timed once in each of the interleaved rounds. Ratios are paired by round.",
 )
 COMPARISON = View(
     name="kernel_comparison",
     question="Ours beside every peer, one row per operation and direction",
     columns=COMPARISON_COLUMNS,
     headline=headline,
-    terminal=("label", "direction", "wall_p50_ms", "peer_over_ours_wall", "time_p50_ms", "noise_pct", "peer_over_ours",
+    terminal=("label", "direction", "wall_p50_ms", "over_peer_wall", "time_p50_ms", "noise_pct", "over_peer",
               "of_copy_pct"),
-    reading="Times in µs; wall is of calls in a loop, the others on the device. Above 1 in `best peer / ours` ours is "
-    "faster; ± is the difference between two timings of ours, one before and one after the peers. If `rounds` has a "
-    "number, all were interleaved in so many rounds: the ratio is the median over rounds, and ± how far the 95 % "
-    "interval of ours over ours reaches. The naive form widens its inputs to fp32, operation by operation, which "
-    "inflates the last ratio; builtin is torch's own operators in the inputs' dtype, one for each operation.",
+    reading="Times in µs; wall is of calls in a loop, with a warm L2; the others are on the device, with a cold one. A "
+    "wall time below its device time is marked L2. Ratios: below 1 ours is faster. The naive form widens its inputs to "
+    "fp32, operation by operation, which makes the last ratio smaller; builtin is torch's own operators in the inputs' "
+    "dtype, one for each operation.",
 )
 EXPERIMENT = Experiment(Config, measure, VIEW, presets=PRESETS, gpus=1, parts=(COMPARISON, TRAFFIC))

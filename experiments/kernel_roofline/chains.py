@@ -174,17 +174,13 @@ def accounting(case: Case, rows: dict[str, Record], limits: dict[str, float]) ->
           "naive": sum(count / limits[f"{kind}_gb_per_s"] for kind, count in widened.items()) / 1e6}  # fmt: skip
     for variant, label in FORMS.items():
         if variant in rows or variant == "builtin":
-            time = rows[variant].metrics.get("time_p50_ms") if variant in rows else None
-            found.append((label, {"bytes": moved[variant], "time_p50_ms": time,
-                                  "predicted_time_p50_ms": ms[variant] + empty}))  # fmt: skip
-    known = dict(found)
-    for label in ("fused by Inductor", "fused, ours"):
-        for baseline, metric in ((ONE_BY_ONE, "speed_up"), (WIDENED, "speed_up_over_fp32")):
-            if label in known and baseline in known:
-                for said in ("", "predicted_"):
-                    times = (known[each][f"{said}time_p50_ms"] for each in (baseline, label))
-                    before, after = times
-                    known[label][f"{said}{metric}"] = before / after if before and after else None
+            measured = rows[variant].metrics if variant in rows else {}
+            metrics = {"bytes": moved[variant], "time_p50_ms": measured.get("time_p50_ms"),
+                       "predicted_time_p50_ms": ms[variant] + empty}  # fmt: skip
+            for baseline in ("builtin", "naive") if label.startswith("fused") else ():
+                metrics[f"over_{baseline}"] = measured.get(f"over_{baseline}")
+                metrics[f"predicted_over_{baseline}"] = (ms[variant] + empty) / (ms[baseline] + empty)
+            found.append((label, metrics))
     return found
 
 
@@ -222,10 +218,10 @@ def advice(records: Sequence[Record]) -> list[str]:
 
 
 def draw_chains(records: Sequence[Record], path: Path) -> None:
-    """Speed-up of each fused form over one by one in the same dtype, measured above predicted."""
-    rows = [r for r in records if r.metrics.get("speed_up")]
+    """Time of each fused form over that of one by one in the same dtype, measured above predicted."""
+    rows = [r for r in records if r.metrics.get("over_builtin")]
     labels = [f"{'+'.join(r.config['chain'])}, {r.variant}{said}" for r in rows for said in ("", " (predicted)")]
-    parts = {"speed-up": [r.metrics[f"{said}speed_up"] for r in rows for said in ("", "predicted_")]}
+    parts = {"time": [r.metrics[f"{said}over_builtin"] for r in rows for said in ("", "predicted_")]}
     if rows:
         stacked_bars(path, labels, parts, title=f"Chains as one kernel: {TRAFFIC.headline(rows)}",
                      unit="× one by one in the same dtype")  # fmt: skip
@@ -235,8 +231,8 @@ def _us(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ",.1f", scale=1000, missing="")
 
 
-def _times(metric: str, title: str) -> Column:
-    return Column(f"metrics.{metric}", title, ".2f", missing="")
+def _ratio(metric: str, title: str) -> Column:
+    return Column(f"metrics.{metric}", title, ".3f", missing="")
 
 
 TRAFFIC = View(
@@ -247,19 +243,19 @@ TRAFFIC = View(
         *(Column(f"metrics.{name}", title, ",.1f", scale=1e-6, missing="") for name, title in
           (("read_bytes", "read MB"), ("written_bytes", "written MB"), ("bytes", "MB"))),
         _us("time_p50_ms", "µs"), _us("predicted_time_p50_ms", "predicted"),
-        prediction_error("predicted_time_p50_ms", "time_p50_ms"), _times("speed_up", "× same dtype"),
-        _times("predicted_speed_up", "predicted"), prediction_error("predicted_speed_up", "speed_up"),
-        _times("speed_up_over_fp32", "× fp32"), _times("predicted_speed_up_over_fp32", "predicted"),
+        prediction_error("predicted_time_p50_ms", "time_p50_ms"), _ratio("over_builtin", "/ same dtype"),
+        _ratio("predicted_over_builtin", "predicted"), prediction_error("predicted_over_builtin", "over_builtin"),
+        _ratio("over_naive", "/ fp32"), _ratio("predicted_over_naive", "predicted"),
     ],
     headline=lambda records: (
         f"{records[0].environment.get('device_name', 'CPU')}, torch {records[0].environment.get('torch', '?')}"
     ),
-    terminal=("label", "bytes", "time_p50_ms", "predicted_time_p50_ms", "speed_up", "predicted_speed_up"),
+    terminal=("label", "bytes", "time_p50_ms", "predicted_time_p50_ms", "over_builtin", "predicted_over_builtin"),
     pictures={"chains.png": draw_chains},
     findings=advice,
-    reading="A row for each operation by itself, then for each form of the chain. × same dtype is the speed-up over "
-    "torch's own operators one by one in the inputs' dtype, × fp32 that over the naive form, which widens to fp32 and "
-    "rounds back after every operation, and makes every fusion look better.",
+    reading="A row for each operation by itself, then for each form of the chain. / same dtype is its time over that "
+    "of torch's own operators one by one in the inputs' dtype, / fp32 over that of the naive form, which widens to "
+    "fp32 and rounds back after every operation, and makes every fusion look better.",
     prediction="Bytes over the rate that such operators reach in this run: copies, broadcasts of a vector, norms and "
     "softmax by torch's LayerNorm. The fused kernel moves what enters and leaves the chain at the copy's rate.",
 )  # fmt: skip

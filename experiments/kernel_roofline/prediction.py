@@ -1,4 +1,4 @@
-"""The speed-up over the naive form, predicted: what each of its operations moves, at the rate that its kind reaches.
+"""The ratio to the naive form, predicted: what each of its operations moves, at the rate that its kind reaches.
 
 The naive form runs on the meta device, where nothing is computed, under a counter at torch's dispatcher. Torch's
 kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the dtype
@@ -58,7 +58,7 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
 
 
 def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str, float]:
-    """`naive_bytes`, `predicted_ms` of ours and `predicted_speed_up`; empty for matmuls and without a naive form.
+    """`naive_bytes`, `predicted_ms` of ours and `predicted_over_naive`; empty for matmuls and without a naive form.
 
     Args:
         case, direction: the row.
@@ -71,4 +71,4 @@ def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str,
     naive_ms = sum(count / limits[f"{kind}_gb_per_s"] for kind, count in traffic.items()) / 1e6
     empty, ours_ms = limits["empty_kernel_ms"], least / limits["copy_gb_per_s"] / 1e6
     return {"naive_bytes": traffic.total(), "predicted_ms": ours_ms + empty,
-            "predicted_speed_up": (naive_ms + empty) / (ours_ms + empty)}
+            "predicted_over_naive": (ours_ms + empty) / (naive_ms + empty)}

@@ -1,22 +1,12 @@
-"""Device times, alone and interleaved, the ceilings of this run, and what was launched.
-
-Interleaved, so that clock drift affects all variants alike: every round (`distlab.measure.rounds`) times each of them
-for a moment, every other round in reverse, and ours stands at both ends of a round. Times of one round are compared.
-"""
+"""Times on the device, the ceilings of this run, and what was launched."""
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from itertools import chain
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from distlab.measure import clock, interleave, noise_floor
-
-AGAIN = "ours again"
-Rounds = Mapping[str, list[list[float]]]  # variant → times in ms, round by round
+from distlab.measure import clock
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
@@ -59,35 +49,8 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
     return Prepared(clock.capture(run, stream=stream).replay, True, run)
 
 
-def device_ms(make: Callable[[], Callable[[], Any]], device: str, repeat_ms: int,
-              capture: bool = True) -> dict[str, Any]:
-    """p20, p50, p80 of one run. On CUDA a graph is replayed with the L2 flushed in between; where none can be captured
-    the calls themselves are timed, and `captured` says so.
-    """
-    ready = prepare(make, device, capture)
-    if device != "cuda":
-        return quantiles(clock.measure(ready.call, warmup=1, repeats=3, device="cpu"))
-    from triton.testing import do_bench
-
-    times = do_bench(ready.call, warmup=max(10, repeat_ms // 3), rep=repeat_ms, return_mode="all")
-    return quantiles(times) | {"captured": ready.captured}
-
-
-def quantiles(times: Sequence[float]) -> dict[str, float]:
-    """`time_p20_ms`, `time_p50_ms` and `time_p80_ms` of any number of times: a long call is timed once."""
-    return {f"time_p{p}_ms": float(np.percentile(times, p)) for p in (20, 50, 80)}
-
-
-def interleaved(calls: Mapping[str, Callable[[], Any]], repeat_ms: float, rounds: int, device: str) -> Rounds:
-    """Time the calls in `rounds` rounds, each for `repeat_ms` in all; "ours", if among them, once more as AGAIN."""
-    order = list(calls.items()) + [(AGAIN, call) for name, call in calls.items() if name == "ours"]
-    typical = {name: statistics.median(_timed(call, 3, device)) for name, call in order}
-    counts = {name: max(1, int(repeat_ms / rounds / ms)) for name, ms in typical.items()}
-    return interleave({name: partial(_timed, call, counts[name], device) for name, call in order}, rounds)
-
-
-def _timed(call: Callable[[], Any], count: int, device: str) -> list[float]:
-    """Milliseconds of `count` calls after one that is not timed; the L2 holds something else before each."""
+def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
+    """Median of `count` calls after one that is not timed; the L2 holds something else before each."""
     flush = torch.empty(2**28, dtype=torch.int8, device=device).zero_ if device == "cuda" else lambda: None
     timer = clock.PhaseTimer(device)
     call()
@@ -96,45 +59,21 @@ def _timed(call: Callable[[], Any], count: int, device: str) -> list[float]:
         timer.start()
         call()
         timer.mark("call")
-    return [step["step"] for step in timer.steps()]
+    return statistics.median(step["step"] for step in timer.steps())
 
 
-def summary(times: Rounds) -> dict[str, dict[str, float]]:
-    """Variant → percentiles of all its times and the number of rounds, and beside ours
+def calls_within(ms: float, call: Callable[[], Any], device: str) -> int:
+    """How many calls take about `ms`; at least one."""
+    return max(1, int(ms / device_ms(call, 3, device)))
 
-    `over_ours` of a peer: the median over rounds of its time over ours in the same round;
-    `noise_pct` of ours: how far from 1 the 95 % interval of ours over ours reaches.
+
+def fits(held: int) -> bool:
+    """Whether what all variants hold at most, in bytes, can be held at once: a graph keeps what its run allocated.
+
+    As much again is left for what is lost between blocks, the runs before a capture and the calls in a loop.
     """
-    pooled = {name: list(chain(*parts)) for name, parts in times.items() if name != AGAIN}
-    if "ours" in pooled:
-        pooled["ours"] += chain(*times[AGAIN])
-    found = {name: quantiles(samples) | {"rounds": len(times[name])} for name, samples in pooled.items()}
-    if "ours" not in times:
-        return found
-    middle = {name: [statistics.median(part) for part in parts] for name, parts in times.items()}
-    mine = [(a + b) / 2 for a, b in zip(middle["ours"], middle[AGAIN], strict=True)]
-    for name in pooled.keys() - {"ours"}:
-        found[name]["over_ours"] = statistics.median(t / m for t, m in zip(middle[name], mine, strict=True))
-    twice = [b / a for a, b in zip(middle["ours"], middle[AGAIN], strict=True)]
-    found["ours"]["noise_pct"] = noise_floor(twice, [1.0] * len(twice))
-    return found
-
-
-def over_ours(theirs: Mapping[str, Any], ours: Mapping[str, Any], clock: str = "time") -> float:
-    """A peer's time over ours: on the device (`time`) that of the rounds where they were interleaved."""
-    interleaved = theirs.get("over_ours") if clock == "time" else None
-    return interleaved or theirs[f"{clock}_p50_ms"] / ours[f"{clock}_p50_ms"]
-
-
-def fits(held: Sequence[int]) -> bool:
-    """Whether what variants hold at most, in bytes, can be held at once: a graph keeps what its run allocated.
-
-    Half as much again is left for what is lost between blocks, and for the runs before a capture.
-    """
-    if not held:  # nothing is known of a CPU's memory, and nothing is captured there
-        return True
     free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return 1.5 * sum(held) <= free
+    return 2 * held <= free
 
 
 def launched(run: Callable[[], Any]) -> dict[str, Any]:
@@ -169,7 +108,8 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
     on_gpu = device == "cuda"
 
     def ms(run: Callable[[], Any]) -> float:
-        return device_ms(lambda: run, device, repeat_ms)["time_p50_ms"]
+        ready = prepare(lambda: run, device)
+        return device_ms(ready.call, calls_within(repeat_ms, ready.call, device), device)
 
     rows, cols = (65536, 4096) if on_gpu else (16, 4096)
     x = torch.randn(rows, cols, device=device)
