@@ -57,7 +57,8 @@ def names_of_mistakes(context: RankContext, names: list[str]) -> dict[str, set[s
 def test_every_mistake_gets_its_name():
     found = run_ranks(names_of_mistakes, 2, list(NAMED), deadline_s=120)[0]
     wrong = {name: found[name] for name, right in NAMED.items() if not all(right in text for text in found[name])}
-    assert NAMED.keys() == MISTAKES.keys() and not wrong and all(found.values())
+    alone = {name for name, mistake in MISTAKES.items() if mistake.layout.ranks == 1}  # each rank has a whole model
+    assert NAMED.keys() == alone and not wrong and all(found.values())
 
 
 # -- models ------------------------------------------------------------------------------------------------

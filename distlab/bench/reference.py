@@ -40,6 +40,7 @@ def parameter_difference(
     seed: int = 0,
     task: Task | None = None,
     candidate: Task | None = None,
+    max_grad_norm: float | None = None,
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
@@ -48,6 +49,7 @@ def parameter_difference(
     Args:
         task: what one process trains; default: the tiny preset on synthetic tokens.
         candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
+        max_grad_norm: both clip to it.
 
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
@@ -57,12 +59,14 @@ def parameter_difference(
     model = candidate.build(seed + context.rank, context.device)
     reference = task.build(seed, context.device)
     strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": task.lr})
-    train = TrainStep(strategy_model, optimizer, candidate.loss_fn)
+    train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=task.lr)
     for number in range(steps):
         train(shared_batches(candidate, axes, context.rank, number, context.device))
         _mean_gradients(task, reference, number, context)
+        if max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
     mine = strategy_model.whole_parameters()

@@ -17,7 +17,7 @@ Source: DeepSpeed Ulysses (Jacobs et al. 2023), Ring Attention (Liu et al. 2023)
 context parallelism.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -45,12 +45,22 @@ class Parts(NamedTuple):
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
 
 
+def zigzag_chunks(ranks: int) -> list[tuple[int, int]]:
+    """Which two of 2P chunks each of P ranks has."""
+    return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
+
+
 class ZigZag:
-    """Which chunks of a sequence lie on which rank of a group."""
+    """Which chunks of a sequence lie on which rank of a group.
+
+    Attributes:
+        chunks: this rank's two.
+    """
 
     def __init__(self, group: ProcessGroup):
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        pairs = [(rank, 2 * self.ranks - 1 - rank) for rank in range(self.ranks)]
+        pairs = zigzag_chunks(self.ranks)
+        self.chunks = pairs[self.rank]
         self._held = [chunk for pair in pairs for chunk in pair]  # in the order of ranks
 
     def local(self, x: Tensor, dim: int) -> Tensor:
@@ -64,8 +74,7 @@ class ZigZag:
                 f"sequences of {x.shape[dim]} tokens: {self.ranks} ranks share each in {2 * self.ranks} chunks, so "
                 f"give a multiple of {2 * self.ranks}"
             )
-        chunks = x.chunk(2 * self.ranks, dim)
-        return torch.cat((chunks[self.rank], chunks[-1 - self.rank]), dim)
+        return self._picked(x, dim, self.chunks)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
         """Sequences in order, from all ranks' chunks in the order of ranks."""
@@ -79,7 +88,7 @@ class ZigZag:
         """Where this rank's tokens stand in their sequence, `(t,)` in fp32."""
         return self.local(torch.arange(tokens * self.ranks, device=device, dtype=torch.float32), 0)
 
-    def _picked(self, x: Tensor, dim: int, order: list[int]) -> Tensor:
+    def _picked(self, x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
         chunks = x.chunk(2 * self.ranks, dim)
         return torch.cat([chunks[number] for number in order], dim)
 
@@ -118,7 +127,7 @@ def gathered_attention(zigzag: ZigZag, parts: Parts) -> Attention:
         kv = Enter.apply(torch.cat((k, v.to(k.dtype)), 1), zigzag.group, 2)
         k, v = zigzag.in_order(kv, 2).chunk(2, 1)
         size = q.shape[2] // 2
-        ends = [(chunk + 1) * size for chunk in (zigzag.rank, 2 * zigzag.ranks - 1 - zigzag.rank)]
+        ends = [(chunk + 1) * size for chunk in zigzag.chunks]
         outs = [
             CausalPart.apply(q_part, k[:, :, :end], v[:, :, :end], parts)
             for q_part, end in zip(q.chunk(2, 2), ends, strict=True)

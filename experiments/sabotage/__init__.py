@@ -3,24 +3,26 @@
     distlab run sabotage            # two CPU ranks, about a minute
     distlab run sabotage --quick    # shorter curves
 
-Fifteen classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each
-is put to the checks that this lab's commands make (equality with one process, closed form of what is sent, attention
-against float64), beside the healthy run, which must pass them all; or the strategy itself raises an error. The picture
-shows the symptom: both loss curves.
+Classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each is put to
+the checks that this lab's commands make (equality with one process, closed form of what is sent, attention against
+float64, pairs of query and key that the busiest rank sees), beside the healthy run, which must pass them all; or the
+strategy itself raises an error. The picture shows the symptom: both loss curves.
 
 The mistakes are in `mistakes`.
 """
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import Variant
+from distlab.bench.timing import Variant, shared_batches
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -47,6 +49,7 @@ from .mistakes import (
     ERROR,
     MISTAKES,
     MODEL,
+    PAIRS,
     VOLUME,
     Attention,
     Mistake,
@@ -54,8 +57,9 @@ from .mistakes import (
 )
 
 BUCKET_MB = 0.02
-# At two ranks the strategies equal one process bit for bit; attention differs from float64 by rounding, about 1e-6.
-PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 0.0, 1e-4
+# At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for clipping, by an fp32 norm.
+# Attention differs from float64 by rounding, about 1e-6.
+PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 1e-9, 1e-4
 RANKS = 2
 
 
@@ -88,11 +92,12 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             "healthy_passes": not caught_by(healthy),
             "healthy_loss": healthy["loss"],
             "healthy_final_loss": _end(healthy["loss"]),
+            "first_loss_diff": broken["loss"][0] - healthy["loss"][0] if "loss" in broken else None,
             "final_loss": _end(broken["loss"]) if "loss" in broken else None,
         }
         run.add(
-            name, metrics, world_size=RANKS, model=asdict(MODEL), strategy=mistake.healthy, check=mistake.check,
-            symptom=mistake.symptom,
+            name, metrics, world_size=RANKS, model=asdict(MODEL), strategy=mistake.healthy, layout=str(mistake.layout),
+            check=mistake.check, symptom=mistake.symptom,
         )  # fmt: skip
 
 
@@ -129,21 +134,32 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
     return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
 
 
+def pairs_of_busiest(context: RankContext, mistake: Mistake) -> tuple[int, int]:
+    """Pairs of query and key that the busiest rank sees in a sequence; the closed form, T(T + 1)/2 by ranks."""
+    length = MODEL.context_length
+    positions = mistake.layout.axes(context.group).share(torch.arange(length)[None])
+    seen = collectives.gather_objects(int((positions + 1).sum()), context.group)  # a query sees keys up to itself
+    return max(seen), length * (length + 1) // (2 * mistake.layout.context)
+
+
 def _train_step(
     context: RankContext, mistake: Mistake, optimizer_cls: type[torch.optim.Optimizer], rate: float
 ) -> TrainStep:
     task = mistake.trained
     module = task.build(context.rank, context.device)
-    variant = Variant(mistake.name, mistake.strategy, BUCKET_MB)
+    variant = Variant(mistake.name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
     return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate}), task.loss_fn)
 
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> tuple[list[float], float]:
     """The mean loss over ranks of every step, and how far the ranks' parameters lie apart at the end."""
     train = _train_step(context, mistake, *mistake.learner)
-    losses = torch.stack([train(mistake.trained.batches(context.rank, step, context.device)) for step in range(steps)])
+    train.max_grad_norm = mistake.max_grad_norm
+    task, axes = mistake.trained, mistake.layout.axes(context.group)
+    batches = (shared_batches(task, axes, context.rank, step, context.device) for step in range(steps))
+    losses = torch.stack([train(batch) for batch in batches])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
-    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.full_parameters().values()])
+    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.whole_parameters().values()])
     mean = collectives.sum_tensor(flat, context.group) / context.world_size
     train.model.close()
     return means.tolist(), (flat - mean).abs().max().item()
@@ -152,16 +168,23 @@ def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> tuple[list
 def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
     """All checks and the curve of one run, with the mistake or without; call it on every rank."""
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
-    variant = Variant(name, mistake.strategy, BUCKET_MB)
+    variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
     tasks = {"task": mistake.task, "candidate": mistake.trained}
-    difference = parameter_difference(context, variant, steps=check_steps, **tasks)
-    calls, size = volume_difference(context, mistake)
-    losses, apart = loss_curve(context, mistake, steps)
+    with patch.object(*mistake.replaced) if mistake.replaced else nullcontext():
+        difference = parameter_difference(
+            context, variant, steps=check_steps, max_grad_norm=mistake.max_grad_norm, **tasks
+        )
+        # `ddp_bench --layouts` holds what a layout sends against its closed form.
+        calls, size = volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
+        losses, apart = loss_curve(context, mistake, steps)
+        pairs, even_pairs = pairs_of_busiest(context, mistake)
     return {
         "max_abs_param_diff": difference,
         "collectives_beyond_prediction": calls,
         "comm_bytes_beyond_prediction": size,
         "attention_error": attention_difference(mistake.attention or healthy_attention),
+        "pairs_of_busiest": pairs,
+        "predicted_pairs_of_busiest": even_pairs,
         "ranks_apart": apart,
         "loss": losses,
     }
@@ -180,6 +203,7 @@ def caught_by(metrics: dict[str, Any]) -> list[str]:
         EQUALITY: metrics["max_abs_param_diff"] > PARAMETER_TOLERANCE,
         VOLUME: metrics["collectives_beyond_prediction"] or metrics["comm_bytes_beyond_prediction"],
         ATTENTION: metrics["attention_error"] > ATTENTION_TOLERANCE,
+        PAIRS: metrics["pairs_of_busiest"] != metrics["predicted_pairs_of_busiest"],
     }
     return [check for check, fails in failed.items() if fails]
 
@@ -227,17 +251,21 @@ VIEW = View(
     columns=[
         Column("variant", "mistake"),
         Column("config.strategy", "in", align="left"),
+        Column("config.layout", "layout", align="left"),
         Column("metrics.caught_by", "caught by", align="left"),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
         Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
         Column("metrics.attention_error", "attention error", ".1e"),
+        Column("metrics.pairs_of_busiest", "pairs of busiest", ",d"),
+        Column("metrics.predicted_pairs_of_busiest", "predicted", ",d"),
+        Column("metrics.first_loss_diff", "Δ first loss", "+.0e"),
         Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
         Column("metrics.final_loss", "loss", ".3f"),
         Column("metrics.ranks_apart", "ranks apart", ".1e"),
         Column("config.symptom", "symptom", align="left"),
     ],
     headline=headline,
-    terminal=("variant", "strategy", "caught_by", "max_abs_param_diff", "healthy_final_loss", "final_loss"),
+    terminal=("variant", "caught_by", "max_abs_param_diff", "first_loss_diff", "healthy_final_loss", "final_loss"),
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
@@ -245,7 +273,7 @@ VIEW = View(
     "worse, or only "
     "fails at another scale.",
     noise="At two ranks the strategies equal one process bit for bit, so any difference of a parameter is a mistake; "
-    f"attention may differ from float64 by {ATTENTION_TOLERANCE:g}.",
+    f"layouts, in fp64, may differ by {PARAMETER_TOLERANCE:g}, attention from float64 by {ATTENTION_TOLERANCE:g}.",
 )
 EXPERIMENT = Experiment(
     SabotageConfig, measure, VIEW,

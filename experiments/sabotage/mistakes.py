@@ -1,7 +1,8 @@
-"""The fifteen mistakes: how each is made, what is trained with it, its symptom, and which check is to catch it.
+"""The mistakes: how each is made, what is trained with it, its symptom, and which check is to catch it.
 
 A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
 subclass that stands for a training loop that makes it. Those in the data or in the task need no code of their own.
+Those where ranks share a model replace a function of the layout while the ranks run.
 """
 
 import dataclasses
@@ -26,22 +27,27 @@ from distlab.parallel import (
     STRATEGIES,
     BucketedDDP,
     FlatDDP,
+    Layout,
     NaiveDDP,
     OverlapDDP,
     ParallelModel,
     ShardedOptimizer,
     Strategy,
     ZeroOptimizer,
+    context_parallel,
+    tensor_parallel,
 )
 from distlab.parallel.buckets import GradientBucket
 from distlab.parallel.exchange import AllReduce
+from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.regions import Share
 from distlab.train.data import SyntheticTokens
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
 BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
 # The checks, by name; an error is what the strategy itself raises.
-EQUALITY, VOLUME, ATTENTION, ERROR = "one process", "closed form", "float64 attention", "error"
+EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = "one process", "closed form", "float64 attention", "pairs", "error"
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -211,6 +217,41 @@ class ClipsItsOwnPart(BucketedDDP):
         nn.utils.clip_grad_norm_(self.trainable, 0.1)
 
 
+# -- tensor and context parallelism ----------------------------------------------------------------------------
+
+vocabulary_cross_entropy, merge = tensor_parallel.vocabulary_cross_entropy, context_parallel._merge
+
+
+def summed_behind_the_loss(*args: Any, group: ProcessGroup, **options: Any) -> Tensor:
+    """Every rank knows the gradient of the loss already; a sum over ranks makes each gradient P times as large."""
+    return Share.apply(vocabulary_cross_entropy(*args, group=group, **options), group)
+
+
+class CountsNormsTwice(BucketedDDP):
+    """The squares of all gradients are summed over the ranks that share matrices, those of whole vectors too."""
+
+    def _norm_of(self, gradients: Any) -> Tensor:
+        return super()._norm_of(gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut]))
+
+
+def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The word behind a chunk lies on another rank: its last token gets that of the next chunk here, or none."""
+    tokens, targets = batch
+    return model(tokens, torch.cat((tokens[:, 1:], torch.full_like(targets[:, :1], -100)), 1))
+
+
+def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
+    """Partial results and their log-sum-exp are kept in bf16 between the steps of the ring."""
+    merge(out, lse, *part)
+    for kept in (out, lse):
+        kept.copy_(kept.bfloat16())
+
+
+def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
+    """The first rank has the first two chunks, which see the fewest keys, and the last rank the last two."""
+    return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
+
+
 # -- attention -------------------------------------------------------------------------------------------------
 
 
@@ -329,6 +370,9 @@ class Mistake:
         task: what is trained.
         candidate: what is trained by mistake; None: `task`.
         learner: optimizer of the loss curve, and its rate.
+        layout: how ranks share the model.
+        replaced: (object, attribute, what takes its place) while ranks run that make the mistake.
+        max_grad_norm: to which gradients are clipped.
     """
 
     name: str
@@ -341,6 +385,9 @@ class Mistake:
     candidate: Task | None = None
     attention: Attention | None = None
     learner: tuple[type[torch.optim.Optimizer], float] = (torch.optim.SGD, 1.0)
+    layout: Layout = DATA_PARALLEL
+    replaced: tuple[Any, str, Any] | None = None
+    max_grad_norm: float | None = None
 
     @property
     def strategy(self) -> Strategy:
@@ -355,11 +402,21 @@ class Mistake:
 
     def mended(self) -> "Mistake":
         """The healthy run beside it."""
-        return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None)
+        return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None)
 
 
 _LM = language_model()
 _ADAMW = (torch.optim.AdamW, 3e-3)
+# In fp64, so that any difference from one process is a mistake; the loss is computed in the head.
+_SHARED = Task(lambda seed, device: _LM.build(seed, device).double(), tokens, lambda model, batch: model(*batch))
+
+
+def _shared(name: str, layout: str, symptom: str, check: str = EQUALITY, **options: Any) -> Mistake:
+    """A mistake where ranks share the model."""
+    shared = {"task": _SHARED, "learner": _ADAMW, "layout": Layout.parse(layout)}
+    return Mistake(name, check, symptom, "bucketed", **shared, **options)
+
+
 MISTAKES: dict[str, Mistake] = {
     mistake.name: mistake
     for mistake in (
@@ -394,5 +451,20 @@ MISTAKES: dict[str, Mistake] = {
         Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp", ForgetsToFinish),
         Mistake("torch's clipping", ERROR, "the step raises; else each rank would clip by a norm of its own", "zero1",
                 ClipsItsOwnPart),
+        _shared("norms not summed", "tp2", "hardly any in the loss; norms drift apart between ranks",
+                replaced=(tensor_parallel, "_shared", lambda weight, group: weight)),
+        _shared("summed behind the loss", "tp2", "none under AdamW; SGD and clipping see P times the gradient",
+                replaced=(tensor_parallel, "vocabulary_cross_entropy", summed_behind_the_loss)),
+        _shared("norms counted twice", "tp2", "hardly any in the loss; clipping begins too early",
+                wrap=CountsNormsTwice, max_grad_norm=0.1),
+        _shared("shifted after the split", "cp2", "little in the loss; chunks end in wrong words",
+                candidate=dataclasses.replace(_SHARED, loss_fn=shifted_after_the_split)),
+        _shared("another's positions", "cp2", "hardly any in the loss, at first; every rank counts from zero",
+                replaced=(context_parallel.ZigZag, "positions",
+                          lambda zigzag, tokens, device: torch.arange(tokens, device=device, dtype=torch.float32))),
+        _shared("ring merged in bf16", "cp2-ring", "none in the loss; attention is as coarse as bf16",
+                replaced=(context_parallel, "_merge", merged_in_bf16)),
+        _shared("no zig-zag", "cp2", "none but time: all wait for the rank with the last chunks", PAIRS,
+                replaced=(context_parallel, "zigzag_chunks", chunks_in_order)),
     )
 }  # fmt: skip

@@ -7,7 +7,7 @@ import pytest
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from experiments import sabotage
-from experiments.sabotage import ERROR, MISTAKES, caught_by, examine, examine_both
+from experiments.sabotage import ERROR, MISTAKES, MODEL, PAIRS, caught_by, examine, examine_both
 from launch.__main__ import main
 from tests.commands import ROOT
 from tests.experiments.frame import measured
@@ -19,7 +19,7 @@ def examine_all(context):
     """Healthy runs that are alike are made once."""
     healthy, results = {}, {}
     for name, mistake in MISTAKES.items():
-        key = (mistake.healthy, id(mistake.task))
+        key = (mistake.healthy, id(mistake.task), mistake.layout, mistake.max_grad_norm)
         if key not in healthy:
             healthy[key] = examine(context, name, False, 2, STEPS)
         results[name] = healthy[key], examine_broken(context, name)
@@ -52,6 +52,21 @@ def test_its_check_catches_it_and_only_it(examined, name):
     assert MISTAKES[name].check in caught_by(broken)
 
 
+@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.layout.ranks > 1])
+def test_the_first_loss_hides_what_is_wrong_where_ranks_share_a_model(examined, name):
+    """It moves by less than a hundredth of 3.47, the logarithm of the vocabulary."""
+    healthy, broken = examined[name]
+    assert abs(broken["loss"][0] - healthy["loss"][0]) < 0.01
+
+
+def test_without_zigzag_the_last_rank_sees_most_pairs(examined):
+    """All else is right. The last two of 2P chunks of c queries see c²(4P − 3) pairs before them, and c(c + 1)."""
+    _, broken = examined["no zig-zag"]
+    ranks, chunk = 2, MODEL.context_length // 4
+    assert broken["pairs_of_busiest"] == chunk**2 * (4 * ranks - 3) + chunk * (chunk + 1)
+    assert caught_by(broken) == [PAIRS]
+
+
 def test_a_mistake_that_passes_is_reported(monkeypatch, examined, tmp_path, capsys):
     """The verdict is not for show: a run with the mistake that is as healthy as the other is no catch."""
     healthy, _ = examined["no broadcast"]
@@ -78,7 +93,9 @@ def test_the_command(monkeypatch, examined, tmp_path, capsys):
     monkeypatch.setattr(sabotage, "run_ranks", lambda fn, ranks, name, *args, **options: [examined[name]])
     assert main(["run", "sabotage", "--quick", "--out", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "15 of 15 mistakes caught" in out and len(json.loads(out.splitlines()[-1])["records"]) == 15
+    count = len(MISTAKES)
+    assert f"{count} of {count} mistakes caught" in out
+    assert len(json.loads(out.splitlines()[-1])["records"]) == count
 
 
 def test_the_committed_record_caught_all():

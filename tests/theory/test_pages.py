@@ -6,7 +6,10 @@ from pathlib import Path
 import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
-WITH_EXAMPLES = ("memory", "../long_context", "communication", "buckets", "compute", "limits", "parallelisms")
+WITH_EXAMPLES = (
+    "memory", "../long_context", "../tensor", "../context", "communication", "buckets", "compute", "limits",
+    "parallelisms",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)
