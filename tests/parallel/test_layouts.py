@@ -214,7 +214,7 @@ def test_messages_and_bytes_are_the_closed_forms():
         assert found[str(layout)] == expected, layout
         step = simulate_training(CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout)
         sent = len(step.calls), step.comm_bytes  # its group of ranks has a sequence for each of them
-        assert ROWS != layout.ranks or sent == expected, f"{layout}, simulated"
+        assert layout.ranks != ROWS or sent == expected, f"{layout}, simulated"
 
 
 def refused(context: RankContext) -> dict[str, str]:
