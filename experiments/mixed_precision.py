@@ -33,7 +33,6 @@ from distlab.experiment import (
     option,
 )
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
-from distlab.options import SEED
 from distlab.precision import autocast
 from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
@@ -59,7 +58,6 @@ class PrecisionConfig(Options):
     micro_batches: int = option(8, "that make a step: the loss is divided by it, as accumulation does", least=1)
     log2_scales: tuple[int, ...] = option((0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two")
     rows: int = option(8192, "of layer normalisation's input", least=1)
-    seed: int = option(0, "of parameters and data", **SEED)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +136,7 @@ def _name(out: Tensor | tuple[Tensor, ...]) -> str:
 
 def norm(config: PrecisionConfig, device: torch.device) -> Rows:
     """Layer normalisation of inputs in a low precision, with statistics in it or in fp32, against float64."""
-    generator = torch.Generator().manual_seed(config.seed)
+    generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(config.rows, WIDTH, generator=generator).to(device)
     for where, (deviation, mean) in INPUTS.items():
         for low in ("fp16", "bf16"):
@@ -192,8 +190,8 @@ def gradients(
     Of one micro-batch; the embedding is left out, most of whose rows no token looked up.
     """
     shape = config.model()
-    model = TransformerLM(shape, device=device, seed=config.seed)
-    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=config.seed, rank=0,
+    model = TransformerLM(shape, device=device, seed=0)
+    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0,
                            device=device)  # fmt: skip
     tokens, targets = data.batch(0)
     with autocast(device, low):

@@ -76,7 +76,6 @@ class CurvesConfig(Options):
     steps: int = option(200, "of each curve")
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
-    seed: int = option(0, "of parameters and data")
     strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
     parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
     kill_at: int = option(110, "step after which the last rank kills itself")
@@ -106,7 +105,7 @@ class CurvesConfig(Options):
     def training(self, strategy: str, **changes: object) -> TrainConfig:
         base = TrainConfig(
             size=self.size, context=self.context, vocab=256, strategy=strategy, batch=self.batch, steps=self.steps,
-            lr=self.lr, warmup=max(1, self.steps // 10), dtype=self.dtype, seed=self.seed, checkpoint_every=0,
+            lr=self.lr, warmup=max(1, self.steps // 10), dtype=self.dtype, checkpoint_every=0,
         )  # fmt: skip
         return dataclasses.replace(base, **changes)
 

@@ -251,7 +251,7 @@ def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str
         return {}
     cost, ms = case.cost(direction), metrics["time_p50_ms"]
     rates = {"min_bytes": cost.bytes, "flops": cost.flops, "gb_per_s": cost.bytes / ms / 1e6,
-             "tflop_per_s": cost.flops / ms / 1e9, "compute_bound": case.compute, **limits}
+             "tflop_per_s": cost.flops / ms / 1e9, **limits}
     rates["of_copy_pct"] = None if case.compute else 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
     rates["of_cublas_pct"] = 100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"] if case.compute else None
     return rates
