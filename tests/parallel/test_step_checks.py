@@ -81,6 +81,11 @@ def forgotten_finish(context: RankContext) -> None:
                 pass
             wrapper.finish_gradient_synchronization()
             optimizer.zero_grad()
+            if not zero:
+                wrapper.close()
+                for parameter in optimizer.param_groups[0]["params"]:
+                    parameter.grad = torch.ones_like(parameter)
+                optimizer.step()  # of what were shards: nobody watches it any more
         else:
             wrapper.close()  # the parameters are anybody's again
             loss_of(wrapper.module, context.rank).backward()
