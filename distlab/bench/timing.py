@@ -41,11 +41,9 @@ from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelOptions, preset
-from distlab.model.ops import attention_parts
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
 from distlab.parallel import STRATEGIES, Layout, ParallelModel, Strategy, get_strategy
-from distlab.parallel.context_parallel import Parts
 from distlab.parallel.layout import DATA_PARALLEL, Axes
 from distlab.precision import DTYPES, autocast
 from distlab.train.build import build_training
@@ -87,14 +85,14 @@ class Variant:
         module: nn.Module,
         group: dist.ProcessGroup,
         optimizer_cls: type[torch.optim.Optimizer],
-        optimizer_options: Mapping[str, Any] | None = None,
-        **options: Any,
+        optimizer_options: Mapping[str, Any],
     ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket and shard sizes; options of `Strategy.build`."""
-        return self.strategy.build(
-            module, group, optimizer_cls, optimizer_options, bucket_size_mb=self.bucket_size_mb,
-            shard_size=self.shard_size, layout=self.layout, parts=Parts(*attention_parts()), **options,
+        """The strategy's model and optimizer, with this row's bucket and shard sizes and its layout."""
+        _, model, optimizer = build_training(
+            module, self.strategy, group, optimizer_cls, optimizer_options,
+            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, layout=self.layout,
         )  # fmt: skip
+        return model, optimizer
 
 
 def variants(
