@@ -152,6 +152,16 @@ def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     return dist.all_to_all_single(output, input, come, to, group=group, async_op=True)
 
 
+def send(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Send `tensor` (contiguous) to the other rank of a group of two; see `wait_for_message`."""
+    return dist.isend(tensor, group=group, group_dst=1 - group.rank())
+
+
+def receive(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Overwrite `tensor` (contiguous) by what the other rank of a group of two sends next."""
+    return dist.irecv(tensor, group=group, group_src=1 - group.rank())
+
+
 @torch.no_grad()
 def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int = 0) -> None:
     """Overwrite all tensors, of any strides, by those of rank `source`, and wait.

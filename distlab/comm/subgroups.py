@@ -178,14 +178,24 @@ def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGro
     Args:
         parts: global ranks; each rank stands in one of them.
     """
+    return next(each for each in groups_of(group, parts) if each is not None)
+
+
+def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
+    """A group of each of these parts, which may overlap; None for those without this rank. Made once; call it on every
+    rank alike.
+
+    Args:
+        parts: global ranks.
+    """
     made = _known.setdefault(group, {})
     key = tuple(map(tuple, parts))
     if key not in made:
         backend = dist.get_backend(group)
         options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
         groups = [_new_group(part, backend, getattr(options, "_timeout", None)) for part in parts]
-        made[key] = [next(g for g, part in zip(groups, parts, strict=True) if dist.get_rank() in part)]
-    return made[key][0]
+        made[key] = [each if dist.get_rank() in part else None for each, part in zip(groups, parts, strict=True)]
+    return made[key]
 
 
 def _ranks_of_a_host(group: ProcessGroup) -> int:

@@ -43,6 +43,16 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
         work.wait()
 
 
+def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
+    """`wait` of a send or a receive, which on gloo a first half second would end."""
+    try:
+        work.wait()
+    except RuntimeError as error:
+        if group.name() != "gloo":
+            raise
+        raise _explained(error, group, what) from error
+
+
 @contextmanager
 def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
     """Inside, this rank waits for the others of the group; see `wait`."""

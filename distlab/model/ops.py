@@ -18,6 +18,8 @@ from torch import Tensor
 
 from distlab.model.config import LOGITS_AT_ONCE, LOGITS_CHUNK, OPS_CHOICES, ModelConfig
 
+PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # takes a weight, and what makes its gradient
+
 
 @dataclass(frozen=True)
 class Ops:
@@ -214,15 +216,48 @@ class _CastLinear(torch.autograd.Function):
         _refuse_create_graph("a linear layer of a cast weight")
         x, cast = ctx.saved_tensors
         dx = (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None, None
-        target = gradient_target(ctx.weight)
-        dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
-        if target is None:
-            return dx, torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype), None
-        torch.mm(dy.t(), x, out_dtype=ctx.weight.dtype, out=target)
-        # A tensor nobody else holds: autograd makes it `.grad` as it is.
-        return dx, target.view_as(target), None
+        return dx, _weight_gradient(ctx.weight, dy, x) if ctx.needs_input_grad[1] else None, None
+
+
+def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
+    """dyᵀ x in the weight's dtype; on a GPU in one pass, to where `gradient_target` says."""
+    dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
+    if not on_gpu(x) or x.dtype == weight.dtype:
+        return torch.mm(dy.t(), x).to(weight.dtype)
+    target = gradient_target(weight)
+    if target is None:
+        return torch.mm(dy.t(), x, out_dtype=weight.dtype)
+    torch.mm(dy.t(), x, out_dtype=weight.dtype, out=target)
+    # A tensor nobody else holds: autograd makes it `.grad` as it is.
+    return target.view_as(target)
+
+
+def linear_with_late_weight(x: Tensor, weight: Tensor, *, put_off: PutOff) -> Tensor:
+    """`linear` whose backward makes the gradient of x, and hands over the weight with what makes its gradient."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return linear(x, weight)
+    kind, dtype = x.device.type, weight.dtype
+    if torch.is_autocast_enabled(kind) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(kind)
+    return _LateLinear.apply(x, weight.detach().to(dtype), (weight, put_off))
+
+
+class _LateLinear(torch.autograd.Function):
+    """Takes the weight in a tuple, where autograd does not see it: its hooks would fire without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cast: Tensor, late: tuple[Tensor, PutOff]) -> Tensor:
+        ctx.late, ctx.x_dtype = late, x.dtype
+        x = x.to(cast.dtype)
+        ctx.save_for_backward(x, cast)
+        return F.linear(x, cast)
+
+    @staticmethod
+    def backward(ctx, dy: Tensor):
+        x, cast = ctx.saved_tensors
+        weight, put_off = ctx.late
+        put_off(weight, partial(_weight_gradient, weight, dy, x))
+        return (dy @ cast).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None, None, None
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distlab.model.config import Checkpointing, ModelConfig, checkpoint_group, kept_levels
-from distlab.model.ops import Ops, get_ops, linear, rope_tables
+from distlab.model.ops import Ops, PutOff, get_ops, linear, linear_with_late_weight, rope_tables
 from distlab.model.recompute import contexts
 
 
@@ -50,11 +50,13 @@ class Linear(nn.Linear):
     tens of seconds for 3.4 B parameters on a CPU core, and would move the global generator.
     """
 
+    multiply = staticmethod(linear)
+
     def __init__(self, inputs: int, outputs: int, **factory) -> None:
         super().__init__(inputs, outputs, bias=False, **factory)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight)
+        return self.multiply(x, self.weight)
 
     def reset_parameters(self) -> None:
         """Nothing: see `TransformerLM.reset_parameters`."""
@@ -191,6 +193,9 @@ class TransformerLM(nn.Module):
 
     Dropout draws from torch's global generator: seed that one per rank.
 
+    Attributes:
+        num_blocks, width: of the whole, also where a rank of a pipeline keeps some blocks (`keep_blocks`).
+
     Raises:
         ValueError: from `forward`, for tokens that are not `(B, T)` or longer than `context_length`.
     """
@@ -215,13 +220,26 @@ class TransformerLM(nn.Module):
         self.norm = RMSNorm(config.d_model, config.norm_eps, ops, **factory)
         self.head = Head(config.d_model, config.vocab_size, ops, **factory)
         self._tie()
+        self.num_blocks, self.width = config.num_layers, config.d_model
+        self._shapes = {name: parameter.shape for name, parameter in self.named_parameters()}
         self.reset_parameters(seed)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        targets_BT: Tensor | None = None,
+        *,
+        x: Tensor | None = None,
+        blocks: range | None = None,
+    ) -> Tensor:
         """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's.
 
         With targets `(B, T)` the mean cross-entropy instead, a scalar; the config's `ops` decide whether the logits
         stand in memory for it.
+
+        Args:
+            x: what the blocks before `blocks` have made, `(B, T, d)`.
+            blocks: those that run, default all; without the last of them the result is what they make, `(B, T, d)`.
         """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
@@ -229,12 +247,17 @@ class TransformerLM(nn.Module):
                 f"context_length={self.config.context_length}; cut it, or raise context_length in the config"
             )
         config = self.config
+        blocks = range(config.num_layers) if blocks is None else blocks
         positions_T = self.operations().positions(tokens_BT.shape[1], tokens_BT.device)
         cos, sin = rope_tables(positions_T, config.head_dim, config.rope_theta)
-        x_BTd = self.dropout(self.embedding(tokens_BT))
+        x_BTd = self.dropout(self.embedding(tokens_BT)) if x is None else x
         choice = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
-        blocks = list(zip(self.blocks, kept_levels(choice, config.num_layers), strict=True))
-        x_BTd = self.norm(_run_blocks(blocks, checkpoint_group(choice), x_BTd, cos, sin))
+        held, levels = dict(self.blocks.named_children()), kept_levels(choice, config.num_layers)
+        running = [(held[str(number)], levels[number]) for number in blocks]
+        x_BTd = _run_blocks(running, checkpoint_group(choice), x_BTd, cos, sin)
+        if blocks.stop < config.num_layers:
+            return x_BTd
+        x_BTd = self.norm(x_BTd)
         return self.head(x_BTd) if targets_BT is None else self.head(x_BTd, targets_BT)
 
     @torch.no_grad()
@@ -245,17 +268,21 @@ class TransformerLM(nn.Module):
         0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not truncated: beyond
         three standard deviations lie values of 0.06, which harm nothing, while cutting them costs several
         more passes over billions of elements. Equal seeds give equal bits on one kind of device, whatever the
-        world size or rank; CPU and CUDA generators differ from each other. On meta nothing happens.
+        world size or rank; CPU and CUDA generators differ from each other. On meta nothing happens. Where a rank keeps
+        some blocks, the values of the others are drawn and dropped.
         """
-        device = self.embedding.weight.device
+        held = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()}
+        device, dtype = (getattr(next(iter(held.values())), kind) for kind in ("device", "dtype"))
         if device.type == "meta":
             return
         generator = torch.Generator(device=device).manual_seed(seed)
         residual_std = 0.02 / math.sqrt(2 * self.config.num_layers)
-        for name, parameter in self.named_parameters():
-            if parameter.ndim == 1:
-                parameter.fill_(1.0)
+        for name, shape in self._shapes.items():
+            if len(shape) == 1:
+                if name in held:
+                    held[name].fill_(1.0)
             else:
+                parameter = held[name] if name in held else torch.empty(shape, dtype=dtype, device=device)
                 writes_residual = name.endswith(("attention.output.weight", "feed_forward.w2.weight"))
                 parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
 
@@ -278,6 +305,42 @@ class TransformerLM(nn.Module):
                 found[name] = rows_of[layer]
         return {name: found[name] for name, _ in self.named_parameters() if name in found}
 
+    def keep_blocks(self, kept: Sequence[range]) -> None:
+        """Keep of the model what a rank of a pipeline has: some blocks, the embedding with the first, norm and head
+        with the last. What is left has the names of the whole.
+
+        Raises:
+            ValueError: an embedding that the head shares, on another rank.
+        """
+        numbers = {number for each in kept for number in each}
+        first, last = 0 in numbers, self.config.num_layers - 1 in numbers
+        if self.config.tie_embeddings:
+            raise ValueError(
+                "pipeline: the head shares the embedding's matrix, and they lie on different ranks: set "
+                "tie_embeddings to False"
+            )
+        for number in set(range(self.config.num_layers)) - numbers:
+            del self.blocks._modules[str(number)]  # not `del self.blocks[number]`, which numbers the others anew
+        if not first:
+            self.embedding = None
+        if not last:
+            self.norm = self.head = None
+
+    def put_off_weights(self, put_off: PutOff) -> None:
+        """Let backward hand over each weight of the blocks with what makes its gradient, instead of making it.
+
+        Raises:
+            ValueError: blocks that recompute, whose matrices' inputs would then stay longer than those that were kept.
+        """
+        if checkpoint_group(self.checkpoint_blocks):
+            raise ValueError(
+                "zero-bubble keeps the inputs of matrices until their gradients are made, and recomputation exists to "
+                "keep them shorter: take 1f1b or interleaved, or no recomputation"
+            )
+        for module in self.blocks.modules():
+            if isinstance(module, Linear):
+                module.multiply = partial(linear_with_late_weight, put_off=put_off)
+
     def replace_ops(self, **operations: Callable) -> None:
         """Replace operations, by their names in `Ops`, in every module that has them."""
         for module in self.modules():
@@ -286,7 +349,7 @@ class TransformerLM(nn.Module):
 
     def operations(self) -> Ops:
         """What the modules call."""
-        return self.head.ops
+        return next(module.ops for module in self.modules() if hasattr(module, "ops"))
 
     def _tie(self) -> None:
         if self.config.tie_embeddings:

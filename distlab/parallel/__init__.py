@@ -28,6 +28,7 @@ from distlab.parallel.local import Local
 from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
+from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
@@ -143,6 +144,15 @@ class Strategy:
         axes = layout.axes(group)
         if layout.ranks > 1 and self.takes_mesh:
             raise ValueError(f"{self.name} makes a mesh of all ranks, and layout {layout} leaves it fewer: take fsdp")
+        pipeline = None
+        if axes.pipeline is not None:
+            if self.casts_parameters and layout.schedule == "zero-bubble":
+                raise ValueError(
+                    f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
+                    "1f1b or interleaved, or a strategy that keeps parameters whole"
+                )
+            pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
+            pipeline.connect(axes.pipelines, group)
         if axes.context is not None:
             share_sequences(module, axes.context, parts, layout.attention)
         cuts = {} if axes.tensor is None else parallelize(module, axes.tensor)
@@ -167,6 +177,7 @@ class Strategy:
             raise ValueError("init and device are for a module built on meta; this one has its values")
         model = self.wrap(module, process_group=axes.data, **options)
         model.compute_dtype, model.tensor_group, model.cuts = compute_dtype, axes.tensor, cuts
+        model.pipeline = pipeline
         optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
         model.allocate()
         return model, optimizer

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.shard import Cut, Shard, local_part, whole
 from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.precision import autocast
@@ -34,6 +35,7 @@ class ParallelModel(nn.Module, ABC):
         shards_gradients: whether each rank has the mean gradient of its shards only.
         tensor_group: the ranks that share matrices (`distlab.parallel.tensor_parallel`); None for one alone.
         cuts: what this rank keeps of the parameters that they share, by plain name.
+        pipeline: runs this rank's stages (`distlab.parallel.pipeline`); None where it has all blocks.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -47,6 +49,7 @@ class ParallelModel(nn.Module, ABC):
     shards_gradients: bool = False
     tensor_group: ProcessGroup | None = None
     cuts: Mapping[str, Cut] = {}
+    pipeline: Pipeline | None = None
     _synchronizes = True  # False inside no_sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -74,6 +77,9 @@ class ParallelModel(nn.Module, ABC):
 
     def _set_synchronizes(self, synchronizes: bool) -> None:
         self._synchronizes = synchronizes
+
+    def enter_stage(self, stage: int) -> None:
+        """What runs from now on is of this stage of a pipeline, of several that this rank has."""
 
     def finish_gradient_synchronization(self) -> None:
         """Wait until the gradients are means over ranks. Call it on every rank after backward, before the step."""
@@ -132,6 +138,8 @@ class ParallelModel(nn.Module, ABC):
         if self.tensor_group is not None:
             cut = self._square_sum(gradients.cut_and_sharded, gradients.cut)
             total = total + collectives.sum_tensor(cut, self.tensor_group)
+        if self.pipeline is not None:
+            total = collectives.sum_tensor(total, self.pipeline.group)
         return total.sqrt().float()
 
     def _square_sum(self, sharded: Sequence[Tensor], replicated: Sequence[Tensor]) -> Tensor:
@@ -154,15 +162,21 @@ class ParallelModel(nn.Module, ABC):
 
     def located(self, shard: Shard) -> Shard:
         """One of `shards()` in the whole parameter, where ranks share matrices, too, and who else holds it."""
-        if self.tensor_group is None:
+        if self.tensor_group is None and self.pipeline is None:
             return shard
-        cut, group = self.cuts.get(shard.name), self.tensor_group
-        if cut is None:
-            which, holders = shard.copies  # every rank of the tensor-parallel group has these as well
-            copies = which * group.size() + group.rank(), holders * group.size()
-            return shard if shard.replicated else replace(shard, copies=copies)
-        copies = (self.process_group.rank(), self.process_group.size()) if shard.replicated else shard.copies
-        return replace(shard, shape=cut.shape, cut=cut, replicated=False, copies=copies)
+        which, holders = (self.process_group.rank(), self.process_group.size()) if shard.replicated else shard.copies
+        cut = self.cuts.get(shard.name)
+        if self.tensor_group is not None and cut is None:  # every rank of the tensor-parallel group has these as well
+            which = which * self.tensor_group.size() + self.tensor_group.rank()
+            holders *= self.tensor_group.size()
+        shape = shard.shape if cut is None else cut.shape
+        return replace(shard, shape=shape, cut=cut, replicated=False, copies=(which, holders))
+
+    def of_all_stages(self, values: list[Any]) -> list[Any]:
+        """What the ranks of a pipeline have of something, in the order of ranks. A collective."""
+        if self.pipeline is None:
+            return values
+        return [each for rank in collectives.gather_objects(values, self.pipeline.group) for each in rank]
 
     def shards_changed(self) -> None:
         """Call it on every rank after a step or a load has changed the shards."""
@@ -179,9 +193,13 @@ class ParallelModel(nn.Module, ABC):
         return dict(self.module.named_parameters(remove_duplicate=False))
 
     def whole_parameters(self) -> dict[str, Tensor]:
-        """`full_parameters()`, of matrices that ranks share the whole, too. A collective."""
+        """`full_parameters()`, of matrices that ranks share the whole, too, and of all stages. A collective."""
         found = self.full_parameters()
-        return found if self.tensor_group is None else gather_cuts(found, self.cuts, self.tensor_group)
+        if self.tensor_group is not None:
+            found = gather_cuts(found, self.cuts, self.tensor_group)
+        if self.pipeline is None:
+            return found
+        return dict(self.of_all_stages([(name, value.detach().cpu()) for name, value in found.items()]))
 
     def sync_buffers(self) -> None:
         """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""

@@ -5,6 +5,7 @@
     axis       a rank of it has                      who averages or sums
     tensor     a share of every matrix               sums inside of each block (`tensor_parallel.py`)
     context    a share of every sequence             keys and values travel (`context_parallel.py`)
+    pipeline   some of the blocks                    activations travel (`pipeline.py`)
     data       other sequences                       the data strategy averages gradients over data × context
 
 Each axis knows one process group and nothing of the others. A data strategy wraps what the other axes leave on a rank,
@@ -12,6 +13,7 @@ an ordinary module with fewer rows, and its group is data × context.
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +23,10 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm.subgroups import partition
 from distlab.parallel.context_parallel import HOW, ZigZag
+from distlab.parallel.schedules import SCHEDULES
 
 SHORT = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
+ENDINGS = {"pp": ("schedule", tuple(SCHEDULES)), "cp": ("attention", HOW), "tp": (None, ())}  # the first: the default
 
 
 @dataclass(frozen=True)
@@ -36,34 +40,41 @@ class Layout:
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
-    attention: str = "gathered"  # how keys and values travel between ranks that share sequences
+    attention: str = HOW[0]  # how keys and values travel between ranks that share sequences
+    schedule: str = "1f1b"  # of a pipeline
+    stages: tuple[int, ...] = ()  # blocks of each stage of a pipeline; default: equally many
 
     def __post_init__(self) -> None:
         for name in SHORT.values():
             if getattr(self, name) < 1:
                 raise ValueError(f"layout {name}={getattr(self, name)}: give 1 rank or more")
-        if self.attention not in HOW:
-            raise ValueError(f"attention over several ranks {self.attention!r}: choose one of {', '.join(HOW)}")
+        for field, allowed in filter(all, ENDINGS.values()):
+            if getattr(self, field) not in allowed:
+                raise ValueError(f"layout {field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
 
     @staticmethod
-    def parse(text: str) -> "Layout":
-        """The layout of `tp2,cp2` or `tp2+cp2`, or `cp4-ring` for attention by a ring; of an empty text, none.
+    def parse(text: str, stages: Sequence[int] = ()) -> "Layout":
+        """The layout of `tp2,cp2` or `tp2+cp2`; `cp4-ring` for attention by a ring, `pp4-gpipe` for another schedule;
+        of an empty text, none.
+
+        Args:
+            stages: blocks of each stage of a pipeline.
 
         Raises:
             ValueError: anything else.
         """
         given: dict[str, Any] = {}
         for part in filter(None, re.split("[,+]", text)):
-            found = re.fullmatch(rf"(?:tp([1-9][0-9]*)|cp([1-9][0-9]*)(?:-({'|'.join(HOW)}))?)", part.strip())
-            new = {} if found is None else dict(zip(("tensor", "context", "attention"), found.groups(), strict=True))
-            new = {name: value for name, value in new.items() if value is not None}
-            if not new or new.keys() & given.keys():
+            found = re.fullmatch("(pp|cp|tp)([1-9][0-9]*)(?:-(.+))?", part.strip())
+            short, ranks, ending = found.groups() if found else ("tp", "0", None)
+            field, allowed = ENDINGS[short]
+            if not found or SHORT[short] in given or (ending and ending not in allowed):
                 raise ValueError(
-                    f"layout {text!r}: give tpN, cpN or both, such as tp2,cp2 or tp2+cp2; behind cpN, how attention "
-                    f"goes over ranks: -{', -'.join(HOW)}"
+                    f"layout {text!r}: give tpN, cpN, ppN or several, such as tp2,cp2 or tp2+cp2; behind cpN, how "
+                    f"attention goes over ranks: -{', -'.join(HOW)}; behind ppN, the schedule: -{', -'.join(SCHEDULES)}"
                 )
-            given |= new
-        return Layout(**{name: value if name == "attention" else int(value) for name, value in given.items()})
+            given |= {SHORT[short]: int(ranks)} | ({field: ending} if ending else {})
+        return Layout(**given, stages=tuple(stages))
 
     @property
     def ranks(self) -> int:
@@ -77,24 +88,31 @@ class Layout:
             ValueError: a number of ranks that the layout does not divide.
         """
         if self.ranks == 1:
-            return Axes(self, group, group, None, None)
+            return Axes(self, group, group)
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) % self.ranks:
             raise ValueError(
                 f"layout {self}: {self.ranks} ranks share a model, which does not divide the {len(ranks)} ranks of "
                 "the job"
             )
-        C, T = self.context, self.tensor
+        P, C, T = self.pipeline, self.context, self.tensor
+        S = len(ranks) // P  # ranks of a stage
         lines = [ranks[first : first + T] for first in range(0, len(ranks), T)]
-        columns = [list(column) for column in zip(*lines, strict=True)]  # equal places in tensor groups
+        columns = [ranks[p * S + t : (p + 1) * S : T] for p in range(P) for t in range(T)]  # equal places elsewhere
+        pipelines = [ranks[first::S] for first in range(S)]
         tensor = partition(group, lines) if T > 1 else None
         context = partition(group, [c[i : i + C] for c in columns for i in range(0, len(c), C)]) if C > 1 else None
-        return Axes(self, group, partition(group, columns), context, tensor)
+        pipeline = partition(group, pipelines) if P > 1 else None
+        return Axes(self, group, partition(group, columns), context, tensor, pipeline, pipelines)
 
     def __str__(self) -> str:
-        how = "" if self.attention == HOW[0] else f"-{self.attention}"
-        parts = {short: getattr(self, name) for short, name in SHORT.items() if getattr(self, name) > 1}
-        return ",".join(f"{short}{ranks}{how if short == 'cp' else ''}" for short, ranks in parts.items())
+        parts = []
+        for short, name in SHORT.items():
+            field, allowed = ENDINGS[short]
+            ending = f"-{getattr(self, field)}" if field and getattr(self, field) != allowed[0] else ""
+            if getattr(self, name) > 1:
+                parts.append(f"{short}{getattr(self, name)}{ending}")
+        return ",".join(parts)
 
 
 DATA_PARALLEL = Layout()
@@ -108,13 +126,17 @@ class Axes:
         world: all ranks of the job.
         data: the ranks over which a data strategy averages: data × context.
         context, tensor: the ranks that share a sequence, and the matrices; None for one rank alone.
+        pipeline: the ranks that have the stages, in order; None for one rank alone.
+        pipelines: the global ranks of all of these groups.
     """
 
     layout: Layout
     world: ProcessGroup
     data: ProcessGroup
-    context: ProcessGroup | None
-    tensor: ProcessGroup | None
+    context: ProcessGroup | None = None
+    tensor: ProcessGroup | None = None
+    pipeline: ProcessGroup | None = None
+    pipelines: Sequence[Sequence[int]] = ()
 
     @property
     def batch_rank(self) -> int:

@@ -55,7 +55,8 @@ def parallelize(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
         collectives.broadcast_all([*model.parameters(), *model.buffers()], group)
     _replace(model, {name: cut.of(parameter.detach()) for name, parameter, cut in _cut_parameters(model, cuts)})
     ops = model.operations()
-    first = cuts["embedding.weight"].ranges[0][0]  # of this rank's words
+    words = next((cuts[name] for name in ("embedding.weight", "head.weight") if name in cuts), None)
+    first = 0 if words is None else words.ranges[0][0]  # of this rank's words, where it has any
     model.replace_ops(
         enter=partial(_apply, Enter, group),
         leave=partial(_apply, Leave, group),

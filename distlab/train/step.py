@@ -32,9 +32,10 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
     """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
 
-    Ranks that share the vocabulary compute it in the head, where nobody needs all logits.
+    Ranks that share the vocabulary compute it in the head, where nobody needs all logits; so do those of a pipeline, of
+    which the others have no logits.
     """
-    in_head = model.loss_in_head or layout.tensor > 1
+    in_head = model.loss_in_head or layout.tensor > 1 or layout.pipeline > 1
     return (lambda model, batch: model(*batch)) if in_head else next_token_loss
 
 
@@ -100,15 +101,11 @@ class TrainStep:
 
     def __call__(self, micro_batches: Sequence[Any]) -> Tensor:
         self.optimizer.zero_grad(set_to_none=True)
-        total = torch.zeros(())
-        for number, batch in enumerate(micro_batches):
-            is_last = number == len(micro_batches) - 1
-            with nullcontext() if is_last else self.model.no_sync():
-                with self.model.autocast():
-                    loss = self.loss_fn(self.model, batch)
-                loss = loss / len(micro_batches)
-                (loss if self.scaler is None else loss * self.scaler.scale).backward()
-            total = total.to(loss.device) + loss.detach()
+        scale = 1.0 if self.scaler is None else self.scaler.scale
+        if self.model.pipeline is not None:
+            total = self.model.pipeline.run(self.model, self.loss_fn, micro_batches, scale)
+        else:
+            total = self._accumulate(micro_batches, scale)
         self.model.finish_gradient_synchronization()
         self.mark("forward_backward")
         if self.scaler is not None:
@@ -118,6 +115,19 @@ class TrainStep:
         if not self.last_step_skipped:
             self.optimizer.step()
         self.mark("optimizer")
+        return total
+
+    def _accumulate(self, micro_batches: Sequence[Any], scale: float) -> Tensor:
+        """Forward and backward of each, of which the last synchronizes; returns their mean loss."""
+        total = torch.zeros(())
+        for number, batch in enumerate(micro_batches):
+            is_last = number == len(micro_batches) - 1
+            with nullcontext() if is_last else self.model.no_sync():
+                with self.model.autocast():
+                    loss = self.loss_fn(self.model, batch)
+                loss = loss / len(micro_batches)
+                (loss if scale == 1.0 else loss * scale).backward()
+            total = total.to(loss.device) + loss.detach()
         return total
 
     def _unscale(self) -> None:

@@ -160,6 +160,10 @@ class FSDP(ParallelModel):
         super()._set_synchronizes(synchronizes)
         self._runtime.synchronize = synchronizes
 
+    def enter_stage(self, stage: int) -> None:
+        """See `ParallelModel.enter_stage`; a stage has an order of units of its own."""
+        self._runtime.stage = stage
+
     def finish_gradient_synchronization(self) -> None:
         """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
 

@@ -42,13 +42,14 @@ class Runtime:
 
     Attributes:
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
+        stage: of a pipeline, the one whose units run.
         arrived: whether backward has brought a parameter of a unit a gradient since the last `finish()`.
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
     def __init__(self, units: Sequence[Unit], group: ProcessGroup, guard: ShardGuard):
         self.units, self.guard = units, guard
-        self.synchronize = True
+        self.synchronize, self.stage = True, 0
         self.arrived = False
         self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
         self._group = group
@@ -89,7 +90,7 @@ class Runtime:
         for unit in self.units:
             unit.watch(True)
         try:
-            self._order.begin((training, torch.is_grad_enabled()))
+            self._order.begin((self.stage, training, torch.is_grad_enabled()))
             self.guard.pending |= torch.is_grad_enabled() and self.synchronize
             self._in_forward, self._running = True, []
             try:
@@ -204,7 +205,7 @@ class Runtime:
             self.backward_task, self.guard.unfinished = task, True
             if order.begun:
                 order.send_begun(self._group)
-            self._backward_order.begin(tuple(self._ran))
+            self._backward_order.begin((self.stage, *self._ran))
             self._ran = []
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
