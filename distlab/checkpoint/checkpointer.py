@@ -264,14 +264,14 @@ class Checkpointer:
         model.synchronize()
         model.sync_buffers()
         held, name = train_state.model_state(model), optimizer_name(optimizer)
+        everything = model.of_all_stages(tensors.kinds_of(held))
+        groups = train_state.group_options(model, optimizer)
 
         def checked() -> list[dict[str, Any]]:
-            tensors.refuse_other_model(stored, held)
+            tensors.refuse_other_model(stored, everything)
             if stored.content["optimizer"] != name:
                 raise ValueError(f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}")
-            return train_state.stored_options(
-                stored.content["groups"], train_state.group_options(model, optimizer)
-            )
+            return train_state.stored_options(stored.content["groups"], groups)
 
         options = self._alike(checked)
         found = tensors.shapes_and_dtypes(stored)

@@ -149,9 +149,18 @@ def _values(stored: Stored, key: str, file_name: str, offset: int, first: int, l
     return values
 
 
-def refuse_other_model(stored: Stored, model: Sequence[Shard]) -> None:
-    """Raises ValueError with every parameter that is missing, left over, or of another shape or dtype."""
-    mine = {shard.name.removeprefix("model/"): (tuple(shard.shape), shard.tensor.dtype) for shard in model}
+def kinds_of(model: Sequence[Shard]) -> list[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+    """(name, (shape of the whole, dtype)) of each."""
+    return [(shard.name, (tuple(shard.shape), shard.tensor.dtype)) for shard in model]
+
+
+def refuse_other_model(stored: Stored, model: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> None:
+    """Raises ValueError with every parameter that is missing, left over, or of another shape or dtype.
+
+    Args:
+        model: what `kinds_of` says of all of it.
+    """
+    mine = {name.removeprefix("model/"): kind for name, kind in model}
     found = shapes_and_dtypes(stored).items()
     theirs = {key.removeprefix("model/"): kind for key, kind in found if key.startswith("model/")}
     differences = [

@@ -75,11 +75,11 @@ def empty_optimizer_state(
 
 
 def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups: options, and the names of their parameters."""
+    """The optimizer's groups: options, and the names of their parameters, of all stages of a pipeline. A collective."""
     names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
     return [
         {key: value for key, value in group.items() if key not in NOT_STORED}
-        | {"params": [names[id(parameter)] for parameter in group["params"]]}
+        | {"params": model.of_all_stages([names[id(parameter)] for parameter in group["params"]])}
         for group in optimizer.param_groups
     ]
 

@@ -148,8 +148,8 @@ class Strategy:
         if axes.pipeline is not None:
             if self.casts_parameters and layout.schedule == "zero-bubble":
                 raise ValueError(
-                    f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
-                    "1f1b or interleaved, or a strategy that keeps parameters whole"
+                    f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: "
+                    "take 1f1b or interleaved, or a strategy that keeps parameters whole"
                 )
             pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
             pipeline.connect(axes.pipelines, group)

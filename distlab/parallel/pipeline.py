@@ -8,8 +8,8 @@
 With m micro-batches, p ranks and v stages a rank 2·m·(p·v − 1) messages of B·T·d elements go between neighbours.
 The loss exists on the last rank alone until the end of the step, which gives it to the others.
 
-A data strategy wraps what is left on a rank: the stages' blocks, in one module with the names of the whole. To it a step
-is one of accumulated gradients, the last backward of each stage synchronized: so ranks that average are of one stage.
+A data strategy wraps what is left on a rank: the stages' blocks, in one module with the names of the whole. To it a
+step is one of accumulated gradients, of which the last backward of each stage synchronizes.
 
 Each direction between two ranks has a group of its own: on a GPU the messages of a group are carried out in the order
 in which they were asked for, and a send waits there until it is received.
@@ -102,8 +102,8 @@ class Pipeline:
         self, group: ProcessGroup, model: Staged, schedule: str, sizes: Sequence[int] = (), sequence_ranks: int = 1
     ):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.schedule, self.width, self.sequence_ranks = schedule, model.width, sequence_ranks
         self.stages = stage_blocks(model, self.ranks, schedule, sizes)
+        self.schedule, self.width, self.sequence_ranks = schedule, model.width, sequence_ranks
         self.mine = range(self.rank, len(self.stages), self.ranks)
         self.last = len(self.stages) - 1
         self.observe: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
@@ -150,7 +150,7 @@ class Pipeline:
             micro_batches: `(tokens, targets)` each, the same on every rank of the pipeline, but for a share of each.
 
         Returns:
-            The mean loss, on every rank.
+            The mean loss, on every rank, 0-dim fp64.
         """
         count, actions = len(micro_batches), self.actions(len(micro_batches))
         total = torch.zeros((), device=model.device)
@@ -184,7 +184,7 @@ class Pipeline:
                     for weight, gradient in later.pop((stage, batch)):
                         torch.autograd.backward(weight, gradient())
         self._messages.finish()
-        return collectives.sum_tensor(total, self.group)
+        return collectives.sum_tensor(total.double(), self.group)  # which the other ranks' zeros are, too
 
     @torch.no_grad()
     def forward(self, model: "ParallelModel", batch: Any) -> Tensor | None:

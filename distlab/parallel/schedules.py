@@ -66,8 +66,9 @@ def interleaved(ranks: int, batches: int, chunks: int = 2) -> Schedule:
         ValueError: micro-batches that are no multiple of the ranks.
     """
     if batches % ranks:
+        enough = -(-batches // ranks) * ranks
         raise ValueError(
-            f"interleaved: {batches} micro-batches are no multiple of {ranks} ranks: take {-(-batches // ranks) * ranks}"
+            f"interleaved: {batches} micro-batches are no multiple of {ranks} ranks: take {enough} (--accumulate)"
         )
 
     def nth(rank: int, number: int, kind: str) -> Action:
@@ -166,10 +167,11 @@ def check(schedule: Schedule) -> None:
     counts = Counter(action for actions in schedule for action in actions)
     ranks, stages, batches = len(schedule), 1 + max(a.stage for a in counts), 1 + max(a.batch for a in counts)
     split = any(action.kind == "W" for action in counts)
-    wanted = [Action(kind, s, m) for kind in ("FBW" if split else "FB") for s in range(stages) for m in range(batches)]
-    wrong = [str(action) for action in wanted if counts[action] != 1]
-    if wrong or len(counts) != len(wanted):
-        raise ValueError(f"this schedule does not do each of these once: {', '.join(wrong[:5]) or 'others are done too'}")
+    kinds = "FBW" if split else "FB"
+    wanted = [Action(kind, stage, batch) for kind in kinds for stage in range(stages) for batch in range(batches)]
+    wrong = [str(action) for action in {**dict.fromkeys(wanted), **counts} if counts[action] != 1]
+    if wrong:
+        raise ValueError(f"this schedule does not do each of these once: {', '.join(wrong[:5])}")
     for rank, actions in enumerate(schedule):
         if any(action.stage % ranks != rank for action in actions):
             raise ValueError(f"this schedule lets rank {rank} do what is of stages of other ranks")
@@ -180,12 +182,13 @@ def check(schedule: Schedule) -> None:
                     raise ValueError(f"this schedule sums the gradients of stage {stage} in the order {order}")
     for kind, step in (("F", 1), ("B", -1)):
         for rank, actions in enumerate(schedule):
+            receiver = (rank + step) % ranks
             sent = [(a.stage + step, a.batch) for a in actions if a.kind == kind and 0 <= a.stage + step < stages]
-            others = schedule[(rank + step) % ranks]
-            taken = [(a.stage, a.batch) for a in others if a.kind == kind and 0 <= a.stage - step < stages]
+            taken = [a[1:] for a in schedule[receiver] if a.kind == kind and 0 <= a.stage - step < stages]
             if sent != taken:
-                raise ValueError(f"this schedule lets rank {(rank + step) % ranks} take {kind} messages in another order "
-                                 f"than rank {rank} sends them")  # fmt: skip
+                raise ValueError(
+                    f"this schedule lets rank {receiver} take messages in another order than rank {rank} sends them"
+                )
 
 
 def idle_share(timeline: Sequence[Sequence[Step]]) -> float:

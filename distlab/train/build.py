@@ -17,6 +17,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import Layout, ParallelModel, Strategy
 from distlab.parallel.context_parallel import Parts
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.schedules import SCHEDULES
 from distlab.train.step import compiled
 
 
@@ -70,8 +71,16 @@ def build_training(
     return Training(module, model, optimizer)
 
 
-def check_layout(layout: Layout, compile: str) -> None:
-    """Raise ValueError for a model that is compiled as a whole, where ranks share it."""
+def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
+    """Raise ValueError for a model that is compiled as a whole where ranks share it, compiled blocks whose backward is
+    split, and a number of micro-batches that the schedule does not take.
+    """
+    SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
+    if layout.schedule == "zero-bubble" and compile != "off":
+        raise ValueError(
+            "zero-bubble splits the backward of each matrix, which compiled code does not: take --compile off, or "
+            "another schedule"
+        )
     if layout.ranks > 1 and compile == "model":
         raise ValueError(
             f"layout {layout} sends messages inside of blocks, which a graph of the whole model cannot hold: take "

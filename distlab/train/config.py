@@ -57,7 +57,10 @@ class TrainConfig(ModelOptions):
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
     shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
-    layout: str = option("", "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), tp2,cp2 [none]")
+    layout: str = option(
+        "", "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]"
+    )
+    stages: tuple[int, ...] = option((), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int)
     batch: int = option(8, "sequences per step over all ranks", least=1)
     accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
     steps: int = option(100, "optimizer steps", least=1)
@@ -81,9 +84,14 @@ class TrainConfig(ModelOptions):
             raise ValueError(f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}")
         super().__post_init__()
         check_shard_size(self.shard_size, [self.strategy])
-        check_layout(Layout.parse(self.layout), self.compile)
+        check_layout(self.ranks_of_model, self.compile, self.accumulate)
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
+
+    @property
+    def ranks_of_model(self) -> Layout:
+        """How ranks share the model."""
+        return Layout.parse(self.layout, self.stages)
 
     def model(self) -> ModelConfig:
         """The preset with this run's overrides."""

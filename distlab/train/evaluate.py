@@ -41,8 +41,13 @@ def validation_loss(
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
         tokens, targets = axes.share(to_batch(data.rows(numbers) if numbers else empty, context.device))
-        with wrapper.autocast():
-            logits = wrapper(tokens)
+        if wrapper.pipeline is None:
+            with wrapper.autocast():
+                logits = wrapper(tokens)
+        else:
+            logits = wrapper.pipeline.forward(wrapper, (tokens,))
+        if logits is None:  # of the last stage's ranks alone
+            continue
         losses = F.cross_entropy(
             logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
         )

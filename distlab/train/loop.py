@@ -19,7 +19,7 @@ from distlab.checkpoint.checkpointer import Checkpointer, Stored
 from distlab.checkpoint.files import MARKER, Damaged
 from distlab.checkpoint.lock import RunLock
 from distlab.comm import RankContext, collectives
-from distlab.parallel import Layout, get_strategy
+from distlab.parallel import get_strategy
 from distlab.precision import DTYPES
 from distlab.train.build import build_training
 from distlab.train.config import TrainConfig, refuse_other_run
@@ -81,7 +81,7 @@ class Trainer:
     ):
         self.config, self.context = config, context
         self.train, self.validate, self.progress = train, validate, progress
-        layout = Layout.parse(config.layout)
+        layout = config.ranks_of_model
         self.axes = layout.axes(context.group)
         self.order = GlobalOrder(
             train.count,

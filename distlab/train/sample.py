@@ -51,7 +51,7 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
         )
     model = TransformerLM(config, device=context.device)
     shards = [whole(f"model/{name}", parameter) for name, parameter in model.named_parameters()]
-    tensors.refuse_other_model(stored, shards)
+    tensors.refuse_other_model(stored, tensors.kinds_of(shards))
     tensors.read(stored, shards)
     return model.eval()
 

@@ -113,6 +113,17 @@ def test_ranks_that_share_matrices_continue_others_and_others_continue_them(tmp_
     assert_continued(written, 4, [("fsdp", "zero1 tp4"), ("zero1", "fsdp tp2")], str(tmp_path), SHARED)
 
 
+def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path):
+    """Each rank has some names alone: written and read by name, beside shared matrices and shards."""
+    changes = SHARED | {"batch": 16, "accumulate": 2, "layers": 4}
+    rows = ["fsdp pp2,tp2", "zero1 pp2-interleaved", "bucketed pp4", "fsdp"]
+    written = run_ranks(train_and_save, 4, str(tmp_path), rows, changes)[0]
+    pairs = [("fsdp pp2,tp2", "fsdp"), ("fsdp", "fsdp pp2,tp2"), ("zero1 pp2-interleaved", "bucketed pp2,cp2"),
+             ("bucketed pp4", "zero1 pp2")]  # fmt: skip
+    assert_continued(written, 4, pairs, str(tmp_path), changes)
+    assert_continued(written, 2, [("bucketed pp4", "zero1"), ("fsdp", "naive pp2")], str(tmp_path), changes)
+
+
 def generators(context: RankContext, folder: str) -> None:
     run = Run(context, folder)
     random.gauss(0, 1)  # leaves a second number waiting inside Python's generator
