@@ -263,15 +263,22 @@ def test_a_layout_says_itself():
     assert [str(Layout.parse(text)) for text in ("", "tp2,cp4-ring", "cp2")] == ["", "cp4-ring,tp2", "cp2"]
 
 
+ON_GPUS = {  # how two ranks run: on one GPU, or on one each
+    "gloo": {"device": "cuda:0", "group_timeout_s": 60},
+    "nccl": {"backend": "nccl"},
+}
+
+
 @pytest.mark.gpu
-def test_ranks_that_share_a_gpu_do_so_by_the_labs_kernels():
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend):
     """Tolerances as above, bf16 beside one process's bf16."""
     kinds = [(torch.float32, None), (torch.float32, torch.bfloat16)]
     table = {layout: STRATEGIES[1:] for layout in ("tp2", "cp2", "cp2-ulysses", "cp2-ring")}
     device = torch.device("cuda:0")
     exact, _ = one_process(torch.float64, None, torch.device("cpu"), 1)
     shapes = {name: value.shape for name, value in exact.items()}
-    found = run_ranks(rows_of_both, 2, table, kinds, device="cuda:0", deadline_s=240, group_timeout_s=60)
+    found = run_ranks(rows_of_both, 2, table, kinds, deadline_s=240, **ON_GPUS[backend])
     for compute, rows in found[0].items():
         plain, _ = one_process(torch.float32, compute, device, 1)
         allowed = rms({name: value.cpu() for name, value in plain.items()}, exact)

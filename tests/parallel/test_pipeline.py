@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from distlab.parallel.schedules import SCHEDULES, Action
 from distlab.testing import run_ranks
 from distlab.train.build import build_training, check_layout
 from distlab.train.step import TrainStep, loss_function
-from tests.parallel.test_layouts import assembled, pieces
+from tests.parallel.test_layouts import ON_GPUS, assembled, pieces, rms
 
 CONFIG = ModelConfig(
     d_model=16, d_ff=32, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=32, context_length=8
@@ -44,15 +45,21 @@ def micro_batches(step: int) -> list[tuple[Tensor, Tensor]]:
     return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
 
+def on_device(device: torch.device) -> ModelConfig:
+    """With the lab's kernels on a GPU."""
+    return replace(CONFIG, ops="triton") if device.type == "cuda" else CONFIG
+
+
 def train(
-    context: RankContext, layout: Layout, strategy: str, dtype: torch.dtype, max_norm: float | None, **options: Any
-) -> tuple[list[float], list, list]:
+    context: RankContext, layout: Layout, strategy: str, dtype: torch.dtype, max_norm: float | None,
+    compute: torch.dtype | None = None,
+) -> tuple[list[float], list, list]:  # fmt: skip
     """Losses, first gradients and last parameters of this rank, after three steps of AdamW."""
     torch.set_default_dtype(dtype)
     try:
         _, model, optimizer = build_training(
-            CONFIG, get_strategy(strategy), context.group, torch.optim.AdamW, {"lr": 1e-2}, seed=SEED,
-            device=context.device, layout=layout, bucket_size_mb=0.01, **options,
+            on_device(context.device), get_strategy(strategy), context.group, torch.optim.AdamW, {"lr": 1e-2},
+            seed=SEED, device=context.device, layout=layout, bucket_size_mb=0.01, compute_dtype=compute,
         )  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)
@@ -67,13 +74,13 @@ def train(
         return update(*args)
 
     optimizer.step = step_after_noting
-    axes = layout.axes(context.group)
+    axes, device = layout.axes(context.group), context.device
     rows = ROWS // axes.batch_ranks
     mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
-    losses = [
-        step([axes.share((tokens[mine], targets[mine])) for tokens, targets in micro_batches(number)]).item()
-        for number in range(STEPS)
-    ]
+    losses = []
+    for number in range(STEPS):
+        batches = [(tokens[mine].to(device), targets[mine].to(device)) for tokens, targets in micro_batches(number)]
+        losses.append(step([axes.share(batch) for batch in batches]).item())
     model.synchronize()
     last = pieces(model, lambda shard: shard.tensor)
     if strategy != "torch-ddp-tuned":  # whose hooks hold the group
@@ -82,8 +89,10 @@ def train(
     return losses, first, last
 
 
-def rows_of(context: RankContext, rows: Sequence[Row], dtype: torch.dtype, max_norm: float | None) -> list[tuple]:
-    return [train(context, Layout.parse(layout), strategy, dtype, max_norm) for layout, strategy in rows]
+def rows_of(
+    context: RankContext, rows: Sequence[Row], dtype: torch.dtype, max_norm: float | None, compute: Any = None
+) -> list[tuple]:
+    return [train(context, Layout.parse(layout), strategy, dtype, max_norm, compute) for layout, strategy in rows]
 
 
 def one_process(dtype: torch.dtype, max_norm: float | None) -> tuple[list[float], dict, dict]:
@@ -126,6 +135,24 @@ def test_beside_data_tensor_and_context_parallelism():
 def test_all_axes_at_once():
     """Eight ranks: tp2 · cp2 · pp2."""
     assert_as_one_process(8, [("pp2,tp2,cp2", "bucketed")])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+@pytest.mark.parametrize("compute", [None, torch.bfloat16])
+def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend, compute):
+    """On one GPU messages go through the host's memory. Every gradient nearer to fp64 than 1.5 × one process's."""
+    _, exact, _ = one_process(torch.float64, None)
+    shapes = {name: value.shape for name, value in exact.items()}
+    run = partial(rows_of, dtype=torch.float32, max_norm=None, compute=compute)
+    alone = run_ranks(run, 1, [("", "local")], device="cuda:0")[0][0][1]
+    allowed = rms(assembled([alone], shapes), exact)
+    rows = [("pp2", "bucketed"), ("pp2-gpipe", "zero1"), ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "bucketed")]
+    found = run_ranks(run, 2, rows, deadline_s=240, **ON_GPUS[backend])
+    for number, row in enumerate(rows):
+        error = rms(assembled([rank[number][1] for rank in found], shapes), exact)
+        worst = max(error, key=lambda name: error[name] / allowed[name])
+        assert error[worst] <= 1.5 * allowed[worst], f"{row}: {worst} {error[worst]} {allowed[worst]}"
 
 
 def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
