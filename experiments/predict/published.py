@@ -78,7 +78,8 @@ def _own() -> Iterator[Case]:
             size = facts["size"]
             model = preset(size)
             ranks = 1 if record.variant == "local" else facts["world_size"]
-            shape = vars(ModelShape.of(model)) | {"context": facts.get("context", model.context_length)}
+            sizes = {name: size for name, size in vars(ModelShape.of(model)).items() if name != "tensor"}
+            shape = sizes | {"context": facts.get("context", model.context_length)}
             published = {"step_ms": record.metrics["step_p50_ms"], "memory_is": "allocated"}
             published["memory_gib"] = record.metrics["peak_alloc_bytes"] / GIB
             yield from_json(

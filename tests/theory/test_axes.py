@@ -1,0 +1,59 @@
+"""What a layout sends, and what its ranks hold, against the strategies' own code on fake ranks."""
+
+import pytest
+
+from distlab.model import ModelConfig, TransformerLM
+from distlab.parallel import Layout, get_strategy
+from distlab.simulate.step import simulate_training
+from distlab.theory.axes import layout_volume
+from distlab.theory.model_shape import ModelShape
+
+CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
+LAYOUTS = ["tp2", "cp2", "tp2,cp2"]
+
+
+@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
+def test_a_step_sends_what_the_closed_form_says(strategy):
+    """In bf16: the strategy's messages of cut matrices, and those of both axes."""
+    entry = get_strategy(strategy)
+    for layout in map(Layout.parse, LAYOUTS):
+        step = simulate_training(CONFIG, strategy, batch=1, world_size=8, layout=layout)
+        said = layout_volume(
+            entry, ModelShape.of(CONFIG, layout.tensor), batch=layout.ranks, context=512, world_size=8,
+            sharing=layout.context, itemsize=2, casts_parameters=entry.casts_parameters,
+        )  # fmt: skip
+        assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), layout
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_ranks_parameters_are_those_of_the_cut_model(tied):
+    """Shapes in registration order, and which unit gathers each."""
+    config = ModelConfig(64, 96, 2, 4, vocab_size=50, num_kv_heads=2, tie_embeddings=tied)
+    model = TransformerLM(config, device="meta")
+    splits, shape = model.splits(), ModelShape.of(config, 2)
+    expected = [
+        parameter.chunk(2, splits[name].dim)[0].shape if name in splits else parameter.shape
+        for name, parameter in model.named_parameters()
+    ]
+    assert shape.parameter_shapes() == [tuple(each) for each in expected]
+    assert shape.num_parameters == sum(shape.parameter_numels())
+    units = [name.split(".")[1] if "blocks" in name else name for name, _ in model.named_parameters()]
+    seen: dict[str, set] = {}
+    for unit, said, parameter in zip(units, shape.parameter_units(), model.parameters(), strict=True):
+        assert (said is None) is (parameter.ndim == 1)
+        seen.setdefault(unit, set()).add(said)
+    assert all(len(said - {None}) <= 1 for said in seen.values())
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_heads": 4, "num_kv_heads": 1}, "2 ranks cannot share num_kv_heads=1"),
+        ({"num_heads": 1}, "num_heads=1"),
+        ({"vocab_size": 63}, "vocab_size=63"),
+        ({"d_ff": 33}, "d_ff=33"),
+    ],
+)
+def test_sizes_that_ranks_do_not_divide(changes, says):
+    with pytest.raises(ValueError, match=says):
+        ModelShape(**{"d_model": 64, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 64} | changes, tensor=2)
