@@ -48,7 +48,6 @@ from distlab.measure import (
     lanes,
     load_trace,
 )
-from distlab.model import TransformerLM
 from distlab.parallel import STRATEGIES, Layout, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import (
@@ -63,10 +62,9 @@ from distlab.report import (
     timeline,
     waiting,
 )
-from distlab.theory.axes import context_volume, tensor_volume
+from distlab.theory.axes import layout_volume
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import model_volume
 from distlab.train.build import check_layout
 
 OOM, REFUSED = "OOM", "refused"
@@ -247,27 +245,19 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
-    model = TransformerLM(bench.shape, device="meta")
-    splits = model.splits() if layout.tensor > 1 else {}
-    expected = model_volume(
+    expected = layout_volume(
         variant.strategy,
-        [(n, p.chunk(layout.tensor, splits[n].dim)[0] if n in splits else p) for n, p in model.named_parameters()],
+        ModelShape.of(bench.shape, layout.tensor),
+        batch=bench.options.batch * layout.ranks,
+        context=bench.shape.context_length,
+        world_size=bench.context.world_size,
+        sharing=layout.context,
+        how=layout.attention,
+        itemsize=itemsize,
+        casts_parameters=variant.strategy.casts_parameters,
         bucket_size_mb=variant.bucket_size_mb,
-        world_size=bench.context.world_size // layout.tensor,
         shard_size=variant.shard_size,
-        compute_itemsize=itemsize,
     )
-    if expected is not None and layout.ranks > 1:
-        batch, context = bench.options.batch * layout.ranks, bench.shape.context_length
-        embedding = itemsize if variant.strategy.casts_parameters else 4
-        shape = ModelShape.of(bench.shape)
-        expected += tensor_volume(
-            shape, batch=batch, context=context // layout.context, ranks=layout.tensor, itemsize=itemsize,
-            embedding_itemsize=embedding,
-        ) + context_volume(
-            shape, batch=batch, context=context, ranks=layout.context, how=layout.attention, itemsize=itemsize,
-            tensor=layout.tensor,
-        )  # fmt: skip
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}
     return counted | predicted | {"volume_as_predicted": expected and counted == said}

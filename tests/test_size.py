@@ -15,7 +15,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/model": 7,
     "distlab/parallel": 36,  # layouts; refusals have files, hooks come and go; strategies' facts stand in entries
     "distlab/report": 14,  # derived columns, which experiments computed
-    "distlab/theory": 29,
+    "distlab/theory": 30.2,  # what a rank of a layout sends, holds and takes
     "distlab/train": 12,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
@@ -23,7 +23,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 323,  # tensor and context parallelism, for which 9 are allowed, and distlab check
+    "source": 325,  # tensor and context parallelism, for which 9 are allowed, distlab check, layouts in the planner
     "tests": 246,
 }
 

@@ -204,7 +204,11 @@ class BenchOptions(ModelOptions):
             MemoryError: the model with this batch does not fit.
         """
         planned = [
-            replace(self.planned(row.strategy.name, shard_size=row.shard_size), model_ranks=row.layout.ranks)
+            replace(
+                self.planned(row.strategy.name, shard_size=row.shard_size),
+                batch=self.batch * row.layout.ranks,
+                layout=row.layout,
+            )
             for row in rows
         ]
         if self.factory is not None:

@@ -44,7 +44,10 @@ from distlab.comm import collectives
 from distlab.measure.collectives import tensors_in
 
 # Functions of the seam, and which argument is the payload (the side on which all ranks' data lies).
-MESSAGES = {"all_reduce_mean": 0, "reduce_scatter_mean": 1, "all_gather": 0, "broadcast": 0}
+MESSAGES = {
+    "all_reduce_mean": 0, "reduce_scatter_mean": 1, "all_gather": 0, "broadcast": 0,
+    "all_reduce": 0, "reduce_scatter_sum": 1, "all_to_all": 1, "rotate": 1,
+}
 _MATMULS = ("matmul", "__matmul__", "bmm")
 
 

@@ -18,12 +18,13 @@ from typing import Any
 from distlab.hardware import ClusterSpec, by_alias, cluster
 from distlab.model import ModelConfig, kept_levels, model_of, preset
 from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
-from distlab.parallel import get_strategy
+from distlab.parallel import Layout, get_strategy
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.simulate.estimate import USABLE, estimate_step, machine_on
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one
 from distlab.theory.flops import mfu, step_flops
-from distlab.theory.memory.activations import FP32
+from distlab.theory.memory.activations import FP32, Sharing
 from distlab.theory.memory.peak import Breakdown, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import KERNELS
@@ -40,9 +41,10 @@ class Case:
         model: its shape.
         cluster: such as `grand-teton:8` or `dgx-h100:16x8`.
         strategy: a name of the registry.
-        batch: sequences per GPU and micro-batch.
+        batch: sequences at once on a GPU, or on all GPUs that share a model.
         micro_batches: accumulated in a step.
         group: with a mesh, GPUs that share a copy of the parameters; None for a host.
+        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,cp2`.
         recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
             this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
@@ -57,7 +59,7 @@ class Case:
         published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
 
     Raises:
-        ValueError: a value that is not allowed, or a group that does not divide the GPUs.
+        ValueError: a value that is not allowed, or a group or a layout that does not divide the GPUs.
     """
 
     model: ModelConfig
@@ -66,6 +68,7 @@ class Case:
     batch: int
     micro_batches: int = 1
     group: int | None = None
+    layout: Layout = DATA_PARALLEL
     recompute: str = "none"
     recompute_every: int = 1
     compiled: bool = False
@@ -90,12 +93,20 @@ class Case:
         ):  # fmt: skip
             if value not in allowed:
                 raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+        if self.cluster.gpus % self.layout.ranks:
+            raise ValueError(f"layout {self.layout}: {self.layout.ranks} do not divide {self.cluster.gpus} GPUs")
         _ = self.shards
 
     @property
     def shards(self) -> int:
-        """GPUs over which parameters are divided."""
-        return sharding_group(get_strategy(self.strategy), self.cluster.gpus, self.cluster.gpus_per_host, self.group)
+        """GPUs over which parameters, or a GPU's part of them, are divided."""
+        ranks, host = (gpus // self.layout.tensor for gpus in (self.cluster.gpus, self.cluster.gpus_per_host))
+        return sharding_group(get_strategy(self.strategy), ranks, host, self.group)
+
+    @property
+    def tokens(self) -> float:
+        """Of a step, per GPU."""
+        return self.batch * self.micro_batches * self.model.context_length / self.layout.ranks
 
     @property
     def checkpointing(self) -> str:
@@ -125,7 +136,8 @@ def from_json(known: Mapping[str, Any]) -> Case:
                          f"{', '.join(names)}")  # fmt: skip
     named = isinstance(known["model"], str)
     model = preset(known["model"]) if named else model_of(known["model"])
-    return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"])})
+    layout = Layout.parse(known.get("layout", ""))
+    return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout})
 
 
 def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
@@ -187,13 +199,13 @@ def predict(case: Case) -> Prediction:
     allocated, phase = max((moment.total, phase) for phase, moment in memory)
     # The allocator's cache: forward's tensors are cut out of the block that the largest temporary one left, so the next
     # step's finds none of its size and takes another.
-    largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size
+    largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
     if case.fused_loss:
         largest = FP32 * sum(ModelShape.of(case.model).matrices_per_block)
-    tokens = case.batch * case.micro_batches * case.model.context_length
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
-    share = mfu(step_flops(**case.model.sizes(case.batch * case.micro_batches)), time.step, dtype_peak)
-    return Prediction(time, allocated, allocated + largest, phase, tokens / time.step, share)
+    flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
+    share = mfu(flops, time.step, dtype_peak)
+    return Prediction(time, allocated, allocated + largest, phase, case.tokens / time.step, share)
 
 
 def step(case: Case) -> StepTime:
@@ -211,24 +223,27 @@ def step(case: Case) -> StepTime:
         kernels=case.kernels or ("fused" if case.compiled else "eager"),
         fused_loss=case.fused_loss,
         reduced_bytes=FP32 if case.reduce == "fp32" else 2,
+        layout=case.layout,
     )
 
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
     """The moments of a step, (phase, bytes)."""
-    shape, strategy = ModelShape.of(case.model), get_strategy(case.strategy)
+    layout, strategy = case.layout, get_strategy(case.strategy)
+    shape = ModelShape.of(case.model, layout.tensor)
     moments = step_memory(
         shape,
         batch=case.batch,
-        context=case.model.context_length,
+        context=case.model.context_length // layout.context,
         strategy=strategy,
-        world_size=case.shards if strategy.takes_mesh else case.cluster.gpus,
+        world_size=case.shards if strategy.takes_mesh else case.cluster.gpus // layout.tensor,
         precision="fp32" if case.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast",
         checkpointing=kept_levels(case.checkpointing, shape.num_layers),
-        loss_chunk=LOGITS_CHUNK if case.fused_loss else None,
+        loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=case.micro_batches > 1,
         fused=case.compiled or case.kernels == "fused",
         compiled=case.compiled,
+        sharing=Sharing(layout.context, layout.attention),
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)

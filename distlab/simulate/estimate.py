@@ -15,11 +15,13 @@ from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, clus
 from distlab.model import PRESETS, ModelConfig, kept_levels, model_of, preset
 from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import option
-from distlab.parallel import get_strategy
+from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
+from distlab.theory.axes import context_volume, tensor_volume
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -59,6 +61,7 @@ def compute_time(
     shards: int | None = None,
     kernels: str | None = None,
     fused_loss: bool | None = None,
+    layout: Layout = DATA_PARALLEL,
 ) -> tuple[ComputeTime, int]:
     """Forward, backward and optimizer of one micro-batch without communication, and how many operators that is.
 
@@ -68,14 +71,16 @@ def compute_time(
         checkpointing: what blocks keep, see `model.kept_levels`.
         shards: over which the strategy shards parameters, which then arrive in `dtype` (FSDP); None if it does not.
         kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
+        layout: how ranks share the model; `batch` counts the sequences of all that do.
     """
-    shape = ModelShape.of(config)
+    shape = ModelShape.of(config, layout.tensor)
     precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16-autocast" if shards is None else "bf16"]
     kernels = kernels or ("eager" if config.ops == "torch" else "fused")
     fused_loss = config.loss_in_head if fused_loss is None else fused_loss
     work = Workload(
-        shape, batch, config.context_length, precision, kernels, fused_loss=fused_loss, shards=shards
-    )
+        shape, batch, config.context_length // layout.context, precision, kernels,
+        fused_loss=fused_loss and layout.tensor == 1, shards=shards, sharing=layout.context,
+    )  # fmt: skip
     spent, count = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}, 0
     blocks = Counter(kept_levels(checkpointing, shape.num_layers))
     some = [(replace(work, keep=keep).block(), count) for keep, count in blocks.items()]
@@ -105,13 +110,14 @@ def estimate_step(
     kernels: str | None = None,
     fused_loss: bool | None = None,
     reduced_bytes: int = FP32,
+    layout: Layout = DATA_PARALLEL,
 ) -> StepTime:
     """The time of a step; arguments as `compute_time`, and
 
     Args:
         name: of a strategy.
         batch: sequences per rank and micro-batch.
-        ranks: data-parallel size.
+        ranks: all of them; the strategy's are data × context.
         micro_batches: accumulated in a step.
         group: with a mesh, ranks that share a copy of the parameters; default a node.
         reduced_bytes: per element of the gradients that are sent.
@@ -119,8 +125,9 @@ def estimate_step(
     Raises:
         ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
     """
-    strategy = get_strategy(name)
-    inner = sharding_group(strategy, ranks, machine.network.devices_per_node, group)
+    strategy, averaging = get_strategy(name), ranks // layout.tensor
+    network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
+    inner = sharding_group(strategy, averaging, network.devices_per_node, group)
     once, operators = compute_time(
         config,
         batch,
@@ -130,19 +137,47 @@ def estimate_step(
         shards=inner if strategy.casts_parameters else None,
         kernels=kernels,
         fused_loss=fused_loss,
+        layout=layout,
     )
     compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
     time = step_time(
         strategy,
         compute,
-        messages(config, dtype, bucket_size_mb, inner, reduced_bytes),
-        machine.network,
-        ranks,
+        messages(config, dtype, bucket_size_mb, inner, reduced_bytes, layout.tensor),
+        network,
+        averaging,
         contention=machine.contention,
         micro_batches=micro_batches,
         group=group,
     )
-    return replace(time, host=host_time(micro_batches * operators, time.calls))
+    recomputes = any(level != "none" for level in kept_levels(checkpointing, config.num_layers))
+    inside, calls = _inside_blocks(config, layout, machine, batch, dtype)
+    seconds, calls = micro_batches * inside * (1.5 if recomputes else 1), time.calls + micro_batches * calls
+    return replace(
+        time, overhead=time.overhead + seconds, communication=time.communication + seconds, calls=calls,
+        host=host_time(micro_batches * operators, calls),
+    )  # fmt: skip
+
+
+def _inside_blocks(
+    config: ModelConfig, layout: Layout, machine: Machine, batch: int, dtype: str
+) -> tuple[float, int]:
+    """Seconds and number of the messages between ranks that share a model, forward and backward of a micro-batch.
+
+    Compute waits for each, and copies it once; a recomputed block sends those of its forward, half of them, again.
+    """
+    shape, compute = ModelShape.of(config, layout.tensor), DTYPES[dtype]
+    itemsize, context = FP32 if compute is None else compute.itemsize, config.context_length
+    tensor = tensor_volume(shape, batch=batch, context=context // layout.context, itemsize=itemsize)
+    sequences = context_volume(
+        shape, batch=batch, context=context, ranks=layout.context, how=layout.attention, itemsize=itemsize
+    )
+    both, network = tensor + sequences, machine.network
+    seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
+    seconds += network.across(layout.tensor).seconds(
+        sequences.bytes, layout.context, sequences.collectives, "all_gather"
+    )
+    return seconds + 2 * both.bytes / machine.device.bytes_per_s, both.collectives
 
 
 def host_time(operators: int, calls: int) -> float:
@@ -151,15 +186,17 @@ def host_time(operators: int, calls: int) -> float:
 
 
 def messages(
-    config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
-) -> Messages:
+    config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32,
+    tensor: int = 1,
+) -> Messages:  # fmt: skip
     """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
     the computation.
 
     Args:
         shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
+        tensor: ranks that share every matrix.
     """
-    shape, compute = ModelShape.of(config), DTYPES[dtype]
+    shape, compute = ModelShape.of(config, tensor), DTYPES[dtype]
     numels = shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
     total, units = sum(numels), shape.num_layers + 2

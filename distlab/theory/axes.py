@@ -6,40 +6,84 @@ recomputation adds what the repeated forward sends.
 """
 
 from distlab.theory.checks import at_least_one
+from distlab.theory.forms import Form
 from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import CommunicationVolume
+from distlab.theory.volume import CommunicationVolume, step_volume
+
+FP32 = 4  # bytes of a number of the loss, and of a norm's gradient: see `tensor_volume`
+
+
+def layout_volume(
+    strategy: Form,
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    world_size: int,
+    sharing: int = 1,
+    how: str = "gathered",
+    itemsize: int = 4,
+    casts_parameters: bool = False,
+    bucket_size_mb: float | None = 25.0,
+    shard_size: int | None = None,
+) -> CommunicationVolume | None:
+    """All that a rank sends in a step: the data strategy's messages of the matrices that the tensor axis leaves it, and
+    those of both axes; None where no closed form says the strategy's.
+
+    Args:
+        shape: of the model, with the ranks that share its matrices.
+        batch, context: B sequences of a group of ranks that share a model, and T tokens of each, whole.
+        world_size: all ranks.
+        sharing: ranks that share sequences; `how` as in `context_volume`.
+        itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters arrive in it (FSDP).
+        bucket_size_mb, shard_size: as in `step_volume`.
+    """
+    numels = shape.parameter_numels()
+    of_strategy = step_volume(
+        strategy, numels, [FP32] * len(numels), units=shape.parameter_units(), shapes=shape.parameter_shapes(),
+        world_size=world_size // shape.tensor, compute_itemsize=itemsize, bucket_size_mb=bucket_size_mb,
+        shard_size=shard_size,
+    )  # fmt: skip
+    if of_strategy is None:
+        return None
+    embedding = itemsize if casts_parameters else FP32
+    of_tensor = tensor_volume(
+        shape, batch=batch, context=context // sharing, itemsize=itemsize, embedding_itemsize=embedding
+    )
+    of_context = context_volume(shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize)
+    return of_strategy + of_tensor + of_context
 
 
 def tensor_volume(
-    shape: ModelShape, *, batch: int, context: int, ranks: int, itemsize: int = 4, embedding_itemsize: int = 4
+    shape: ModelShape, *, batch: int, context: int, itemsize: int = 4, embedding_itemsize: int = 4
 ) -> CommunicationVolume:
-    """Of ranks that share every matrix, the loss in the head.
+    """Of the ranks that share every matrix of `shape`, the loss in the head.
 
     Forward a reduce-scatter behind the embedding, per block two all-gathers and two reduce-scatters, an all-gather
     before the head, all of B·T·d elements, and three all-reduces of B·T fp32 numbers for the loss; backward the same
-    transfers the other way, and an all-reduce of d fp32 numbers for each of 2·L + 1 norms.
+    transfers the other way, and an all-reduce of d fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever
+    the logits come in, and norms keep fp32 weights under every strategy, so that neither depends on `itemsize`.
 
     Args:
         context: T, of this rank: a part of the sequence where ranks share sequences, too.
         itemsize: bytes of an element between blocks; `embedding_itemsize` of the embedding's result.
     """
-    at_least_one(batch=batch, context=context, ranks=ranks)
-    if ranks == 1:
+    at_least_one(batch=batch, context=context)
+    if shape.tensor == 1:
         return CommunicationVolume(0, 0)
     layers, d = shape.num_layers, shape.d_model
     inner, outer, norms = 2 * (4 * layers + 1), 2, 2 * layers + 1
     tokens = batch * context
-    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + 4 * (3 * tokens + norms * d)
+    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (3 * tokens + norms * d)
     return CommunicationVolume(inner + outer + 3 + norms, sent)
 
 
 def context_volume(
-    shape: ModelShape, *, batch: int, context: int, ranks: int, how: str = "gathered", itemsize: int = 4,
-    tensor: int = 1,
-) -> CommunicationVolume:  # fmt: skip
+    shape: ModelShape, *, batch: int, context: int, ranks: int, how: str = "gathered", itemsize: int = 4
+) -> CommunicationVolume:
     """Of ranks that share sequences; `how` as `distlab.parallel.context_parallel.HOW`.
 
-    Per block, with k the width of keys and t = T/P tokens of a rank:
+    Per block, with d and k the widths of queries and keys on a rank, and t = T/P of its tokens:
 
         gathered   an all-gather of 2·B·T·k elements, backward a reduce-scatter of them
         ulysses    four all-to-alls of B·t·(2·d + 2·k) elements together, and as many backward
@@ -47,16 +91,15 @@ def context_volume(
 
     Args:
         context: T, whole.
-        tensor: ranks that share the heads.
     """
-    at_least_one(batch=batch, context=context, ranks=ranks, tensor=tensor)
+    at_least_one(batch=batch, context=context, ranks=ranks)
     if ranks == 1:
         return CommunicationVolume(0, 0)
-    keys, width, tokens = shape.kv_width // tensor, shape.d_model // tensor, batch * context // ranks
+    keys, width, tokens = shape.kv_width, shape.width, batch * context // ranks
     pair = 2 * tokens * keys
     calls, sent = {
         "gathered": (2, 2 * ranks * pair * itemsize),
         "ulysses": (8, 2 * tokens * (2 * width + 2 * keys) * itemsize),
-        "ring": (3 * ranks - 2, 2 * (ranks - 1) * pair * itemsize + ranks * pair * max(4, itemsize)),
+        "ring": (3 * ranks - 2, 2 * (ranks - 1) * pair * itemsize + ranks * pair * max(FP32, itemsize)),
     }[how]
     return CommunicationVolume(shape.num_layers * calls, shape.num_layers * sent)

@@ -24,9 +24,12 @@ class ModelShape:
         tie_embeddings: whether the head uses the embedding's matrix.
         num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie et al. 2023,
             "GQA"); None for one each. Must divide H.
+        tensor: T ranks that share every matrix and the sequence between blocks; then all that follows from the widths
+            is what one of them has: its heads, columns and words, and whole norms. The widths above stay the model's.
 
     Raises:
-        ValueError: a size below one, or heads that do not divide the width (with the nearest that do).
+        ValueError: a size below one, heads that do not divide the width (with the nearest that do), or ranks that do
+            not divide the heads, columns or words.
     """
 
     d_model: int
@@ -36,6 +39,7 @@ class ModelShape:
     vocab_size: int
     tie_embeddings: bool = False
     num_kv_heads: int | None = None
+    tensor: int = 1
 
     def __post_init__(self) -> None:
         sizes = {name: size for name, size in vars(self).items() if name != "tie_embeddings" and size is not None}
@@ -46,16 +50,40 @@ class ModelShape:
                 raise ValueError(
                     f"{part}={sizes[part]} does not divide {whole}={sizes[whole]}; the nearest that does is {near}"
                 )
+        for name in ("num_heads", "num_kv_heads", "d_ff", "vocab_size"):
+            if sizes.get(name, 0) % self.tensor:
+                raise ValueError(f"{self.tensor} ranks cannot share {name}={sizes[name]} evenly")
 
     @staticmethod
-    def of(config: Any) -> "ModelShape":
+    def of(config: Any, tensor: int = 1) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
-        return ModelShape(**{field.name: getattr(config, field.name) for field in fields(ModelShape)})
+        names = [field.name for field in fields(ModelShape) if field.name != "tensor"]
+        return ModelShape(**{name: getattr(config, name) for name in names}, tensor=tensor)
+
+    @property
+    def heads(self) -> int:
+        """Heads of queries on a rank."""
+        return self.num_heads // self.tensor
+
+    @property
+    def width(self) -> int:
+        """Width of the queries of a rank's heads; d for one rank alone."""
+        return self.d_model // self.tensor
 
     @property
     def kv_width(self) -> int:
-        """k, width of the keys of all heads, and of the values."""
-        return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads)
+        """k, width of the keys of a rank's heads, and of the values."""
+        return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads) // self.tensor
+
+    @property
+    def inner(self) -> int:
+        """Columns of the feed-forward block on a rank; f for one rank alone."""
+        return self.d_ff // self.tensor
+
+    @property
+    def words(self) -> int:
+        """Rows of the embedding, and of the head, on a rank; V for one rank alone."""
+        return self.vocab_size // self.tensor
 
     @property
     def matrices_per_block(self) -> tuple[int, ...]:
@@ -65,8 +93,8 @@ class ModelShape:
     @property
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
         """Their shapes, (outputs, inputs)."""
-        d, f = self.d_model, self.d_ff
-        return ((d + 2 * self.kv_width, d), (d, d), (f, d), (f, d), (d, f))
+        d, q, f = self.d_model, self.width, self.inner
+        return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
     @property
     def block_parameters(self) -> int:
@@ -76,7 +104,7 @@ class ModelShape:
     @property
     def embedding_parameters(self) -> int:
         """V·d; the head has as many, or none of its own if tied."""
-        return self.vocab_size * self.d_model
+        return self.words * self.d_model
 
     @property
     def num_parameters(self) -> int:
@@ -87,10 +115,18 @@ class ModelShape:
     def parameter_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of every parameter in registration order, a tied one once."""
         qkv, output, w1, w3, w2 = self.matrix_shapes_per_block
-        norm, embedding = (self.d_model,), (self.vocab_size, self.d_model)
+        norm, embedding = (self.d_model,), (self.words, self.d_model)
         block = [norm, qkv, output, norm, w1, w3, w2]
         head = [] if self.tie_embeddings else [embedding]
         return [embedding, *(block * self.num_layers), norm, *head]
+
+    def parameter_units(self) -> list[str | None]:
+        """Which unit gathers each parameter, in registration order: a block, the embedding or the head; None for norms,
+        which nobody gathers.
+        """
+        blocks = [None if at in (0, 3) else f"block {block}" for block in range(self.num_layers) for at in range(7)]
+        head = [] if self.tie_embeddings else ["head"]
+        return ["embedding", *blocks, None, *head]
 
     def parameter_numels(self) -> list[int]:
         """Elements of every parameter in registration order, a tied one once."""

@@ -7,7 +7,8 @@ RMSNorm taken apart in fp32, as torch before 2.8 ran it.
 
 Letters: n tokens at once, d d_model, f d_ff, k width of all keys, V vocabulary; c bytes of the computation, r of the
 residual stream. Attention is causal: it counts half of the scores; its backward makes five matmuls where forward makes
-two.
+two. Of ranks that share matrices (`ModelShape.tensor`), d of attention, f, k and V are a rank's, and norms and the
+residual stream have its part of the tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -53,7 +54,7 @@ class Workload:
 
     Args:
         shape: of the model.
-        batch, context: sequences, and tokens in each.
+        batch, context: sequences, and this rank's tokens in each.
         precision: bytes per element; `copies_weights` for autocast.
         kernels: `eager`, `composite` or `fused`, see above.
         keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`; the rest runs again
@@ -61,6 +62,7 @@ class Workload:
         fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and forward makes the
             gradients.
         shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
+        sharing: ranks that share sequences: a query sees so many times the keys.
 
     Raises:
         ValueError: an unknown name, or a size below one.
@@ -74,6 +76,7 @@ class Workload:
     keep: str = "none"
     fused_loss: bool = False
     shards: int | None = None
+    sharing: int = 1
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
@@ -85,6 +88,11 @@ class Workload:
     def tokens(self) -> int:
         """n."""
         return self.batch * self.context
+
+    @property
+    def residual(self) -> int:
+        """Elements of the residual stream on this rank."""
+        return self.tokens // self.shape.tensor * self.shape.d_model
 
     def outside(self) -> list[Compute]:
         """Everything but the blocks: embedding, final norm, head, loss, optimizer."""
@@ -115,7 +123,7 @@ class Workload:
 
     def _norm(self, adds: bool) -> Iterator[tuple[str, int, int]]:
         """RMSNorm of the residual stream, to which a branch is added first where `adds`."""
-        nd, c, r = self.tokens * self.shape.d_model, self.precision.compute, self.precision.residual
+        nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
             yield "add_rms_norm" if adds else "rms_norm", 0, ((c + r) * adds + r + c) * nd
             return
@@ -129,7 +137,7 @@ class Workload:
 
     def _norm_backward(self) -> Iterator[tuple[str, int, int]]:
         """And the sum with what comes down the residual stream."""
-        nd, c, r = self.tokens * self.shape.d_model, self.precision.compute, self.precision.residual
+        nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
             yield "rms_norm_backward", 0, (c + 3 * r) * nd
             return
@@ -141,7 +149,7 @@ class Workload:
     def _rope(self, backward: bool = False) -> Iterator[tuple[str, int, int]]:
         """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
         shape, c, n = self.shape, self.precision.compute, self.tokens
-        rotated, all_three = n * (shape.d_model + shape.kv_width), n * (shape.d_model + 2 * shape.kv_width)
+        rotated, all_three = n * (shape.width + shape.kv_width), n * (shape.width + 2 * shape.kv_width)
         cast, add = ("_to_copy", 0, (FP32 + c) * rotated), ("add", 0, 3 * FP32 * rotated)
         if self.kernels == "fused":
             yield "rope", 0, 2 * c * (rotated + all_three * backward)
@@ -156,22 +164,22 @@ class Workload:
     def _attention(self, matmuls: int) -> tuple[str, int, int]:
         shape, c, n = self.shape, self.precision.compute, self.tokens
         times = 1 if matmuls == 2 else 2
-        moved = times * c * n * (2 * shape.d_model + 2 * shape.kv_width) + FP32 * n * shape.num_heads
-        return ATTENTION, matmuls * n * self.context * shape.d_model, moved
+        moved = times * c * n * (2 * shape.width + 2 * shape.kv_width) + FP32 * n * shape.heads
+        return ATTENTION, matmuls * n * self.context * self.sharing * shape.width, moved
 
     def _swiglu(self) -> Iterator[tuple[str, int, int]]:
-        nf, c = self.tokens * self.shape.d_ff, self.precision.compute
+        nf, c = self.tokens * self.shape.inner, self.precision.compute
         if self.kernels == "fused":
             yield "swiglu", 0, 3 * c * nf
         else:
             yield from (("silu", 0, 2 * c * nf), ("mul", 0, 3 * c * nf))
 
     def _add(self) -> tuple[str, int, int]:
-        return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.tokens * self.shape.d_model
+        return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.residual
 
     def _forward(self, kept: Sequence[str] = ()) -> Iterator[tuple[str, int, int]]:
         """But for the operators whose results were kept."""
-        (qkv, _), (d, _), (f, _) = self.shape.matrix_shapes_per_block[:3]
+        (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
 
         def linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:
             yield from self._cast(inputs * outputs)
@@ -183,7 +191,7 @@ class Workload:
         yield from self._rope()
         if "attention" not in kept:
             yield self._attention(2)
-        yield from linear("output", d, d)
+        yield from linear("output", width, d)
         yield from self._norm(adds=True)
         yield from linear("w1", d, f)
         yield from linear("w3", d, f)
@@ -200,7 +208,7 @@ class Workload:
             yield from list(self._forward(kept if self.precision.copies_weights else (*kept, "w2")))[:-1]
 
     def _backward(self) -> Iterator[tuple[str, int, int]]:
-        (qkv, _), (d, _), (f, _) = self.shape.matrix_shapes_per_block[:3]
+        (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
         c, n = self.precision.compute, self.tokens
         yield from self._both_gradients(f, d)
         if self.kernels == "fused":
@@ -212,7 +220,7 @@ class Workload:
             yield from self._both_gradients(d, f)
         yield "add", 0, 3 * c * n * d
         yield from self._norm_backward()
-        yield from self._both_gradients(d, d)
+        yield from self._both_gradients(width, d)
         yield self._attention(5)
         yield from self._rope(backward=True)
         yield from self._both_gradients(d, qkv)
@@ -236,26 +244,30 @@ class Workload:
 
     def _ends_forward(self) -> Iterator[Compute]:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
-        d, nv = self.shape.d_model, n * self.shape.vocab_size
+        d, nv = self.shape.d_model, n * self.shape.words
         yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
         ends = [unit for _ in range(self._copies) for unit in self._unit(self.shape.embedding_parameters)]
         ends += [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
-        ends.append(self._matmul(d, self.shape.vocab_size))
+        ends.append(self._matmul(d, self.shape.words))
         if self.fused_loss:
-            ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.vocab_size)]
+            ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.words)]
         else:
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
-            ends += [("_log_softmax", 0, 2 * FP32 * nv), ("nll_loss", 0, FP32 * nv)]
+            if self.shape.tensor > 1:  # the largest, the difference from it, its exponential, their sum
+                ends += [("amax", 0, FP32 * nv), *[("exp", 0, 2 * FP32 * nv)] * 2, ("sum", 0, FP32 * nv)]
+            else:
+                ends += [("_log_softmax", 0, 2 * FP32 * nv), ("nll_loss", 0, FP32 * nv)]
         yield from (Compute(*each, "forward") for each in ends)
 
     def _ends_backward(self) -> Iterator[Compute]:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
-        shape, nv = self.shape, n * self.shape.vocab_size
+        shape, nv = self.shape, n * self.shape.words
         ends = []
         if not self.fused_loss:
             ends = [("nll_loss_backward", 0, 2 * FP32 * nv), ("_log_softmax_backward", 0, 3 * FP32 * nv)]
+            ends += [("add", 0, 3 * FP32 * nv)] * (self.shape.tensor > 1)
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
-            ends += self._both_gradients(shape.d_model, shape.vocab_size)
+            ends += self._both_gradients(shape.d_model, shape.words)
         ends += self._norm_backward()
         written = (r if self.shards is not None else FP32) * shape.embedding_parameters
         ends.append(("embedding_backward", 0, written + r * n * shape.d_model))

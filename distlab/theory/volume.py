@@ -369,7 +369,7 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
 
 def padded_parameters(shape: ModelShape, world_size: int) -> int:
     """Elements of all of a model's parameters with the padding of FSDP's buffers; norms have none."""
-    block, embedding = shape.matrix_shapes_per_block, [(shape.vocab_size, shape.d_model)]
+    block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
     padding = sum(sharded_buffers(block, world_size)) - sum(shape.matrices_per_block)
     of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
     copies = 1 if shape.tie_embeddings else 2

@@ -23,6 +23,8 @@ from distlab.model.config import (
     checkpoint_plan,
 )
 from distlab.parallel import STRATEGIES, Layout
+from distlab.parallel.layout import DATA_PARALLEL
+from distlab.theory.memory.activations import Sharing
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
@@ -39,7 +41,7 @@ class PlannedStep:
 
     Args:
         model: its shape and operations.
-        batch: sequences at once on one rank.
+        batch: sequences at once on one rank, or of all ranks that share a model.
         strategy: a name of the registry.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
         checkpointing: as the option; `auto` for what needs least memory.
@@ -48,7 +50,7 @@ class PlannedStep:
         mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
         batch_option: what `--batch` would be for one sequence at once on each rank.
         shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
-        model_ranks: ranks that share one model, at most as many times as much memory.
+        layout: how ranks share a model.
     """
 
     model: ModelConfig
@@ -61,27 +63,30 @@ class PlannedStep:
     mode: str = "step"
     batch_option: int = 1
     shard_size: int | None = None
-    model_ranks: int = 1
+    layout: Layout = DATA_PARALLEL
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
         strategy = STRATEGIES[self.strategy]
         precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
+        layout = self.layout
+        in_chunks = self.model.loss_in_head and layout.tensor == 1  # ranks that share the words have all their logits
         return step_memory(
-            ModelShape.of(self.model),
+            ModelShape.of(self.model, layout.tensor),
             batch=self.batch,
-            context=self.model.context_length,
+            context=-(-self.model.context_length // layout.context),
             strategy=strategy,
-            world_size=(strategy.takes_mesh and self.shard_size) or world_size,
+            world_size=(strategy.takes_mesh and self.shard_size) or max(1, world_size // layout.tensor),
             precision=precision,
             attention=self.model.attention,
             checkpointing=checkpoint_plan(choice, self.model.num_layers),
-            loss_chunk=LOGITS_CHUNK if self.model.loss_in_head else None,
+            loss_chunk=LOGITS_CHUNK if in_chunks else None,
             accumulates=self.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
             fused=self.compiled or (on_gpu and self.model.ops != "torch"),
             compiled=self.compiled,
+            sharing=Sharing(layout.context, layout.attention),
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
@@ -91,7 +96,7 @@ class PlannedStep:
             held = memory.after_init.parameters + max(moment.temporary for _, moment in memory.moments)
         else:
             held = memory.peak.total - (0 if self.mode == "step" else memory.after_step.optimizer_state)
-        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN) / self.model_ranks)
+        return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
 
     def __str__(self) -> str:
         batch, context = self.batch * self.batch_option, self.model.context_length
@@ -101,8 +106,8 @@ class PlannedStep:
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
     """A step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
-    model_ranks = Layout.parse(config.layout).ranks
-    parts = max(1, world_size // model_ranks) * config.accumulate
+    layout = Layout.parse(config.layout)
+    parts = max(1, world_size // layout.ranks) * config.accumulate
     return PlannedStep(
         config.model(),
         -(-config.batch // parts),
@@ -113,7 +118,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         compiled=config.compile != "off",
         batch_option=parts,
         shard_size=config.shard_size,
-        model_ranks=model_ranks,
+        layout=layout,
     )
 
 

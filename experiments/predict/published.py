@@ -9,7 +9,6 @@ from distlab.model import preset
 from distlab.report import read_json
 from distlab.simulate.case import Case, from_json, predict, shortage
 from distlab.theory.memory.peak import zero_paper_bytes
-from distlab.theory.model_shape import ModelShape
 from experiments.predict.cases import OWN, PUBLISHED, ZERO_TABLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +36,10 @@ def add(run: Run, case: Case) -> None:
     """A row: what is predicted of a case, beside what was published."""
     found, published = predict(case), dict(case.published or {})
     kind = published.pop("memory_is", "allocated")
-    tokens = case.batch * case.micro_batches * case.model.context_length
     if "tokens_per_s_per_gpu" in published:
-        published["step_ms"] = 1e3 * tokens / published["tokens_per_s_per_gpu"]
+        published["step_ms"] = 1e3 * case.tokens / published["tokens_per_s_per_gpu"]
     elif "step_ms" in published:
-        published["tokens_per_s_per_gpu"] = 1e3 * tokens / published["step_ms"]
+        published["tokens_per_s_per_gpu"] = 1e3 * case.tokens / published["step_ms"]
     metrics = {
         "predicted_step_ms": 1e3 * found.time.step,
         "predicted_tokens_per_s_per_gpu": found.tokens_per_s,
@@ -78,7 +76,7 @@ def _own() -> Iterator[Case]:
             size = facts["size"]
             model = preset(size)
             ranks = 1 if record.variant == "local" else facts["world_size"]
-            shape = vars(ModelShape.of(model)) | {"context": facts.get("context", model.context_length)}
+            shape = vars(model) | {"context_length": facts.get("context", model.context_length)}
             published = {"step_ms": record.metrics["step_p50_ms"], "memory_is": "allocated"}
             published["memory_gib"] = record.metrics["peak_alloc_bytes"] / GIB
             yield from_json(
@@ -86,7 +84,7 @@ def _own() -> Iterator[Case]:
                     "name": f"{size}, batch {facts['batch']}, {record.variant}, {ranks} H200",
                     "model": shape, "cluster": f"dgx-h200:{ranks}", "strategy": record.variant,
                     "batch": facts["batch"], "published": published, "source": f"records/{name}",
-                    "known": f"{facts['batch']} × {shape['context']} tokens per GPU, bf16, eager",
+                    "known": f"{facts['batch']} × {shape['context_length']} tokens per GPU, bf16, eager",
                     "why": HOST if size == "medium" else "",
                 }
             )  # fmt: skip

@@ -1,5 +1,6 @@
 """Published runs: the bars, a case from a file, and what is refused."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -22,15 +23,16 @@ def rows(tmp_path_factory):
 
 
 def test_the_bars(rows):
-    """Step time within 15 % and memory within 10 % of torchtitan's; other misses have their reason."""
+    """Step time within 15 % and memory within 10 % of torchtitan's; other misses have their reason, as have those of
+    long sequences that four and eight GPUs share."""
     for name, record in rows.items():
-        if name.startswith("Llama"):
+        if name.startswith("Llama") and name[-4:] not in ("CP 4", "CP 8"):
             assert abs(record.metrics["step_ms_error_pct"]) <= 15, name
             assert abs(record.metrics["memory_gib_error_pct"]) <= 10, name
         elif abs(record.metrics.get("step_ms_error_pct", 0)) > 15:
             assert record.config["why"], name
         assert abs(record.metrics.get("memory_gib_error_pct", 0)) <= 10, name
-    assert len(rows) >= 8
+    assert len(rows) >= 12
     assert all(record.config["source"] and record.config["known"] for record in rows.values())
 
 
@@ -91,12 +93,25 @@ def test_what_does_not_fit_says_by_how_much_and_what_would():
     assert "What fits" in text and "batch 1" in text
 
 
+def test_gpus_that_share_a_sequence_take_longer_than_ones_own_and_as_much_memory(rows):
+    """Each has 32,768 tokens, whose attention sees all others; torchtitan's peaks, too, differ by 1 % at most."""
+    shared = [record for name, record in rows.items() if "CP" in name]
+    for less, more in itertools.pairwise(shared):
+        assert 1.4 < more.metrics["predicted_step_ms"] / less.metrics["predicted_step_ms"] < 2
+        assert more.metrics["predicted_memory_gib"] == pytest.approx(less.metrics["predicted_memory_gib"], rel=0.01)
+        assert more.metrics["published_tokens_per_s_per_gpu"] < less.metrics["published_tokens_per_s_per_gpu"]
+    alone, shared = from_json(CASE), from_json(CASE | {"batch": 4, "layout": "tp2"})
+    assert (shared.tokens, shared.shards) == (alone.tokens, 4) and predict(shared).mfu < predict(alone).mfu
+
+
 @pytest.mark.parametrize(
     "change, says",
     [
         ({"speed": 1}, "unknown.*speed.*fields: model"),
         ({"strategy": "magic"}, "allowed.*hsdp"),
         ({"strategy": "hsdp", "group": 3}, "groups of 3 do not divide 8 ranks.*1, 2, 4, 8"),
+        ({"layout": "tp3"}, "3 do not divide 8 GPUs"),
+        ({"layout": "dp2"}, "tpN, cpN"),
         ({"model": {"d_model": 8}}, "a model takes d_model"),
         ({"model": "llama9"}, "did you mean"),
         ({"cluster": "abacus:8"}, "cluster 'abacus' is unknown"),

@@ -203,12 +203,13 @@ def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any
 
 
 def test_messages_and_bytes_are_the_closed_forms():
-    shape, context = ModelShape.of(CONFIG), CONFIG.context_length
+    context = CONFIG.context_length
     layouts = ["tp2", "cp2", "cp2-ulysses", "cp2-ring", "tp2,cp2", "tp2,cp2-ring", "cp4-ring", "cp4"]
     found = run_ranks(counted, 4, layouts)[0]
     for layout in map(Layout.parse, layouts):
-        inside = {"batch": ROWS, "context": context // layout.context, "ranks": layout.tensor}
-        between = {"batch": ROWS, "context": context, "ranks": layout.context, "tensor": layout.tensor}
+        shape = ModelShape.of(CONFIG, layout.tensor)
+        inside = {"batch": ROWS, "context": context // layout.context}
+        between = {"batch": ROWS, "context": context, "ranks": layout.context}
         forms = tensor_volume(shape, **inside), context_volume(shape, **between, how=layout.attention)
         expected = tuple(sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes"))
         assert found[str(layout)] == expected, layout

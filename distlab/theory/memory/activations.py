@@ -18,6 +18,15 @@ autograd saves
 A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that `recompute.KEEPS`
 names.
 
+Where T ranks share matrices (`ModelShape.tensor`), d, k, f, H and V of results are a rank's, and the residual stream,
+its gradient and the norms' statistics have n/T tokens; inputs of matmuls are whole, c·n·d. The loss keeps the logits
+beside their exponentials. Where P ranks share sequences, n counts the tokens of one, and attention keeps, with its
+queries and keys after rotation and its result in both orders of heads and tokens,
+
+    gathered      the keys and values of all              c·n·(3·d + (2·P + 1)·k)
+    ulysses       all three of H/P heads                c·n·(3·d + 2·k)
+    ring          qkv's output, kept whole by v            c·n·(4·d + 3·k)
+
 Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
 Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
 """
@@ -92,13 +101,40 @@ class Activations:
         return self.kept["block"]
 
 
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share sequences.
+
+    Args:
+        ranks: P.
+        how: keys and values travel, as `distlab.parallel.context_parallel.HOW`.
+    """
+
+    ranks: int = 1
+    how: str = "gathered"
+
+    def attention_widths(self, width: int, keys: int) -> int:
+        """Elements per token that fused attention keeps: see the tables above."""
+        if self.ranks == 1:
+            return 3 * width + 3 * keys
+        return {
+            "gathered": 3 * width + (2 * self.ranks + 1) * keys,
+            "ulysses": 3 * width + 2 * keys,
+            "ring": 4 * width + 3 * keys,
+        }[self.how]
+
+
+ALONE = Sharing()
+
+
 def block_activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False
-) -> int:
+    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False,
+    sharing: Sharing = ALONE,
+) -> int:  # fmt: skip
     """Bytes that autograd keeps of one block; see the table above.
 
     Args:
-        batch, context: B sequences of T tokens on this rank.
+        batch, context: B sequences of T tokens on this rank, of longer ones a part.
         attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or `naive`.
         fused: compiled, or run as fused kernels.
 
@@ -108,49 +144,50 @@ def block_activations(
     at_least_one(batch=batch, context=context)
     if attention not in ATTENTION:
         raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")
-    n, d, f, heads, keys = batch * context, shape.d_model, shape.d_ff, shape.num_heads, shape.kv_width
-    c, r = precision.compute, precision.residual
+    n, d, f, heads = batch * context, shape.d_model, shape.inner, shape.heads
+    c, r, part = precision.compute, precision.residual, n // shape.tensor
     if attention == "naive":
-        of_attention = c * n * (d + keys) + (FP32 + (c if c != FP32 else 0)) * n * heads * context
+        of_attention = 2 * c * n * (shape.width + shape.kv_width)
+        of_attention += (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
-        of_attention = c * n * (2 * d + 2 * keys) + FP32 * n * heads
-    rotated = c * n * (d + keys)
-    return 2 * r * n * d + 2 * FP32 * n + 2 * c * n * d + rotated + of_attention + (3 if fused else 4) * c * n * f
+        of_attention = c * n * sharing.attention_widths(shape.width, shape.kv_width) + FP32 * n * heads
+    return 2 * r * part * d + 2 * FP32 * part + 2 * c * n * d + of_attention + (3 if fused else 4) * c * n * f
 
 
 def activations(
     shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False,
-    compiled: bool = False,
+    compiled: bool = False, sharing: Sharing = ALONE,
 ) -> Activations:  # fmt: skip
     """All parts for a batch on one rank; arguments and errors as `block_activations`.
 
     A compiled block does not store what `recompute.KEEPS` names and nothing needs: w2's result.
     """
-    block = block_activations(shape, batch, context, precision, attention, fused)
-    n, d, f, vocabulary = batch * context, shape.d_model, shape.d_ff, shape.vocab_size
-    c, r = precision.compute, precision.residual
+    block = block_activations(shape, batch, context, precision, attention, fused, sharing)
+    n, d, f, vocabulary = batch * context, shape.d_model, shape.inner, shape.words
+    c, r, part = precision.compute, precision.residual, n // shape.tensor
     casts = c if c != FP32 else 0  # the logits exist in both dtypes
     # silu·up backward: gradients of silu·up and of both factors; silu(w1 x) is not computed again.
     swiglu = 3 * c * n * f
-    scores = (2 * FP32 if attention == "naive" else 0) * n * shape.num_heads * context
+    scores = (2 * FP32 if attention == "naive" else 0) * n * shape.heads * context
     # rope's backward in fp32: gradient times table, roll, sum; fused it keeps these in registers.
-    rotation = 0 if fused else 3 * FP32 * n * (d + shape.kv_width)
+    rotation = 0 if fused else 3 * FP32 * n * (shape.width + shape.kv_width)
     # Nothing of naive attention is kept: backward needs the scores anyway.
-    of_attention = (c * n * d + FP32 * n * shape.num_heads) * (attention != "naive")
-    matmuls = {"qkv": d + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": 0 if compiled else d}
+    of_attention = (c * n * shape.width + FP32 * n * shape.heads) * (attention != "naive")
+    matmuls = {"qkv": shape.width + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": 0 if compiled else d}
     results = {"attention": of_attention} | {name: c * n * width for name, width in matmuls.items()}
+    shared = shape.tensor > 1  # the loss then keeps logits and exponentials; see `tensor_parallel`
     return Activations(
         block=block,
-        kept={name: r * n * d + sum(results[each] for each in keeps) for name, keeps in KEEPS.items()}
+        kept={name: r * part * d + sum(results[each] for each in keeps) for name, keeps in KEEPS.items()}
         | {"none": block},
-        last=(r + c) * n * d + FP32 * n,
-        loss=FP32 * n * vocabulary,
+        last=r * part * d + c * n * d + FP32 * part,
+        loss=(1 + shared) * FP32 * n * vocabulary,
         loss_temporary=2 * FP32 * n * vocabulary,
         head_gradient=c * n * d,
         logits_gradient=c * n * vocabulary,
         forward_loss_temporary=(FP32 + casts) * n * vocabulary,
-        block_temporary=max(swiglu, rotation, scores),
-        residual_gradient=r * n * d,
+        block_temporary=max(swiglu, rotation, scores) + shared * c * n * d,
+        residual_gradient=r * part * d,
     )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
 from distlab.theory.memory import states as held
-from distlab.theory.memory.activations import FP32, PRECISIONS, Precision, activations
+from distlab.theory.memory.activations import ALONE, FP32, PRECISIONS, Precision, Sharing, activations
 from distlab.theory.memory.states import (
     CUBLAS_WORKSPACES,
     OPTIMIZERS,
@@ -76,13 +76,15 @@ def step_memory(
     workspace_bytes: int = CUBLAS_WORKSPACES,
     fused: bool = False,
     compiled: bool = False,
+    sharing: Sharing = ALONE,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
     Args:
-        batch, context: sequences on this rank, and tokens in each.
+        shape: with the ranks that share its matrices.
+        batch, context: sequences on this rank, and tokens in each; of shared sequences, those of this rank.
         strategy: its entry; `fully_shard` of torch is that of each block.
-        world_size: ranks, those of a shard group under hybrid sharding.
+        world_size: ranks that the strategy divides by, data × context: of a shard group under hybrid sharding.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: how many blocks are recomputed together in backward, 0 for none and True for each by itself; or
@@ -94,6 +96,7 @@ def step_memory(
         fused: blocks are compiled, or run as fused kernels, and keep a little less (`block_activations`).
         compiled: they are compiled (`activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
+        sharing: how ranks share sequences.
 
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
@@ -103,7 +106,7 @@ def step_memory(
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
     at_least_one(world_size=world_size)
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
-    kept = activations(shape, batch, context, precision, attention, fused, compiled)
+    kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
     levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
     if group < 0:
         raise ValueError(f"checkpointing={checkpointing}: groups of at least one block, or 0 for none")
@@ -193,9 +196,10 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
     copies = 0 if setting.group else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
     copies = copies * setting.levels.count("none") // layers if setting.levels else copies
     if setting.loss_chunk is None:
+        inside, soon = (head, held.gathered(setting, unit)) if shape.tensor > 1 else (0, 0)  # the loss is in the head
         temporary = kept.loss + kept.forward_loss_temporary
-        yield "loss", replace(forward, buckets=buckets, temporary=temporary)
-        forward = replace(forward, buckets=buckets, weight_copies=copies)
+        yield "loss", replace(forward, buckets=buckets, gathered=inside, temporary=temporary)
+        forward = replace(forward, buckets=buckets, weight_copies=copies, gathered=inside + soon)
         yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
         temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
     else:

@@ -95,7 +95,7 @@ class Setting:
     @property
     def embedding_buffer(self) -> int:
         """The same of the embedding, or of the head."""
-        return self._padded([(self.shape.vocab_size, self.shape.d_model)])
+        return self._padded([(self.shape.words, self.shape.d_model)])
 
     def sharded(self, numel: int) -> int:
         """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
