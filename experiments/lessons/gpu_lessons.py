@@ -49,7 +49,7 @@ from distlab.experiment import (
 from distlab.hardware import lookup
 from distlab.measure import attempt, device_percentiles
 from distlab.measure.clock import synchronize
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Ratio, Series, lines, prediction_error
 from distlab.theory.gpu import l2_hit_share, occupancy, tile_order, wave_quantisation
 from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
 from experiments.lessons._lesson_kernels import (
@@ -135,10 +135,7 @@ class Bench:
 
         def measured() -> dict[str, Any]:
             call(CHECKED_ROUNDS)
-            found = checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
-            first = next((r.metrics for r in rows_of(self.run.records, part)), found)
-            found["factor"] = found["time_p50_ms"] / first["time_p50_ms"]
-            return found | {"prediction_error_pct": 100 * (factor / found["factor"] - 1)}
+            return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part, x=x)
@@ -156,8 +153,6 @@ class Bench:
             return checked(error.item(), TOLERANCE) | times | {unit: amount / times["time_p50_ms"]}
 
         metrics = attempt(measured) | known
-        if "predicted_ms" in metrics and "time_p50_ms" in metrics:
-            metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
         self.run.add(variant, metrics, part=part, **factors)
         return metrics
 
@@ -354,6 +349,17 @@ def rows_of(records: Sequence[Record], part: str) -> list[Record]:
     return [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
 
 
+FACTOR = Ratio("factor", lambda rows: rows[0] if rows else None, "time")
+FACTOR_OFF = prediction_error("predicted_factor", "factor")
+TIME_OFF = prediction_error("predicted_ms", "time_p50_ms")
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Write each effect's times over that of its first row."""
+    for part in AXES:
+        FACTOR.add(rows_of(records, part))
+
+
 def panels(records: Sequence[Record]) -> Iterator[Panel]:
     """Each effect, measured and predicted; GB/s over bytes under way; TFLOP/s over the group size."""
     for part, axis in AXES.items():
@@ -398,7 +404,7 @@ def findings(records: Sequence[Record]) -> list[str]:
         said.append(f"element-wise: {fast.variant} reaches {fast.metrics['gb_per_s']:,.0f} GB/s, {slow.variant} "
                     f"{slow.metrics['gb_per_s']:,.0f}.")  # fmt: skip
     if rows := [r for r in rows_of(records, "keys") if "predicted_ms" in r.metrics]:
-        stale = min(rows, key=lambda r: r.metrics["prediction_error_pct"])
+        stale = min(rows, key=TIME_OFF.value)
         ratio = stale.metrics["time_p50_ms"] / stale.metrics["predicted_ms"]
         said.append(f"keys: the worst stale choice takes {ratio:.2f} × the right one ({stale.variant}).")
     if rows := [r for r in rows_of(records, "group size") if r.config.get("form") == "persistent"]:
@@ -420,12 +426,13 @@ VIEW = View(
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.hit_pct", "L2 hits %", ".1f", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
-        Column("metrics.prediction_error_pct", "off %", "+.0f", missing=""),
+        FACTOR_OFF, TIME_OFF,
         Column("config.chosen", "chosen", align="left"), Column("metrics.tuned", "tuned", missing=""),
         Column("metrics.first_call_ms", "first call ms", ",.0f", missing=""),
         Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
     ],
     headline=headline,
+    derive=compare,
     parted_by="config.part",
     reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
     "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
@@ -455,7 +462,7 @@ VIEW = View(
     "the L2's own rate.\n\n"
     "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
     terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "tflop_per_s", "in_flight_kib", "hit_pct",
-              "predicted_ms", "prediction_error_pct", "tuned", "error", "status"),
+              "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "tuned", "error", "status"),
     pictures={"lessons.png": draw},
     findings=findings,
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
