@@ -192,7 +192,7 @@ class Curves:
         folder: Path | None = None,
         after: Callable[[StepMetrics], None] = lambda step: None,
     ) -> dict[str, object]:
-        """Train; the loss of every step, as it is and in hex."""
+        """Train; the loss of every step."""
         reports: list[StepMetrics] = []
 
         def report(step: StepMetrics) -> None:
@@ -216,7 +216,6 @@ class Curves:
         return {
             "first_step": first,
             "loss": losses,
-            "loss_hex": [loss.hex() for loss in losses],
             "final_loss": statistics.mean(losses[-LAST:]),
             "step_p50_ms": statistics.median(steady),
             "peak_alloc_bytes": memory.peak_alloc_bytes,
@@ -236,9 +235,7 @@ class Curves:
         reference = self.run.done(REFERENCE)
         if reference is not None:
             unharmed = reference.metrics["loss"][metrics["first_step"] :]
-            differences = [abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True)]
-            metrics["max_abs_loss_diff"] = max(differences)
-            metrics["equal_steps_pct"] = 100 * sum(d == 0 for d in differences) / len(differences)
+            metrics["max_abs_loss_diff"] = max(abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True))
         return metrics
 
 

@@ -46,12 +46,10 @@ TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)}
          64: {"forward": Tile(64, 128), "dkdv": FULL, "dq": Tile(64, 128)},
          128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
-NAIVE, COMPILED = "as in the formula", "compiled backward"
+NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
-          "fp32, exact": "ours-ieee", "fp32, emulated": "ours",
-          COMPILED: "ours-compiled-backward"}  # last: what is built after it would make it compile again
-LONG = {NAIVE, "fp32, exact", "fp32, emulated", COMPILED}
-KINDS = ("steps", "others")
+          "fp32, exact": "ours-ieee", "fp32, emulated": "ours"}  # fmt: skip
+LONG = {NAIVE, "fp32, exact", "fp32, emulated"}
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
@@ -65,7 +63,6 @@ class Config(Options):
     heads: int = option(64, "batch × heads", least=1)
     length: int = option(4096, "tokens, a multiple of every tile", least=1)
     dtype: str = option("bfloat16", "of the steps", choices=tuple(TOLERANCE))
-    only: tuple[str, ...] = option(KINDS, "the steps, or what stands around them", choices=KINDS)
     rounds: int = option(6, "interleaved rounds", least=3)
     calls: int = option(10, "timed calls in a round", least=1)
 
@@ -131,8 +128,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     on_gpu = context.device.type == "cuda"
     for head_dim in config.head_dims:
         steps = {step.name: step for step in staircase(head_dim)}
-        others = OTHERS if on_gpu else (NAIVE,)
-        names = [*(steps if "steps" in config.only else ()), *(others if "others" in config.only else ())]
+        names = [*steps, *(OTHERS if on_gpu else (NAIVE,))]
         if not all(run.done(name, head_dim=head_dim) for name in names):
             dtypes = {name: "float32" if name.startswith("fp32") else config.dtype for name in names}
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)

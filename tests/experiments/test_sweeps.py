@@ -42,7 +42,6 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
         assert m["time_p20_ms"] <= m["time_p50_ms"] <= m["time_p80_ms"]
         share = bandwidth.traffic(record.variant, record.config["world_size"])
         assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
-        assert m["fit_error_pct"] == pytest.approx(100 * (m["fit_ms"] / m["time_p50_ms"] - 1))
         assert m["link_ms"] is None  # no datasheet of this machine
     links = measured_links(
         read_json(folder / "records.json"), records[0].environment["device_name"], "gloo"
