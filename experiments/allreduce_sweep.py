@@ -216,17 +216,8 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """What follows: fits, contention, and what is wrong."""
+    """What is wrong, and what disturbs what."""
     found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
-    for record in (r for r in records if r.variant.startswith(FIT)):
-        m, ranks = record.metrics, record.config["world_size"]
-        large = m["fit_error_above_1mb_pct"]
-        above = "" if large is None else f", {large:.1f} % above 1 MB"
-        found.append(
-            f"{record.config['operation']} on {ranks} ranks: {m['latency_us']:.0f} µs, busbw up to "
-            f"{m['fitted_busbw_gb_per_s']:.3g} GB/s, in {len(m['pieces'])} piece(s); largest error "
-            f"{m['fit_error_max_pct']:.1f} %{above}"
-        )
     for record in (r for r in records if r.variant.startswith(CONTENTION)):
         m, what = record.metrics, record.variant.removeprefix(CONTENTION)
         found.append(

@@ -48,14 +48,13 @@ from distlab.measure import (
     check_work,
     emitter,
     named_ranges,
-    own_noise_floor,
     peak_memory,
     percentiles,
     slowest_rank,
 )
 from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
-from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars, waiting
+from distlab.report import NOISE, Panel, lines, overlaid, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require, shortage
 
@@ -325,13 +324,10 @@ def _metrics(
     found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
-    found["step_samples_ms"] = step
-    found["noise_floor_pct"] = own_noise_floor(step)
-    found["noise_pct"] = noise_of(found)
+    found["step_samples_ms"], found["series_ms"] = step, phases["step"] if warmup == 0 else None
     peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
     if trial.options.factory is not None:
         found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
-        found["series_ms"] = phases["step"] if warmup == 0 else None
         return found
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
@@ -340,7 +336,6 @@ def _metrics(
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
     found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
-    found["series_ms"] = phases["step"] if warmup == 0 else None
     return found
 
 

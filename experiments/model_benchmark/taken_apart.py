@@ -390,23 +390,6 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
 
 
-def saved_findings(records: Sequence[Record]) -> list[str]:
-    """One block and the whole step, in each form."""
-    lines = []
-    for record in records:
-        m = record.metrics
-        if not record.variant.endswith(", all") or m["status"] != "ok":
-            continue
-        predicted = m["predicted_saved_block_bytes"]
-        said = f" (predicted {predicted / 2**20:,.2f})" if predicted else ""
-        lines.append(
-            f"{record.variant.removesuffix(', all')}: one block saves {m['saved_block_bytes'] / 2**20:,.2f} MiB{said} "
-            f"in {m['tensors']} tensors, the whole model with its loss {m['saved_all_bytes'] / 2**20:,.2f} MiB; the "
-            f"gradients of a block take {m['gradient_block_bytes'] / 2**20:,.2f} MiB."
-        )
-    return lines
-
-
 SAVED_VIEW = View(
     name=SAVED,
     question="What does a block save for backward, eager, compiled and with this lab's kernels?",
@@ -415,9 +398,10 @@ SAVED_VIEW = View(
      mib_column("predicted_saved_block_bytes", "predicted"),
      prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
      Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
-     mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
+     mib_column("gradient_block_bytes", "gradients MiB"),
+     Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
+     Column("metrics.status", "status", align="left")],
     headline=headline,
-    findings=saved_findings,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
     "compiled and with our kernels without silu(w1 x), which backward computes again.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
