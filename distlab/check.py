@@ -15,8 +15,9 @@ leaves room for matmuls that a wrapper cuts, whose sums are made in another orde
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from itertools import product
@@ -24,10 +25,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.bench.task import Task, blamed, examined, factory_of, own_task
+from distlab.bench.task import Task, blamed, examined, own_task, whole_tensor, wrapped_by
 from distlab.comm import RankContext, collectives
 from distlab.comm.rank_process import is_lost_peer, on_main
 from distlab.parallel import ParallelModel, Strategy, get_strategy
@@ -118,12 +120,12 @@ class Verdict:
             f"{'WRONG' if wrong else 'right'}: {self.tensors - wrong} of {self.tensors} tensors as in one process "
             f"({self.ranks} ranks × {self.micro_batches} micro-batches, {STEPS} steps)"
         ]
-        if wrong:
-            width = max(len(finding.tensor) for finding in self.findings[:ROWS])
-            lines += ["", f"{'tensor':<{width}}  {'differs in':<13}  step  max |Δ|  signature"]
-        for each in self.findings[:ROWS]:
-            text = f"{each.tensor:<{width}}  {each.what:<13}  {each.step:>4}  {each.error:>7.1e}  {each.signature}"
-            lines.append(text)
+        rows = [
+            (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature) for each in self.findings[:ROWS]
+        ]
+        if rows:
+            titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
+            lines += ["", tabulate(rows, titles, disable_numparse=True)]
         if len(self.findings) > ROWS:
             lines.append(f"and {len(self.findings) - ROWS} more")
         difference = abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1e-30)
@@ -134,55 +136,12 @@ class Verdict:
         return "\n".join(lines)
 
 
-class UserWrapper(ParallelModel):
-    """A module under a wrapper of the user's own.
-
-    Args:
-        module: what is trained.
-        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in place or keeps it.
-    """
-
-    def __init__(self, module: nn.Module, wrap: Callable[..., Any], group: ProcessGroup):
-        super().__init__()
-        self.module, self.process_group = module, group
-        self.device = next(module.parameters()).device
-        made = wrap(module, group)
-        self._call, self._finish = made if isinstance(made, tuple) else (made, lambda: None)
-        if not callable(self._call) or not callable(self._finish):
-            raise ValueError("the wrapper must return a callable module, or (callable module, finish)")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """The wrapper's own; without one, every micro-batch synchronises."""
-        return getattr(self._call, "no_sync", nullcontext)()
-
-    def finish_gradient_synchronization(self) -> None:
-        self._finish()
-
-    def full_parameters(self) -> Tensors:
-        """See `ParallelModel.full_parameters`."""
-        return {_plain(name): _whole(p).detach() for name, p in self.module.named_parameters()}
-
-
-def wrapped_by(name: str) -> Strategy:
-    """A user's wrapper, named `package.module:function`, as a strategy.
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    wrap = factory_of(name, "--wrap")
-    return Strategy(name, lambda module, process_group: UserWrapper(module, wrap, process_group))
-
-
 def check(
     context: RankContext,
     task: Task,
     strategy: Strategy,
     *,
     candidate: Task | None = None,
-    micro_batches: int | None = None,
     same_batch: bool = False,
     seed: int = 0,
 ) -> Verdict:
@@ -190,7 +149,6 @@ def check(
 
     Args:
         candidate: what the ranks train, where it is to be held against `task`.
-        micro_batches: per rank and step; default: one more than ranks, so that factors of both can be told apart.
         same_batch: ranks get the same batches, as ranks do that share a model's layers or a sequence.
 
     Returns:
@@ -203,7 +161,7 @@ def check(
     """
     if context.world_size < 2:
         raise ValueError("one rank has nobody to disagree with: give --nproc 2 or more")
-    micro_batches = micro_batches or context.world_size + 1
+    micro_batches = context.world_size + 1  # so that factors of both can be told apart
     # Messages of the check's own, which cannot meet those of a wrapper that some ranks do not send.
     own = replace(context, group=dist.new_group(timeout=timedelta(seconds=context.timeout_s)))
 
@@ -219,7 +177,7 @@ def check(
     everyone = collectives.gather_objects(trained, own.group)
 
     def judged() -> Verdict:
-        reference = _Reference(task, everyone[0].initial, everyone[0].initial_buffers, seed, context)
+        reference = _Reference(task, everyone[0].initial, seed, context)
         expected = [reference.step([batches(r, s, task) for r in range(context.world_size)]) for s in range(STEPS)]
         findings = _findings(everyone, expected, reference)
         losses = sum(rank.loss for rank in everyone) / len(everyone)
@@ -252,11 +210,9 @@ def on_rank(
 class _Trained:
     """What one rank had: whole tensors by name, put together from all ranks where they are sharded."""
 
-    initial: Tensors
-    initial_buffers: Tensors
+    initial: Tensors  # parameters and buffers
     gradients: list[dict[str, Tensor | None]]  # of each step
-    values: Tensors
-    buffers: Tensors
+    final: Tensors
     loss: float
 
 
@@ -271,7 +227,7 @@ def _train(
     module = task.build(seed + own.rank, own.device)
     size_mb = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20 / 4  # at least four buckets
     model, optimizer = strategy.build(module, group, torch.optim.SGD, {"lr": task.lr}, bucket_size_mb=size_mb)
-    initial, initial_buffers = _copies(model.full_parameters()), _copies(dict(module.named_buffers()))
+    initial = _copies(model.full_parameters(), module)
     gradients: list[dict[str, Tensor | None]] = []
 
     def keep(phase: str) -> None:
@@ -280,9 +236,9 @@ def _train(
 
     train = TrainStep(model, optimizer, task.loss_fn, mark=keep)
     losses = [train(batches(own.rank, step, task)) for step in range(STEPS)]
-    values, buffers = _copies(model.full_parameters()), _copies(dict(module.named_buffers()))
+    final = _copies(model.full_parameters(), module)
     model.close(restore=False)
-    return _Trained(initial, initial_buffers, gradients, values, buffers, losses[-1].item())
+    return _Trained(initial, gradients, final, losses[-1].item())
 
 
 @torch.no_grad()
@@ -302,7 +258,7 @@ def _whole_gradients(model: ParallelModel, group: ProcessGroup) -> dict[str, Ten
             if gradient is not None:
                 sharded[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
         elif gradient is not None:
-            found[name] = _whole(gradient).cpu().clone()
+            found[name] = whole_tensor(gradient).cpu().clone()
     for part in collectives.gather_objects(sharded, group):
         for name, (start, values) in part.items():
             if found[name] is None:
@@ -313,17 +269,15 @@ def _whole_gradients(model: ParallelModel, group: ProcessGroup) -> dict[str, Ten
     return found
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
 def _plain(name: str) -> str:
     """The name in the bare module, without what compilation and checkpointing put into it."""
     return plain_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
-def _copies(tensors: Tensors) -> Tensors:
-    return {_plain(name): tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+def _copies(parameters: Tensors, module: nn.Module) -> Tensors:
+    """Copies of parameters and of the module's buffers."""
+    together = parameters | dict(module.named_buffers())
+    return {_plain(name): tensor.detach().cpu().clone() for name, tensor in together.items()}
 
 
 @contextmanager
@@ -368,7 +322,7 @@ class _Expected:
 class _Reference:
     """The model in one process, from the values that ranks began with, with the buffers of each rank."""
 
-    def __init__(self, task: Task, initial: Tensors, buffers: Tensors, seed: int, context: RankContext):
+    def __init__(self, task: Task, initial: Tensors, seed: int, context: RankContext):
         self.task, self.module = task, task.build(seed, context.device)
         self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         for name, parameter in self.module.named_parameters():
@@ -378,11 +332,10 @@ class _Reference:
                     f"{name} {found} under the wrapper: only whole parameters and DTensors can be compared"
                 )
             parameter.data.copy_(initial[name])
-        self.buffers = [dict(buffers) for _ in range(context.world_size)]
-        names = [name for name, _ in self.module.named_parameters(remove_duplicate=False)]
-        unique = {name for name, _ in self.module.named_parameters()}
-        twice = {id(self.module.get_parameter(name)) for name in names if name not in unique}
-        self.tied = {name for name, parameter in self.trainable.items() if id(parameter) in twice}
+        buffers = {name: initial[name] for name, _ in self.module.named_buffers()}
+        self.buffers = [buffers] * context.world_size
+        names = Counter(id(parameter) for _, parameter in self.module.named_parameters(remove_duplicate=False))
+        self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
         self.optimizer = torch.optim.SGD(self.trainable.values(), lr=task.lr)
 
     def step(self, batches: Sequence[Sequence[Any]]) -> _Expected:
@@ -399,7 +352,7 @@ class _Reference:
                 gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad
                              for name, p in self.trainable.items()}  # fmt: skip
                 parts[-1].append({name: gradient.cpu() for name, gradient in gradients.items()})
-            self.buffers[rank] = _copies(dict(self.module.named_buffers()))
+            self.buffers[rank] = _copies({}, self.module)
         expected = _Expected(parts, sum(losses) / len(batches))
         for name, parameter in self.trainable.items():
             parameter.grad = expected.mean(name).to(parameter.device)
@@ -424,63 +377,60 @@ def _refuse_random(task: Task, batches: Sequence[Any], seed: int, device: torch.
 
 def _findings(ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference) -> list[Finding]:
     """Name what differs, by its earliest evidence: later steps follow from a wrong one."""
+    starts = {name: [rank.initial[name] for rank in ranks] for name in ranks[0].initial}
     started = [
-        Finding(name, "initial value", 0, _error([v[name] for v in values], values[0][name]), NOT_BROADCAST)
-        for values in ([rank.initial for rank in ranks], [rank.initial_buffers for rank in ranks])
-        for name in values[0]
-        if any(not torch.equal(each[name], values[0][name]) for each in values)
+        Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
+        for name, each in starts.items()
+        if not all(torch.equal(value, each[0]) for value in each)
     ]
     if started:
         return started
-    names = list(reference.trainable)
-    first, second = ([[rank.gradients[step][name] for rank in ranks] for name in names] for step in range(STEPS))
-    found = []
-    for name, before, after in zip(names, first, second, strict=True):
-        signature = _signature(name, before, expected[0], reference)
-        if signature is not None:
-            stale = all(g is not None and _near(g, expected[0].mean(name), expected[0].tolerance(name)) for g in after)
-            signature = PREVIOUS if stale else signature
-            found.append(Finding(name, "gradient", 1, _error(before, expected[0].mean(name)), signature))
-    if not found:
-        found = _second_step(ranks, names, second, expected[1], reference)
+    found = _gradients(1, ranks, expected, reference) or _second_step(ranks, expected, reference)
     return _told_apart(found, reference) or _buffers(ranks[0], reference)
 
 
+def _gradients(
+    step: int, ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference
+) -> list[Finding]:
+    """The gradients of a step that differ."""
+    found = []
+    for name in reference.trainable:
+        first, own = ([rank.gradients[number][name] for rank in ranks] for number in (-1, step - 1))
+        signature = _signature(name, own, expected[step - 1], reference, rounding=step == 1)
+        if signature is None:
+            continue
+        if step == 1 and _signature(name, first, expected[0], reference) is None:
+            signature = PREVIOUS
+        found.append(Finding(name, "gradient", step, _error(own, expected[step - 1].mean(name)), signature))
+    return found
+
+
 def _second_step(
-    ranks: Sequence[_Trained],
-    names: Sequence[str],
-    gradients: Sequence[Sequence[Tensor | None]],
-    expected: _Expected,
-    reference: _Reference,
+    ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference
 ) -> list[Finding]:
     """What differs after a first step whose gradients were right: in the second one, or in the update."""
-    found = []
-    for name, each in zip(names, gradients, strict=True):
-        signature = _signature(name, each, expected, reference, rounding=False)
-        if signature is not None:
-            found.append(Finding(name, "gradient", 2, _error(each, expected.mean(name)), signature))
+    found = _gradients(2, ranks, expected, reference)
     if any(finding.signature not in (APART, UNKNOWN) for finding in found):
         return found
     values = []
-    for name in names:
-        after, right = [rank.values[name] for rank in ranks], reference.trainable[name].detach().cpu()
+    for name, parameter in reference.trainable.items():
+        after, right = [rank.final[name] for rank in ranks], parameter.detach().cpu()
         bound = SLACK * torch.finfo(right.dtype).eps * right.abs().max().item()
-        bound += STEPS * reference.task.lr * expected.tolerance(name)
+        bound += STEPS * reference.task.lr * expected[1].tolerance(name)
         if not all(_near(value, right, bound) for value in after):
             alike = all(_near(value, after[0], bound) for value in after)
             signature = STEPPED_WRONG if alike else NOT_SENT
             values.append(Finding(name, "value", STEPS, _error(after, right), signature))
-    if any(finding.signature == NOT_SENT for finding in values):
-        return [finding for finding in values if finding.signature == NOT_SENT]
-    return [replace(finding, signature=STALE) for finding in found] or values
+    not_sent = [finding for finding in values if finding.signature == NOT_SENT]
+    return not_sent or [replace(finding, signature=STALE) for finding in found] or values
 
 
 def _buffers(rank: _Trained, reference: _Reference) -> list[Finding]:
     """Compare rank 0's: its own batches update them under every wrapper that does not average them."""
     return [
-        Finding(name, "buffer", STEPS, _error([rank.buffers[name]], right), BUFFER)
+        Finding(name, "buffer", STEPS, _error([rank.final[name]], right), BUFFER)
         for name, right in reference.buffers[0].items()
-        if not _near(rank.buffers[name], right, 1e-5 * right.abs().max().item() if right.numel() else 0)
+        if not _near(rank.final[name], right, 1e-5 * right.abs().max().item() if right.numel() else 0)
     ]
 
 
@@ -502,24 +452,24 @@ def _signature(
     if not all(each.isfinite().all() for each in found):
         return NOT_A_NUMBER
 
-    def is_(values: Sequence[Tensor] | Tensor, factor: float = 1.0) -> bool:
-        values = [values] * ranks if isinstance(values, Tensor) else values
+    def gives(values: Sequence[Tensor], factor: float = 1.0) -> bool:
         bound = tolerance * max(1.0, factor)
         return all(_near(f, factor * v, bound) for f, v in zip(found, values, strict=True))
 
-    if is_(mean):
+    alike, own = [mean] * ranks, [expected.own(rank, name) for rank in range(ranks)]
+    if gives(alike):
         return None
-    own = [expected.own(rank, name) for rank in range(ranks)]
-    nth = [sum(parts[number][name] for parts in expected.parts) / ranks for number in range(micro_batches)]
+    nth = [sum(parts[number][name] for parts in expected.parts) / ranks for number in (0, -1)]
     candidates = [
-        (SUMMED, is_(mean, ranks)), (DIVIDED, is_(mean, 1 / ranks)), (OWN, is_(own)),
-        (OWN_DIVIDED, is_(own, 1 / ranks)),
-        (ONE_RANK, any(map(is_, own))), (MICRO_SUMMED, is_(mean, micro_batches)),
-        (MICRO_DIVIDED, is_(mean, 1 / micro_batches)), (FIRST, is_(nth[0])), (LAST, is_(nth[-1])),
-        (TIED, name in reference.tied and is_(mean, 2)),
+        (SUMMED, alike, ranks), (DIVIDED, alike, 1 / ranks), (OWN, own, 1), (OWN_DIVIDED, own, 1 / ranks),
+        *((ONE_RANK, [each] * ranks, 1) for each in own),
+        (MICRO_SUMMED, alike, micro_batches), (MICRO_DIVIDED, alike, 1 / micro_batches),
+        (FIRST, [nth[0]] * ranks, 1), (LAST, [nth[1]] * ranks, 1),
     ]  # fmt: skip
-    for signature, fits in candidates:
-        if fits:
+    if name in reference.tied:
+        candidates.append((TIED, alike, 2))
+    for signature, values, factor in candidates:
+        if gives(values, factor):
             return signature
     apart = not all(_near(each, found[0], tolerance) for each in found)
     if apart and _near(sum(found), mean, ranks * tolerance):
@@ -527,7 +477,7 @@ def _signature(
     if apart and _near(sum(found) / ranks, mean, tolerance):
         return SHARE
     factor = ((found[0] * mean).sum() / (mean * mean).sum()).item()
-    if factor and is_(mean, factor):
+    if factor and gives(alike, factor):
         return SCALED.format(factor)
     if rounding and not apart:  # P roundings on the way in, as many in the sum
         size = sum(each.abs() for each in own) / ranks

@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels._autograd import first_order
-from kernels.flash_attention import FlashAttention2, cost, document_bounds, flash_attention
+from kernels.flash_attention import cost, document_bounds, flash_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
 BACKENDS = {
     "sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
-VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-compiled-backward",
-            "ours-ieee", "ours-deterministic", "ours")  # fmt: skip
+VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-ieee",
+             "ours-deterministic", "ours")  # fmt: skip
 WRITTEN = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?")
 
 
@@ -117,48 +116,11 @@ def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
     return functools.partial(compiled, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
 
 
-@functools.cache
-def _compiled_whole_matrix_backward() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """torch.compile of the backward written with (T, T) matrices."""
-
-    def backward(q, k, v, o, lse, do, scale, causal):
-        s = (q @ k.mT).float() * scale
-        if causal:
-            s = s.masked_fill(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), float("-inf"))
-        p = torch.exp(s - lse[..., None])
-        delta = (do.float() * o.float()).sum(-1, keepdim=True)
-        dv = p.to(q.dtype).mT @ do
-        ds = (p * ((do @ v.mT).float() - delta) * scale).to(q.dtype)
-        return ds @ k, ds.mT @ q, dv
-
-    return torch.compile(backward)
-
-
-class CompiledBackward(FlashAttention2):
-    """A lesson and a row of the sweep: the Triton forward with a `torch.compile`d backward.
-
-    `apply(q, k, v, is_causal=False)`, as many key as query heads, Tq = Tk. What is *saved* is as small as in
-    `FlashAttention2`, but the backward builds (T, T) matrices: the memory of its peak grows with T².
-    """
-
-    @staticmethod
-    @first_order
-    def backward(ctx, do):
-        saved = ctx.saved_tensors
-        shape = saved[0].shape
-        *tensors, do = (x.unsqueeze(1) if len(shape) == 3 else x for x in (*saved, do.to(saved[3].dtype)))
-        causal, scale, *_ = ctx.options
-        grads = _compiled_whole_matrix_backward()(*tensors, do, scale or shape[-1] ** -0.5, causal)
-        return *(g.view(shape) for g in grads), *[None] * 7
-
-
 def suits(variant: str, shape: Shape, dtype: str) -> bool:
     """Whether there is such a row: a variant that knows the shape's mask, and differs from another there."""
-    rules = {
-        "ours-ieee": dtype == "float32",
-        "ours-compiled-backward": shape.is_plain and (shape.heads, shape.queries) == (shape.kv_heads, shape.keys),
-    }  # fmt: skip
-    return rules.get(variant, shape.is_plain or not variant.startswith("sdpa"))
+    if variant == "ours-ieee":
+        return dtype == "float32"
+    return shape.is_plain or not variant.startswith("sdpa")
 
 
 def build(variant: str, shape: Shape, device: str) -> Attention:
@@ -172,8 +134,6 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
     if variant in ("naive", "compiled"):
         seen = None if shape.causal and shape.is_plain else shape.mask(device)
         return functools.partial(naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen)
-    if variant == "ours-compiled-backward":
-        return lambda q, k, v: CompiledBackward.apply(q, k, v, shape.causal)
     packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))  # once, as a model does
     options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
     options |= {"ours-ieee": {"precision": "ieee"}, "ours-deterministic": {"deterministic": True}}.get(variant, {})

@@ -36,7 +36,6 @@ from distlab.measure import (
     MIN_PAIRS,
     PhaseTimer,
     attempt,
-    cpu_threads,
     interleave,
     peak_memory,
     percentiles,
@@ -76,7 +75,6 @@ class CheckpointingConfig(BenchOptions, TimingOptions):
         "none, block, every-K, or what blocks keep, as --checkpointing of distlab train; several of them",
     )
     count: bool = option(False, "count peaks on fake tensors too, seconds to a quarter of a minute each")
-    threads: int | None = option(None, "of a CPU [torch's]", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,8 +98,7 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
     planned = [replace(plain, checkpointing=choice) for choice in config.choices()]
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
-    with cpu_threads(config.threads):
-        interleave({name: partial(bench.time, name) for name in config.choices()}, config.rounds, progress=run.progress)
+    interleave({name: partial(bench.time, name) for name in config.choices()}, config.rounds, progress=run.progress)
     facts = bench.facts()
     for choice in config.choices():
         metrics = bench.metrics(choice) | bench.predicted(choice)
@@ -264,19 +261,20 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def draw(
-    measured: Sequence[str], predicted: str, unit: str, scale: float, records: Sequence[Record], path: Path
-) -> None:
-    """Of each way a bar as measured (the first of these metrics that any row has) above one as predicted."""
-    found = next((name for name in measured if any(r.metrics.get(name) is not None for r in records)), measured[0])
-    metrics = {"measured": found, "predicted": predicted}
-    bars = [(r.variant, how, r.metrics.get(metric)) for r in records for how, metric in metrics.items()]
+def draw(records: Sequence[Record], path: Path) -> None:
+    """The peak of each way, by the allocator or, where none counts, on fake tensors; below it the predicted one."""
+    allocated = any(r.metrics.get("peak_alloc_bytes") is not None for r in records)
+    metrics = {
+        "measured": "peak_alloc_bytes" if allocated else "counted_peak_bytes", "predicted": "predicted_peak_bytes",
+    }  # fmt: skip
+    labels = [f"{r.variant}, {how}" for r in records for how in metrics]
     parts = {
-        part: [None if value is None else scale * value * (how == part) for _, how, value in bars] for part in metrics
+        part: [r.metrics.get(metric) if how == part else None for r in records for how, metric in metrics.items()]
+        for part in metrics
     }
-    counted = " on fake tensors" if found == "counted_peak_bytes" else ""
-    title = f"Recomputing blocks{counted}: {headline(records)}"
-    stacked_bars(path, [f"{variant}, {how}" for variant, how, _ in bars], parts, title=title, unit=unit)
+    gib = {part: [value and value / 2**30 for value in values] for part, values in parts.items()}
+    title = f"Recomputing blocks{'' if allocated else ' on fake tensors'}: {headline(records)}"
+    stacked_bars(path, labels, gib, title=title, unit="GiB at the peak")
 
 
 VIEW = View(
@@ -304,12 +302,7 @@ VIEW = View(
         *("variant", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_over_none"),
         *("peak_alloc_bytes", "predicted_peak_bytes", "counted_peak_bytes", "status"),
     ),
-    pictures={
-        "checkpointing.png": partial(
-            draw, ("peak_alloc_bytes", "counted_peak_bytes"), "predicted_peak_bytes", "GiB at the peak", 2**-30
-        ),
-        "time.png": partial(draw, ("step_p50_ms",), "predicted_step_ms", "ms", 1.0),
-    },
+    pictures={"checkpointing.png": draw},
     findings=findings,
     reading="`block` keeps each block's input and recomputes the rest. `every-k` keeps the input of k blocks, and "
     "while a group runs backward it holds the activations of all k: larger groups save inputs, which are small, and "
@@ -321,7 +314,7 @@ VIEW = View(
 )
 
 TINY = {"size": "tiny", "context": 128, "vocab": 256, "dtype": "fp32", "count": True}
-SHORT = {"rounds": 1, "steps": 5, "threads": 1}
+SHORT = {"rounds": 1, "steps": 5}
 EXPERIMENT = Experiment(
     CheckpointingConfig, measure, VIEW,
     presets={

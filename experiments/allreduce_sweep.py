@@ -32,7 +32,6 @@ from distlab.experiment import (
 from distlab.hardware import lookup
 from distlab.measure import (
     BY_HAND,
-    LIBRARY,
     OPERATIONS,
     disturb,
     free_bytes,
@@ -40,7 +39,7 @@ from distlab.measure import (
     time_collective,
     traffic,
 )
-from distlab.report import Panel, Series, grouped, lines, measured
+from distlab.report import Panel, Series, grouped, lines, prediction_error
 from distlab.theory.collective_time import fit_collective
 
 FIT, CONTENTION = "fit ", "contention "
@@ -188,8 +187,7 @@ def with_fits(records: Sequence[Record]) -> list[Record]:
         for r in mine:
             if r in timed:
                 ms = 1e3 * fit.seconds(r.metrics["payload_bytes"])
-                fitted = {"fit_ms": ms, "fit_error_pct": 100 * (ms / r.metrics["time_p50_ms"] - 1)}
-                r = replace(r, metrics=r.metrics | fitted)
+                r = replace(r, metrics=r.metrics | {"fit_ms": ms})
             found.append(r)
         config = {name: value for name, value in mine[0].config.items() if name != "num_bytes"}
         metrics = fit.metrics(list(points), list(points.values()))
@@ -218,17 +216,8 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """What follows: fits, contention, and what is wrong."""
+    """What is wrong, and what disturbs what."""
     found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
-    for record in (r for r in records if r.variant.startswith(FIT)):
-        m, ranks = record.metrics, record.config["world_size"]
-        large = m["fit_error_above_1mb_pct"]
-        above = "" if large is None else f", {large:.1f} % above 1 MB"
-        found.append(
-            f"{record.config['operation']} on {ranks} ranks: {m['latency_us']:.0f} µs, busbw up to "
-            f"{m['fitted_busbw_gb_per_s']:.3g} GB/s, in {len(m['pieces'])} piece(s); largest error "
-            f"{m['fit_error_max_pct']:.1f} %{above}"
-        )
     for record in (r for r in records if r.variant.startswith(CONTENTION)):
         m, what = record.metrics, record.variant.removeprefix(CONTENTION)
         found.append(
@@ -239,29 +228,16 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def _panels(
-    records: Sequence[Record], y_label: str, series_of: Callable[[Sequence[Record]], list[Series]], log_y: bool = False
-) -> list[Panel]:
-    """What there is to draw against the payload, a panel per number of ranks and backend."""
+def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
+    """Bus bandwidth against the payload, a panel per number of ranks and backend."""
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
     panels = []
     for (ranks, backend), mine in grouped(rows, lambda r: (r.config["world_size"], r.config["backend"])).items():
         mine.sort(key=lambda r: r.metrics["payload_bytes"])
         ticks = [tick for tick in TICKS if tick[0] <= 2 * mine[-1].metrics["payload_bytes"]]
-        panel = Panel(f"{ranks} ranks, {backend}", "payload", y_label, series_of(mine), log_y=log_y, x_ticks=ticks)
-        panels += [panel] if panel.series else []
-    return panels
-
-
-def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
-    """Bus bandwidth against size."""
-    lines(path, _panels(records, "bus bandwidth (GB/s)", _bandwidth_series), title=headline(records))
-
-
-def draw_fits(records: Sequence[Record], path: Path) -> None:
-    """Times of the library's collectives with their fits."""
-    if panels := _panels(records, "time (ms)", _time_series, log_y=True):
-        lines(path, panels, title=f"Measured times and α–β fits in pieces. {headline(records)}")
+        series = _bandwidth_series(mine)
+        panels.append(Panel(f"{ranks} ranks, {backend}", "payload", "bus bandwidth (GB/s)", series, x_ticks=ticks))
+    lines(path, panels, title=headline(records))
 
 
 def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
@@ -279,15 +255,6 @@ def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
     return series
 
 
-def _time_series(rows: Sequence[Record]) -> list[Series]:
-    groups = {name: [r for r in rows if r.variant == name] for name in LIBRARY}
-    return [
-        series
-        for name, mine in groups.items() if mine
-        for series in measured(name, [r.metrics["payload_bytes"] for r in mine], mine, "time", f"{name}, fit", "fit_ms")
-    ]  # fmt: skip
-
-
 VIEW = View(
     columns=[
         Column("variant", "collective"),
@@ -299,7 +266,7 @@ VIEW = View(
         Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
         Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
         Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
-        Column("metrics.fit_error_pct", "error %", "+.1f", missing=""),
+        prediction_error("fit_ms", "time_p50_ms", "error %", "+.1f"),
         Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
         Column("metrics.latency_us", "α µs", ".0f", missing=""),
         Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
@@ -307,10 +274,9 @@ VIEW = View(
         Column("metrics.fit_error_above_1mb_pct", "above 1 MB %", ".1f", missing=""),
     ],
     headline=headline,
-    terminal=(
-        *("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "fit_error_pct", "max_abs_error"),
-    ),
-    pictures={"bandwidth.png": draw_bandwidth, "fit.png": draw_fits},
+    terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",
+              "max_abs_error"),
+    pictures={"bandwidth.png": draw_bandwidth},
     findings=findings,
     reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
     "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
@@ -319,8 +285,8 @@ VIEW = View(
     "A rate beside an all-reduce is the speed relative to running alone, of the computation and of the all-reduce.",
     prediction="The fit is α + S/W by relative error, in as few pieces as stay within 8 %; pieces have three sizes or "
     "more. link's peak is the datasheet's NVLink bandwidth with no latency.",
-    noise="p20 to p80 of the repetitions are the error bars of the fit's picture.",
-)
+    noise="From p50 to p80 of the repetitions.",
+)  # fmt: skip
 
 EXPERIMENT = Experiment(
     SweepConfig, measure, VIEW,

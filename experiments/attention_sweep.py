@@ -70,7 +70,7 @@ MORE = (
 )  # fmt: skip
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
-COMPILED = ("compiled", "flex", "ours-compiled-backward", "ours")
+COMPILED = ("compiled", "flex", "ours")
 # Ours over each row, which `compare` gives as the baseline.
 COMPARED = [Ratio(f"ours_over_{name}", row_of("ours"), clock) for name, clock in (
     ("wall", "wall"), ("device", "fwd_bwd_device"), ("fwd", "fwd_device"))]  # fmt: skip

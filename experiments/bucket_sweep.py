@@ -41,12 +41,14 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.parallel.buckets import MIB, plan_buckets
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, TIE, Panel, Ratio, Series, is_number, lines, measured
+from distlab.report import NOISE, Panel, Ratio, Series, fastest, is_number, lines, measured, prediction_error
 from distlab.theory.collective_time import CollectiveFit, fit_collective
 from distlab.theory.step_time import pipeline
 from distlab.train.step import loss_function
 
-OURS, PEER, PARTS, OPTIMUM = "bucketed", "torch-ddp-tuned", "parts", "optimum"
+OURS, PEER, PARTS = "bucketed", "torch-ddp-tuned", "parts"
+OVER_BEST = Ratio("over_best", fastest("step_p50_ms", lambda record: record.config.get("strategy") == OURS))
+OFF = prediction_error("predicted_step_ms", "step_p50_ms", "error %", "+.1f")
 LARGEST_MESSAGE = 2**30  # fits are extrapolated beyond
 
 
@@ -209,11 +211,8 @@ def measure(config: BucketSweepConfig, context: RankContext, run: Run) -> None:
         metrics = timing.metrics()
         if row.strategy.name == OURS:
             metrics |= predicted[row.name]
-            if not timing.out_of_memory:
-                metrics["error_pct"] = 100 * (metrics["predicted_step_ms"] / metrics["step_p50_ms"] - 1)
         bucket_size = row.bucket_size_mb if row.strategy.has_buckets else "none"
         run.add(row.name, metrics, **shared, strategy=row.strategy.name, bucket_size_mb=bucket_size)
-    run.add(OPTIMUM, optimum(run.records), **shared)
 
 
 headline = headline_from(
@@ -222,63 +221,27 @@ headline = headline_from(
 )
 
 
-def optimum(records: Sequence[Record]) -> dict[str, Any]:
-    """The best bucket sizes, measured and predicted, and what following the prediction costs."""
-    done = [r for r in records if isinstance(r.metrics.get("step_p50_ms"), float)]
-    ours = [r for r in done if r.config.get("strategy") == OURS]
-    torchs = (r for r in done if r.config.get("strategy") == PEER)
-    if not ours:
-        return {}
-    best = min(ours, key=lambda r: r.metrics["step_p50_ms"])
-    over_best = Ratio("over_best", lambda rows: best)
-    over_best.add(ours)
-    choice = min(ours, key=lambda r: r.metrics["predicted_step_ms"])
-    found = {
-        "best_bucket_mb": _label(best),
-        "best_step_ms": best.metrics["step_p50_ms"],
-        "predicted_best_bucket_mb": _label(choice),
-        "step_at_predicted_best_ms": choice.metrics["step_p50_ms"],
-        "regret_pct": 100 * (choice.metrics["step_p50_ms"] / best.metrics["step_p50_ms"] - 1),
-        "largest_error_pct": max((r.metrics["error_pct"] for r in ours), key=abs),
-        "tied_with_best_mb": [_label(r) for r in ours if over_best.tie(r)],
-    }
-    if peer := min(torchs, key=lambda r: r.metrics["step_p50_ms"], default=None):
-        found |= {"torch_best_bucket_mb": _label(peer), "torch_best_step_ms": peer.metrics["step_p50_ms"]}
-    return found
-
-
-def _label(record: Record) -> str:
-    size = record.config["bucket_size_mb"]
-    return "unbounded" if size is None else f"{size:g}"
-
-
 def findings(records: Sequence[Record]) -> list[str]:
     """The optimum both ways, and the parts that the prediction is made of."""
-    lines = []
-    for record in records:
-        m = record.metrics
-        if record.variant == OPTIMUM and m:
-            tie = TIE if m["predicted_best_bucket_mb"] in m.get("tied_with_best_mb", ()) else ""
-            ties = f" (tie with {', '.join(m['tied_with_best_mb'])})" if m.get("tied_with_best_mb") else ""
-            lines.append(
-                f"Best measured: {m['best_bucket_mb']} MiB{ties}, {m['best_step_ms']:.1f} ms. Predicted best: "
-                f"{m['predicted_best_bucket_mb']} MiB, which takes {m['step_at_predicted_best_ms']:.1f} ms "
-                f"({m['regret_pct']:+.1f} %{tie}). Largest error of a prediction: "
-                f"{m['largest_error_pct']:+.1f} %."
-            )
-            if "torch_best_step_ms" in m:
-                lines.append(
-                    f"torch DDP's best: {m['torch_best_bucket_mb']} MiB, {m['torch_best_step_ms']:.1f} ms."
-                )
-        if record.variant == PARTS:
-            lines.append(
-                f"Parts: forward and backward {m['forward_backward_ms']:.1f} ms, of which backward "
-                f"{m['backward_ms']:.1f}; the first gradient after {m['first_gradient_ms']:.1f} ms; beside an "
-                f"all-reduce backward runs at {m['compute_rate']:.2f} of its speed and the all-reduce at "
-                f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s, of "
-                f"{m.get('packed_parameters', len(m['ready_ms']))} of {len(m['ready_ms'])} parameters."
-            )
-    return lines
+    found = []
+    if best := OVER_BEST.baseline(records):
+        predicted = [r for r in records if OFF.value(r) is not None]
+        choice = min(predicted, key=lambda r: r.metrics["predicted_step_ms"])
+        ratio, *_ = OVER_BEST.of(choice, best)
+        worst = max(map(OFF.value, predicted), key=abs)
+        found.append(
+            f"Best measured: {best.variant}, {best.metrics['step_p50_ms']:.1f} ms. Predicted best: {choice.variant}, "
+            f"which takes {ratio:.3f} of that{OVER_BEST.tie(choice)}. Largest error of a prediction: {worst:+.1f} %."
+        )
+    for m in (record.metrics for record in records if record.variant == PARTS):
+        found.append(
+            f"Parts: forward and backward {m['forward_backward_ms']:.1f} ms, of which backward "
+            f"{m['backward_ms']:.1f}; the first gradient after {m['first_gradient_ms']:.1f} ms; beside an "
+            f"all-reduce backward runs at {m['compute_rate']:.2f} of its speed and the all-reduce at "
+            f"{m['communication_rate']:.2f}; packing at {m['pack_gb_per_s']:.0f} GB/s, of "
+            f"{m.get('packed_parameters', len(m['ready_ms']))} of {len(m['ready_ms'])} parameters."
+        )
+    return found
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -311,14 +274,16 @@ VIEW = View(
         Column("metrics.step_p80_ms", "p80", ".1f", missing=""),
         NOISE,
         Column("metrics.predicted_step_ms", "predicted ms", ".1f", missing=""),
-        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+        OFF,
+        OVER_BEST.column("÷ best bucketed", missing=""),
         Column("metrics.predicted_comm_ms", "predicted comm ms", ".1f", missing=""),
         Column("metrics.predicted_overhead_ms", "overhead", ".1f", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, missing=""),
     ],
     headline=headline,
+    derive=OVER_BEST.add,
     terminal=(
-        *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "error_pct"),
+        *("variant", "buckets", "step_p50_ms", "noise_pct", "predicted_step_ms", "step_p50_ms_error_pct", "over_best"),
         *("predicted_overhead_ms", "peak_alloc_bytes"),
     ),
     pictures={"bucket_sweep.png": draw},

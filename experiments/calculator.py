@@ -1,9 +1,7 @@
 """What does a kernel cost on a named GPU, by arithmetic alone?
 
     distlab run calculator gpus
-    distlab run calculator roofline --flops 4e9 --bytes 134e6 --gpu H100
     distlab run calculator kernel rms_norm 8192 4096 --dtype bf16
-    distlab run calculator chain --operations 4 --elements 33554432
     distlab run calculator block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
     distlab run calculator occupancy --threads 128 --registers 160
     distlab run calculator waves --blocks 160 --gpu B200
@@ -111,10 +109,6 @@ def run_gpus(args: Any) -> Answer:
     return tabulate(rows, headers="keys", missingval="n/a") + "\n\n" + sources, {"gpus": rows}
 
 
-def run_roofline(args: Any) -> Answer:
-    return answer_roofline(Cost(args.flops, args.bytes), args.spec, args.dtype)
-
-
 def run_kernel(args: Any) -> Answer:
     module, options = KERNELS[args.name]
     dimensions, words = DIMENSIONS.get(args.name, ((len(args.shape),), ""))
@@ -122,20 +116,6 @@ def run_kernel(args: Any) -> Answer:
         raise ValueError(f"{args.name} has no shape of {len(args.shape)} dimension(s); give {words}")
     cost = importlib.import_module(f"kernels.{module}").cost(tuple(args.shape), DTYPES[args.dtype], **options)
     return answer_roofline(cost, args.spec, args.dtype)
-
-
-def run_chain(args: Any) -> Answer:
-    itemsize = DTYPES[args.dtype].itemsize
-    graph = fusion.pointwise_chain(args.operations, args.elements, itemsize)
-    roof = roofline(args.spec, args.dtype)
-    apart, fused = graph.unfused(), graph.fused()
-    numbers = {"unfused_bytes": apart.bytes, "fused_bytes": fused.bytes, "unfused_s": roof.seconds(apart),
-               "fused_s": roof.seconds(fused), "speed_up": graph.speed_up(roof)}
-    fast = numbers["speed_up"]
-    words = (f"{args.operations} element-wise operations on {args.elements:,} elements of {itemsize} bytes\n"
-             f"one by one: {apart.bytes / 1e6:,.1f} MB, {1e6 * numbers['unfused_s']:.1f} µs\n"
-             f"fused:      {fused.bytes / 1e6:,.1f} MB, {1e6 * numbers['fused_s']:.1f} µs: {fast:.2f} ×")
-    return words, numbers
 
 
 def run_block(args: Any) -> Answer:
@@ -194,16 +174,13 @@ def run_divergence(args: Any) -> Answer:
 
 
 count = partial(option, help="", least=1)
-amount = partial(option, help="", above=0)
 # Name → function, type and option of each of its own options; one without a default must be given.
 CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]]]] = {
     "gpus": (run_gpus, {}),
-    "roofline": (run_roofline, {"flops": (float, amount(None)), "bytes": (float, amount(None))}),
     "kernel": (run_kernel, {
         "name": (str, option(None, "", choices=tuple(KERNELS), positional=True)),
         "shape": (tuple[int, ...], count((), positional=True, metavar="shape")),
     }),
-    "chain": (run_chain, {"operations": (int, count(4)), "elements": (int, count(2**25))}),
     "block": (run_block, {
         "batch": (int, count(8)), "context": (int, count(2048)), "d_model": (int, count(4096)),
         "d_ff": (int, count(11008)), "heads": (int, count(32)),

@@ -4,19 +4,15 @@
     distlab run long_context --nproc 2                 # 8 B parameters, two GPUs of 141 GB
     distlab run long_context --nproc 2 --minutes 9 --name mine    # again: does what is left
 
-First this lab's trainer trains the model for some steps, with warm-up, on tokens that can be learnt. Then steps of the
-lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective` is
-torchtitan's) are timed in interleaved rounds, built anew in each, so that both fit; all compute the loss in chunks, in
-the head. Peers that the first round shows to be slow are left out of the others. The last round ends with a profiled
+Steps of the lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective`
+is torchtitan's) are timed in interleaved rounds, built anew in each, so that both fit; all compute the loss in chunks,
+in the head. Peers that the first round shows to be slow are left out of the others. The last round ends with a profiled
 step, which says how much communication nothing covers. Memory and time of each were predicted before anything was
 allocated.
 """
 
 import gc
-import getpass
 import math
-import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -40,36 +36,16 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import (
-    MIN_PAIRS,
-    account,
-    load_trace,
-    peak_memory,
-    percentiles,
-)
+from distlab.measure import MIN_PAIRS, account, load_trace, percentiles
 from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import (
-    NOISE,
-    Panel,
-    Ratio,
-    fastest,
-    lines,
-    memory_areas,
-    overlaid,
-    prediction_error,
-    stacked_bars,
-)
+from distlab.report import NOISE, Ratio, fastest, prediction_error, stacked_bars
 from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
-from distlab.train.config import TrainConfig
-from distlab.train.data import SyntheticSequences
-from distlab.train.loop import Trainer
 from distlab.train.memory_budget import require
 
-TOKENS = 1024  # of the vocabulary that occur in the data: enough steps are few
 SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
 CLOSE = 1.02  # over the fastest peer's step: a peer that may still be the fastest in further rounds
 OURS = "fsdp"
@@ -102,8 +78,6 @@ class LongContextConfig(BenchOptions, TimingOptions):
     rows: tuple[str, ...] = option(
         (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"), "what to time", choices=tuple(ROWS)
     )
-    train_steps: int = option(20, "of the trainer, 0 for none", least=0)
-    lr: float = option(3e-4, "largest learning rate, after warm-up over half of the steps", above=0)
     profile_steps: int = option(1, "per trace, 0 for no traces", least=0)
     minutes: float = option(7.5, "nothing is begun later than that; the same --name goes on", above=0)
 
@@ -146,16 +120,13 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     Raises:
         MemoryError: nothing fits: by how much, and which option helps.
     """
-    begin, cold = time.monotonic(), not compile_caches()
+    begin = time.monotonic()
     plans = [(row, config.variant(row).options.planned(ROWS[row][0])) for row in config.rows]
     require([step for _, step in plans], context.device, context, some=context.device.type == "cuda")
     if len(run.records) < len(plans):
         for (row, _), plan in zip(plans, plan_steps([step for _, step in plans], context), strict=True):
             run.add(row, predicted(plan), **config.facts(context))
             run.notice(f"plan of {row}: {plan}")
-    spent = run.records[0].metrics.setdefault("spent_s", [])  # per call: from the process's start
-    run.records[0].metrics.setdefault("cold", cold)
-    spent.append(process_seconds())
     for what, record, work in parts(config, context, run):
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
@@ -172,27 +143,7 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
             torch.compiler.reset()  # what was compiled holds on to its model
         if context.device.type == "cuda":
             torch.cuda.empty_cache()
-        spent[-1] = process_seconds()
         run.save()
-
-
-def process_seconds() -> float:
-    """Since this process was started, as Linux counts; elsewhere of its CPU time, which is less."""
-    try:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError):
-        return time.process_time()
-
-
-def compile_caches() -> list[Path]:
-    """What earlier processes compiled, Triton's kernels and Inductor's graphs."""
-    inductors = Path(tempfile.gettempdir()) / f"torchinductor_{getpass.getuser()}"
-    folders = [
-        Path(os.environ.get("TRITON_CACHE_DIR", Path.home() / ".triton" / "cache")),
-        Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", inductors)),
-    ]
-    return [entry for folder in folders if folder.is_dir() for entry in folder.iterdir()]
 
 
 def attempted(work: Callable[[], None], record: Record) -> None:
@@ -208,10 +159,7 @@ def attempted(work: Callable[[], None], record: Record) -> None:
 def parts(
     config: LongContextConfig, context: RankContext, run: Run
 ) -> Iterator[tuple[str, Record, Callable[[], None]]]:
-    """What is still to be done, in order, and whose row it belongs to: training, rounds of steps."""
-    ours = run.done(OURS)
-    if config.train_steps and ours is not None and "loss" not in ours.metrics:
-        yield f"training for {config.train_steps} steps", ours, partial(train, config, context, ours)
+    """What is still to be done, in order, and whose row it belongs to."""
     bench = Workbench(context, config)
     for number in range(config.rounds):
         for row in config.rows:
@@ -249,43 +197,14 @@ def predicted(plan: Plan) -> dict[str, Any]:
     return found
 
 
-def train(config: LongContextConfig, context: RankContext, record: Record) -> None:
-    """The lab's trainer for some steps: its losses and times."""
-    model = config.model()
-    dimensions = {
-        "context": model.context_length, "vocab": model.vocab_size, "d_model": model.d_model, "d_ff": model.d_ff,
-        "layers": model.num_layers, "heads": model.num_heads, "kv_heads": model.num_kv_heads,
-    }  # fmt: skip
-    same = {name: getattr(config, name) for name in ("size", "attention", "ops", "dtype", "compile", "seed")}
-    training = TrainConfig(
-        **dimensions, **same, strategy=OURS, checkpointing=record.metrics["keeps"], steps=config.train_steps,
-        lr=config.lr, warmup=config.train_steps // 2, batch=config.batch * context.world_size,
-    )  # fmt: skip
-    data = SyntheticSequences(min(TOKENS, model.vocab_size), model.context_length, config.seed)
-    reports = []
-    with peak_memory(context.device) as memory:
-        trainer = Trainer(training, context, train=data, report=reports.append)
-        try:
-            trainer.run()
-        finally:
-            trainer.close()
-    record.metrics.update(
-        loss=[report.loss for report in reports], first_loss=reports[0].loss, final_loss=reports[-1].loss,
-        train_step_p50_ms=percentiles([report.step_ms for report in reports[len(reports) // 2 :]])["p50"],
-        train_peak_alloc_bytes=memory.peak_alloc_bytes,
-    )  # fmt: skip
-
-
 def time_round(config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int) -> None:
-    """Some more steps of a row; in the first round also a picture of our memory, in the last one a trace."""
+    """Some more steps of a row; in the last round also a trace."""
     metrics, row = record.metrics, record.variant
     losses: list[float] = []
 
     def inspect(_: Variant, trial: Trial) -> None:
         losses.append(float(trial.last_loss))
         metrics["status"] = "ok"  # whatever instruments do
-        if row == OURS and config.profile_steps and number == 0:
-            attempted(partial(memory, trial, record, run), record)
         if config.profile_steps and number == config.rounds - 1:
             attempted(partial(profile, trial, config.profile_steps, record, run), record)
 
@@ -323,17 +242,6 @@ def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
     )  # fmt: skip
 
 
-def memory(trial: Trial, record: Record, run: Run) -> None:
-    """A picture of this lab's memory over one step, and in which phase it was highest."""
-    timeline = trial.memory_timeline()
-    record.metrics["memory_peak_phase"] = None
-    if timeline is not None:
-        at, _ = timeline.peak()
-        inside = [phase for phase, (start, end) in timeline.phases.items() if start <= at <= end]
-        record.metrics["memory_peak_phase"] = inside[0] if inside else None
-        memory_areas(run.path / "memory.png", timeline, title=f"Memory over a step of {OURS}: {headline(run.records)}")
-
-
 OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(record.variant)))
 
 
@@ -347,12 +255,10 @@ def compare(records: Sequence[Record]) -> None:
 
 
 def wrong_rows(records: Sequence[Record]) -> list[str]:
-    """A loss that did not fall, or that is another than ours after the same steps."""
+    """What failed, or a loss that is another than ours after the same steps."""
     problems = []
     for record in records:
-        first, final, apart = (record.metrics.get(n) for n in ("first_loss", "final_loss", "loss_rel_diff"))
-        if first is not None and not final < first:
-            problems.append(f"{record.variant}: the loss was {first:.3f} at first and is {final:.3f} at the end")
+        apart = record.metrics.get("loss_rel_diff")
         if "failure" in record.metrics:
             problems.append(f"{record.variant}: {record.metrics['failure']}")
         if apart is not None and not apart <= SAME_LOSS:
@@ -361,7 +267,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """What went wrong, what does not fit, and how training went."""
+    """What went wrong, what does not fit, and what a block consists of."""
     found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
     for record in records:
         metrics = record.metrics
@@ -376,17 +282,6 @@ def findings(records: Sequence[Record]) -> list[str]:
                 f"A block of {record.variant}, profiled, mean of {len(blocks)}: forward {mean['forward_ms']:,.1f} ms, "
                 f"backward {mean['backward_ms']:,.1f}, exposed communication {mean['exposed_ms']:,.2f}, copies "
                 f"{mean['copy_ms']:,.2f}, idle {mean['idle_ms']:,.2f}."
-            )
-        if metrics.get("loss"):
-            found.append(
-                f"{len(metrics['loss'])} steps of the trainer: loss {metrics['first_loss']:.3f} to "
-                f"{metrics['final_loss']:.3f}, {metrics['train_step_p50_ms']:,.0f} ms a step in its second half."
-            )
-        if metrics.get("spent_s"):
-            calls, cache = len(metrics["spent_s"]), "an empty" if metrics["cold"] else "a filled"
-            found.append(
-                f"{sum(metrics['spent_s']):,.0f} s in {calls} call{'s' * (calls > 1)}, from the start of the process "
-                f"and {cache} compile cache."
             )
     return found
 
@@ -417,15 +312,6 @@ def draw_units(records: Sequence[Record], path: Path, *, of: str) -> None:
         stacked_bars(path, list(units), parts_, title=title, unit="ms")
 
 
-def draw_loss(records: Sequence[Record], path: Path) -> None:
-    """The trainer's losses, if it trained."""
-    curves = {r.variant: (list(range(1, len(r.metrics["loss"]) + 1)), r.metrics["loss"])
-              for r in records if r.metrics.get("loss")}  # fmt: skip
-    if curves:
-        panel = Panel("", "step", "loss (nats per token)", overlaid(curves), log_x=None, from_zero=False)
-        lines(path, [panel], title=f"The trainer's loss: {headline(records)}")
-
-
 VIEW = View(
     columns=[
         Column("variant", "row"),
@@ -446,8 +332,6 @@ VIEW = View(
         Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
-        Column("metrics.train_step_p50_ms", "trainer's step ms", ",.1f", optional=True),
-        Column("metrics.train_peak_alloc_bytes", "trainer's peak GiB", ".1f", scale=2**-30, optional=True),
         Column("metrics.profiled_step_ms", "profiled step ms", ",.1f", optional=True),
         Column("metrics.compute_ms", "compute", ",.1f", optional=True),
         Column("metrics.comm_ms", "comm", ",.1f", optional=True),
@@ -461,7 +345,7 @@ VIEW = View(
     ),
     pictures={
         "step.png": draw_step, "units.png": partial(draw_units, of="fsdp"),
-        "units_torch.png": partial(draw_units, of="fsdp2"), "loss.png": draw_loss,
+        "units_torch.png": partial(draw_units, of="fsdp2"),
     },
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
@@ -476,7 +360,7 @@ VIEW = View(
     "datasheet's peaks that another model reached (distlab.simulate.estimate), on known GPUs.",
 )
 
-SMALL = {"train_steps": 5, "warmup": 1, "steps": 5, "rounds": 1}
+SMALL = {"warmup": 1, "steps": 5, "rounds": 1}
 EXPERIMENT = Experiment(
     LongContextConfig, measure, VIEW,
     presets={

@@ -8,10 +8,9 @@ themselves, the moments of a step (after construction, before and after the opti
 Beside each stands what `theory.memory` predicts from the widths of the model alone.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ from distlab.measure import (
     tensor_bytes,
 )
 from distlab.parallel import STRATEGIES as KNOWN
-from distlab.report import stacked_bars
+from distlab.report import prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import peaks
 
@@ -86,17 +85,8 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         for record in run.records:
             strategy = next(row.strategy.name for row in rows if row.name == record.variant)
             known = _predicted(config, context, strategy) if predictions is None else predictions.get(strategy, {})
-            record.metrics.update(known | _errors(record.metrics | known))
+            record.metrics.update(known)
         run.save()
-
-
-def _errors(metrics: Mapping[str, Any]) -> dict[str, float | None]:
-    """Predicted over measured, minus one, in %; None where either is not known."""
-    found = {}
-    for name in (*STATES, *MOMENTS, "peak_alloc"):
-        said, is_there = metrics.get(f"predicted_{name}_bytes"), metrics[f"{name}_bytes"]
-        found[f"{name}_error_pct"] = 100 * (said / is_there - 1) if is_there and said is not None else None
-    return found
 
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
@@ -168,6 +158,10 @@ def _gib(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
 
 
+def _error(quantity: str) -> Column:
+    return prediction_error(f"predicted_{quantity}_bytes", f"{quantity}_bytes", "err %", "+.1f")
+
+
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), batch {batch}{length} per rank, {dtype}, buckets of "
     "{bucket_size_mb:g} MiB, {world_size} × {device_name} ({backend}), torch {torch}; err: predicted over measured",
@@ -208,14 +202,14 @@ VIEW = View(
         *(
             column
             for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
-            for column in (_gib(f"{name}_bytes", title), Column(f"metrics.{name}_error_pct", "err %", "+.1f"))
+            for column in (_gib(f"{name}_bytes", title), _error(name))
         ),
         _gib("after_init_bytes", "after init GiB"),
         _gib("before_step_bytes", "before step"),
         _gib("after_step_bytes", "after step"),
         _gib("peak_alloc_bytes", "peak GiB"),
         _gib("predicted_peak_alloc_bytes", "predicted"),
-        Column("metrics.peak_alloc_error_pct", "err %", "+.1f"),
+        _error("peak_alloc"),
         Column("metrics.predicted_peak_phase", "peak in"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     ],

@@ -25,20 +25,18 @@ from torch import Tensor, nn
 from distlab.bench.timing import BenchOptions, synthetic_batches
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.measure import (
-    MIN_PAIRS,
     PhaseTimer,
     attempt,
     busy_ms,
     interleave,
     launched,
-    paired_ratio,
     peak_memory,
     percentiles,
 )
 from distlab.model import TransformerLM
 from distlab.model.ops import positions, rope_tables, sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, prediction_error, stacked_bars
+from distlab.report import NOISE, Ratio, prediction_error, row_of, stacked_bars
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -57,7 +55,9 @@ WAYS = {
     "auto-graphs": ("auto", "auto", "graphs"),
     "ours-graphs": ("triton", "flash", "graphs"),
 }
-BASELINE = "torch-compiled"
+OVER_COMPILED = Ratio("over_compiled", row_of("torch-compiled"))
+LAUNCHES_OFF = {phase: prediction_error(f"predicted_{phase}_launches", f"{phase}_launches")
+                for phase in ("forward", "backward")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -193,10 +193,10 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     timer = PhaseTimer(device)
     running = {name: partial(block, ways[name], timer, config.steps) for name in rows if rows[name]["status"] == "ok"}
     taken = interleave(running, config.rounds, progress=run.progress)
-    times = {name: list(itertools.chain(*found)) for name, found in taken.items()}
     for name, found in rows.items():
-        if name in times:
-            found |= compare(name, times)
+        if name in taken:
+            found["step_samples_ms"] = list(itertools.chain(*taken[name]))
+            found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"]) | of_one_block(ways[name])
         found |= predicted_launches(name, config)
@@ -208,18 +208,6 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 def _said(origin: dict[str, str]) -> str:
     return ", ".join(f"{operation} {source}" for operation, source in origin.items())
-
-
-def compare(name: str, times: dict[str, list[float]]) -> dict[str, float]:
-    """Percentiles of a way's steps, beside compiled torch's; of an eager way also what it recovers."""
-    found = {f"step_{p}_ms": ms for p, ms in percentiles(times[name]).items()}
-    if BASELINE in times and len(times[name]) >= MIN_PAIRS:
-        ratio, low, high = paired_ratio(times[name], times[BASELINE])
-        found |= {"over_compiled": ratio, "over_compiled_low": low, "over_compiled_high": high}
-        if WAYS[name][2] == "off" and "torch" in times:
-            eager, best, mine = (percentiles(times[n])["p20"] for n in ("torch", BASELINE, name))
-            found["recovered_pct"] = 100 * (eager - mine) / (eager - best)
-    return found
 
 
 def waits(way: Way, step_ms: float) -> dict[str, float]:
@@ -260,23 +248,11 @@ def launch_findings(records: Sequence[Record]) -> list[str]:
     for record in records:
         m = record.metrics
         for phase in ("forward", "backward"):
-            measured, predicted = m.get(f"{phase}_launches"), m.get(f"predicted_{phase}_launches")
-            if measured and predicted and abs(predicted / measured - 1) > 0.15:
+            if abs(LAUNCHES_OFF[phase].value(record) or 0) > 15:
                 often = ", ".join(f"{n} × {kernel[:50]}" for kernel, n in m["often_launched"][phase].items())
-                lines.append(f"{record.variant}: a block's {phase} launches {measured}, predicted {predicted}; {often}")
+                lines.append(f"{record.variant}: a block's {phase} launches {m[f'{phase}_launches']}, predicted "
+                             f"{m[f'predicted_{phase}_launches']}; {often}")  # fmt: skip
     return lines
-
-
-def draw_launches(records: Sequence[Record], path: Path) -> None:
-    """Launches of one block, measured above predicted, forward and backward."""
-    rows = [r for r in records if r.metrics.get("forward_launches") is not None]
-    labels = [f"{r.variant}{said}" for r in rows for said in ("", ", predicted")]
-    parts = {
-        phase: [r.metrics[f"{said}{phase}_launches"] for r in rows for said in ("", "predicted_")]
-        for phase in ("forward", "backward")
-    }
-    if rows:
-        stacked_bars(path, labels, parts, title=f"Kernels of one block: {VIEW.headline(rows)}", unit="launches")
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -295,16 +271,15 @@ VIEW = View(
         Column("variant", "way"),
         Column("metrics.step_p20_ms", "p20 ms", ".1f"), Column("metrics.step_p50_ms", "p50", ".1f"),
         Column("metrics.step_p80_ms", "p80", ".1f"), NOISE,
-        Column("metrics.over_compiled", "÷ compiled", ".3f"), Column("metrics.over_compiled_low", "low", ".3f"),
+        OVER_COMPILED.column("÷ compiled"), Column("metrics.over_compiled_low", "low", ".3f"),
         Column("metrics.over_compiled_high", "high", ".3f"),
-        Column("metrics.recovered_pct", "recovered %", ".0f", missing=""),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),
         *(Column(f"metrics.{said}{phase}_launches", title, missing="", optional=True)
           for phase, titles in (("forward", ("of a block: forward", "predicted")),
                                 ("backward", ("backward", "predicted")))
           for said, title in zip(("", "predicted_"), titles, strict=True)),
-        *(prediction_error(f"predicted_{phase}_launches", f"{phase}_launches") for phase in ("forward", "backward")),
+        *LAUNCHES_OFF.values(),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
@@ -314,13 +289,13 @@ VIEW = View(
         "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "
         "{device_name}, torch {torch}"
     ),
-    terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "recovered_pct", "gpu_idle_pct", "launches",
-              "grad_rel_error", "status"),
-    pictures={"steps.png": draw, "launches.png": draw_launches},
+    derive=OVER_COMPILED.add,
+    terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "gpu_idle_pct", "launches", "grad_rel_error",
+              "status"),
+    pictures={"steps.png": draw},
     findings=launch_findings,
     reading="÷ compiled is the step beside that of torch's operations with compiled blocks, with the 95 % interval of "
-    "the paired steps; recovered is the share of compiled torch's gain over eager torch that a way has without a "
-    "compiler. Errors are relative, of loss and all gradients of one batch, against fp32.",
+    "the paired steps. Errors are relative, of loss and all gradients of one batch, against fp32.",
     prediction="Launches of one block, by distlab.theory.operators; for times see ddp_bench, plan and the calculator. "
     "Libraries split a matmul with few tiles along its inner dimension and add up in another kernel, which is not "
     "predicted.",

@@ -17,7 +17,7 @@ from distlab.experiment import Column, Experiment, RankContext, Record, Run, Vie
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
 from distlab.parallel import get_strategy
-from distlab.report import Panel, Series, grouped, is_number, lines, read_json
+from distlab.report import Panel, Series, grouped, is_number, lines, prediction_error, read_json
 from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
 from distlab.theory.step_time import sharding_group
 from distlab.train.memory_budget import PlannedStep
@@ -63,8 +63,6 @@ def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
                 metrics["predicted_efficiency_pct"] = 100 * metrics["predicted_tokens_per_s"] / ranks / alone
                 if split[1] == 1:
                     metrics |= measured.get((strategy, ranks, split[0]), {})
-                if metrics.get("measured_step_p50_ms"):
-                    metrics["error_pct"] = 100 * (metrics["predicted_step_ms"] / metrics["measured_step_p50_ms"] - 1)
                 run.add(strategy, metrics, kind=kind, world_size=ranks, micro_batch=split[0], micro_batches=split[1])
 
 
@@ -198,12 +196,12 @@ VIEW = View(
         Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.fits", "fits", align="left"),
         Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
-        Column("metrics.error_pct", "error %", "+.1f", missing=""),
+        prediction_error("predicted_step_ms", "measured_step_p50_ms", "error %", "+.1f"),
     ],
     headline=headline,
     terminal=(
         *("kind", "variant", "world_size", "predicted_step_ms", "predicted_tokens_per_s"),
-        *("predicted_efficiency_pct", "measured_step_p50_ms", "error_pct"),
+        *("predicted_efficiency_pct", "measured_step_p50_ms", "measured_step_p50_ms_error_pct"),
     ),
     pictures={"scaling.png": draw},
     findings=findings,

@@ -7,19 +7,15 @@ Each strategy runs on fake ranks and fake tensors: its collectives and its memor
 a formula says. The timeline puts times to them, of a machine at the shares of its peaks that a calibrated one reaches.
 """
 
-import resource
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.model import kept_levels
 from distlab.parallel import get_strategy
-from distlab.report import stacked_bars, timeline
+from distlab.report import timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import USABLE, MachineOptions
-from distlab.simulate.events import CATEGORIES
 from distlab.simulate.step import simulate_training
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.step_time import sharding_group
@@ -103,9 +99,7 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "simulated_states_bytes": sum(step.after_init.values()) - step.after_init["activations"],
             "fits": step.peak.total <= USABLE * gpu.hbm_bytes,
             "simulation_s": time.perf_counter() - begin,
-            "simulation_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         }
-        metrics |= {f"peak_{name}_bytes": size for name, size in step.peak.by_category.items()}
         run.add(strategy, metrics, num_parameters=model.num_parameters, context=model.context_length)
     timeline(run.path / "timeline.png", lanes, title=headline(run.records))
 
@@ -115,15 +109,6 @@ headline = headline_from(
     "one rank simulated",
     gpu=lambda records: ScaleConfig.of(records[0].config).place(),
 )
-
-
-def draw_memory(records: Sequence[Record], path: Path) -> None:
-    """The peak's memory by category."""
-    parts = {
-        name: [record.metrics[f"peak_{name}_bytes"] / 2**30 for record in records] for name in CATEGORIES
-    }
-    labels = [record.variant for record in records]
-    stacked_bars(path, labels, parts, title=f"At the peak: {headline(records)}", unit="GiB")
 
 
 VIEW = View(
@@ -139,14 +124,12 @@ VIEW = View(
         Column("metrics.simulated_peak_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.fits", "fits", align="left"),
         Column("metrics.simulation_s", "simulated in s", ".1f"),
-        Column("metrics.simulation_rss_bytes", "using GiB", ".1f", scale=2**-30),
     ],
     headline=headline,
     terminal=(
         *("variant", "predicted_step_ms", "predicted_overhead_ms", "predicted_mfu_pct"),
         *("comm_bytes_per_step", "simulated_peak_bytes", "fits", "simulation_s"),
     ),
-    pictures={"memory.png": draw_memory},
     reading="One rank ran the strategies' own code on fake tensors: collectives, bytes and memory are counted, not "
     "estimated. Times assume the shares of a machine's peaks that a calibrated machine reached. In the timeline "
     "compute is above and communication below; what compute does not hide is orange.",

@@ -4,7 +4,7 @@
     distlab run trace_overlap tests/measure/traces/trace_bucketed_rank0.json.gz
 
 Reads what torch.profiler wrote (ddp_bench does, with --profile-steps), on GPUs and CPUs. Every step of every trace is
-a row. With a trace of the same step without communication (`local`, or --local) the overhead is explained by cause.
+a row. With a trace of the same step without communication (`local`) the overhead is explained by cause.
 """
 
 import re
@@ -43,7 +43,6 @@ class TraceConfig(Options):
     """Which traces."""
 
     traces: tuple[str, ...] = option((), "files of torch.profiler, or folders of ddp_bench", positional=True)
-    local: str | None = option(None, "trace of the same step without communication [the one named local among them]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,8 +81,8 @@ def measure(config: TraceConfig, context: RankContext, run: Run) -> None:
         OSError, ValueError: a file cannot be read, is truncated, is another tool's, or has no steps; names the file.
     """
     files = config.files()
-    local = config.local or next((file for file in files if variant_of(file) == "local"), None)
-    base = None if local is None else account(_load(Path(local))[0])
+    local = next((file for file in files if variant_of(file) == "local"), None)
+    base = None if local is None else account(_load(local)[0])
     lanes = {}
     for file in files:
         events, origin = _load(file)
@@ -111,12 +110,9 @@ def _metrics(
     seen = account(events, window)
     metrics = asdict(seen)
     del metrics["kernels"]
-    metrics["comm_share_pct"] = 100 * seen.comm_ms / seen.step_ms
     if base is not None:
         found = explain(seen, base)
         metrics |= found | {"overhead_ms": sum(found.values())}
-        computes_ms = base.compute_ms - base.optimizer_ms
-        metrics["slowdown_pct"] = 100 * found["overhead_slowdown_ms"] / computes_ms if computes_ms else None
     return metrics
 
 
@@ -144,7 +140,6 @@ VIEW = View(
         Column("metrics.overhead_ms", "overhead ms", "+.1f", optional=True),
         Column("metrics.overhead_exposed_ms", "of it exposed", "+.1f", optional=True),
         Column("metrics.overhead_slowdown_ms", "slower compute", "+.1f", optional=True),
-        Column("metrics.slowdown_pct", "slower %", "+.1f", optional=True),
         Column("metrics.overhead_copies_ms", "copies", "+.1f", optional=True),
         Column("metrics.overhead_optimizer_ms", "optimizer", "+.1f", optional=True),
         Column("metrics.overhead_idle_ms", "idle", "+.1f", optional=True),

@@ -1,14 +1,13 @@
-"""Do all strategies train alike, and what do checkpoints cost?
+"""Do all strategies train alike?
 
     distlab run train_curves --quick
     distlab run train_curves --nproc 2 --max-restarts 1      # through a killed run, too
 
 Trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
 data order and one seed. Then the last rank of another such run kills itself in the middle; all ranks are started again
-(that is what `--max-restarts` allows), and the run resumes from its checkpoint. At last, blocks of steps with and
-without a checkpoint alternate. What has a row under this `--name` is not run again, so the same command with it
-continues where it was cut off; torchrun's own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and
-the exit code stays 0: another would make the ranks start all over.
+(that is what `--max-restarts` allows), and the run resumes from its checkpoint. What has a row under this `--name` is
+not run again, so the same command with it continues where it was cut off; torchrun's own `--max-restarts` needs a
+`--name`. Wrong rows are printed as wrong, and the exit code stays 0: another would make the ranks start all over.
 """
 
 import dataclasses
@@ -18,7 +17,6 @@ import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +27,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankEnvironment, collectives
+from distlab.comm import RankEnvironment
 from distlab.comm.rank_process import on_main
 from distlab.experiment import (
     Column,
@@ -42,20 +40,19 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import interleave, peak_memory
+from distlab.measure import peak_memory
 from distlab.parallel import STRATEGIES, strategies_on
-from distlab.report import TIE, Panel, lines, overlaid
+from distlab.report import Panel, lines, overlaid
 from distlab.train.config import TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
 from distlab.train.memory_budget import require, training_step
 from distlab.train.metrics import StepMetrics
 
-MOST_COST_PCT = 5  # of a step's time that checkpoints may take
 REFERENCE = "bucketed"
-ROUNDING, KILLED, COST = "bucketed, 2 micro-batches", "bucketed, killed", "checkpoints"
+ROUNDING, KILLED = "bucketed, 2 micro-batches", "bucketed, killed"
 LAST = 20  # steps whose mean loss is compared
-PARTS = ("curves", "kill", "cost")
+PARTS = ("curves", "kill")
 FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,9 +77,6 @@ class CurvesConfig(Options):
     parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
     kill_at: int = option(110, "step after which the last rank kills itself")
     checkpoint_every: int = option(50, "steps between the checkpoints of that run")
-    cost_batch: int = option(64, "sequences of all ranks, for the cost of checkpoints")
-    block: int = option(50, "steps of a block with or without a checkpoint", least=2)
-    rounds: int = option(3, "pairs of blocks", least=1)
     text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
 
     def __post_init__(self) -> None:
@@ -96,7 +90,6 @@ class CurvesConfig(Options):
             )
         for strategy in self.strategies:
             self.training(strategy)
-        self.training(REFERENCE, batch=self.cost_batch)
 
     def compared(self) -> list[str]:
         """The strategies of the curves, the reference first."""
@@ -142,8 +135,6 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
     if "kill" in config.parts:
         parts[KILLED] = partial(curves.killed_curve, place.restarts)
-    if "cost" in config.parts:
-        parts[COST] = curves.cost
     for variant, part in parts.items():
         if run.done(variant):
             run.notice(f"{variant}: has its record")
@@ -161,7 +152,7 @@ def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
     if "kill" in parts and max_restarts < 1:
         raise ValueError(
             "the part 'kill' ends a rank, which must be started again: give --max-restarts 1, or leave it out with "
-            "--parts curves,cost"
+            "--parts curves"
         )
 
 
@@ -187,12 +178,9 @@ class Curves:
         self.config, self.context, self.run = config, context, run
         model, ranks = config.training(REFERENCE).model(), context.world_size
         self.data = TokenWindows(tokens, 256, model.context_length)
-        place = {"rank": context.rank, "world_size": ranks}
-        GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, **place)  # refuses before hours of training
-        GlobalOrder(self.data.count, batch=config.cost_batch, **place)
-        runs = [config.training(name) for name in config.compared() if config.parts != ("cost",)]
-        runs += [config.training(REFERENCE, batch=config.cost_batch)] if "cost" in config.parts else []
-        require([training_step(each, ranks) for each in runs], context.device, context)
+        # Both refuse before hours of training.
+        GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, rank=context.rank, world_size=ranks)
+        require([training_step(config.training(name), ranks) for name in config.compared()], context.device, context)
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
         self.shared = {"backend": context.backend, "text": self.text, "num_parameters": model.num_parameters}
         if any(record.config["text"] != self.text for record in run.records):
@@ -204,7 +192,7 @@ class Curves:
         folder: Path | None = None,
         after: Callable[[StepMetrics], None] = lambda step: None,
     ) -> dict[str, object]:
-        """Train; the loss of every step, as it is and in hex."""
+        """Train; the loss of every step."""
         reports: list[StepMetrics] = []
 
         def report(step: StepMetrics) -> None:
@@ -212,13 +200,14 @@ class Curves:
             after(step)
 
         with peak_memory(self.context.device) as memory:
-            trainer = self.trainer(config, folder, report)
+            trainer = Trainer(
+                config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
+                progress=self.run.progress,
+            )  # fmt: skip
             if folder is not None:
                 trainer.resume()
             first = trainer.step
-            begin = time.perf_counter()
             trainer.run()
-            spent = time.perf_counter() - begin
             trainer.close()
         del trainer
         gc.collect()  # wrappers and hooks form cycles; the next strategy needs the memory
@@ -227,20 +216,10 @@ class Curves:
         return {
             "first_step": first,
             "loss": losses,
-            "loss_hex": [loss.hex() for loss in losses],
             "final_loss": statistics.mean(losses[-LAST:]),
             "step_p50_ms": statistics.median(steady),
-            "train_s": spent,
             "peak_alloc_bytes": memory.peak_alloc_bytes,
         }
-
-    def trainer(
-        self, config: TrainConfig, folder: Path | None, report: Callable[[StepMetrics], None]
-    ) -> Trainer:
-        return Trainer(
-            config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
-            progress=self.run.progress,
-        )  # fmt: skip
 
     def killed_curve(self, attempt: int) -> dict[str, object]:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
@@ -256,74 +235,8 @@ class Curves:
         reference = self.run.done(REFERENCE)
         if reference is not None:
             unharmed = reference.metrics["loss"][metrics["first_step"] :]
-            differences = [abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True)]
-            metrics["max_abs_loss_diff"] = max(differences)
-            metrics["equal_steps_pct"] = 100 * sum(d == 0 for d in differences) / len(differences)
+            metrics["max_abs_loss_diff"] = max(abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True))
         return metrics
-
-    def cost(self) -> dict[str, object]:
-        """Blocks of steps with a checkpoint and without, interleaved, on one trainer.
-
-        A block with a checkpoint begins with `save()` and ends when that checkpoint is complete: what a checkpoint
-        that is still being written would make the next one wait is counted.
-        """
-        config = self.config.training(REFERENCE, batch=self.config.cost_batch, keep=1)
-        trainer = self.trainer(config, self.run.path / "cost" / "checkpoints", lambda report: None)
-        waits: dict[str, list[float]] = {"save": [], "wait": []}
-        with peak_memory(self.context.device) as before:
-            self._block(trainer, 5, None)
-        with peak_memory(self.context.device) as memory:
-            self._block(trainer, 5, {"save": [], "wait": []})  # takes the pinned memory, once per run
-            blocks = {"with": waits, "without": None}
-            calls = {name: partial(self._block, trainer, self.config.block, into) for name, into in blocks.items()}
-            times = interleave(calls, self.config.rounds)  # with, without, without, with, …
-        ratio = statistics.median(times["with"]) / statistics.median(times["without"])
-        written = collectives.gather_objects(trainer.checkpoints.host_bytes, self.context.group)
-        trainer.close()
-        added = None
-        if before.peak_alloc_bytes is not None:
-            added = max(0, memory.peak_alloc_bytes - before.peak_alloc_bytes)
-        return {
-            "block_steps": self.config.block,
-            "block_with_ms": times["with"],
-            "block_without_ms": times["without"],
-            "step_p50_ms": statistics.median(times["without"]) / self.config.block,
-            "step_with_checkpoints_ms": statistics.median(times["with"]) / self.config.block,
-            "checkpoint_cost_pct": 100 * (ratio - 1),
-            "noise_floor_pct": 100 * (max(times["without"]) / min(times["without"]) - 1),
-            "save_p50_ms": statistics.median(waits["save"]),
-            "wait_p50_ms": statistics.median(waits["wait"]),
-            "checkpoint_bytes": sum(written),
-            "host_bytes_per_rank": max(written),
-            "added_device_bytes": added,
-        }
-
-    def _block(self, trainer: Trainer, steps: int, metrics: dict[str, list[float]] | None) -> float:
-        """Time a block of steps, ms, that of the slowest rank."""
-        self._finish_everything()
-        begin = time.perf_counter()
-        if metrics is not None:
-            trainer.save()
-            metrics["save"].append(1e3 * (time.perf_counter() - begin))
-        for _ in range(steps):
-            trainer.one_step()
-        trainer.metrics.settle()
-        self._finish_everything()
-        if metrics is not None:
-            waiting = time.perf_counter()
-            trainer.checkpoints.wait()
-            metrics["wait"].append(1e3 * (time.perf_counter() - waiting))
-        return max(collectives.gather_objects(1e3 * (time.perf_counter() - begin), self.context.group))
-
-    def _finish_everything(self) -> None:
-        dist.barrier(self.context.group)
-        if self.context.device.type == "cuda":
-            torch.cuda.synchronize()
-
-def cost_is_noise(record: Record) -> bool:
-    """Whether the blocks without checkpoints differ among themselves by more than checkpoints cost."""
-    cost, noise = record.metrics.get("checkpoint_cost_pct"), record.metrics.get("noise_floor_pct")
-    return cost is not None and noise is not None and abs(cost) <= noise
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -342,11 +255,6 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     killed = by_name.get(KILLED)
     if killed and killed["first_step"] == 0:
         problems.append(f"{KILLED}: was not resumed from a checkpoint")
-    cost = by_name.get(COST)
-    if cost and cost["checkpoint_cost_pct"] > max(MOST_COST_PCT, cost.get("noise_floor_pct", 0.0)):
-        problems.append(
-            f"checkpoints cost {cost['checkpoint_cost_pct']:.1f} % of step time, more than {MOST_COST_PCT:g} %"
-        )
     return problems
 
 
@@ -360,7 +268,7 @@ def tolerance(records: Sequence[Record]) -> float | None:
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
 headline = headline_from(
-    "{size} ({num_parameters:M} parameters), bytes, batch {batch} (checkpoints: {cost_batch}), {steps} steps, {dtype}, "
+    "{size} ({num_parameters:M} parameters), bytes, batch {batch}, {steps} steps, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
     noise=lambda records: "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats",
 )
@@ -390,23 +298,15 @@ VIEW = View(
         Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
         Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-        Column("metrics.step_with_checkpoints_ms", "with checkpoints", ".1f"),
-        Column("metrics.checkpoint_cost_pct", "cost %", ".2f", note=lambda r: TIE if cost_is_noise(r) else ""),
-        Column("metrics.save_p50_ms", "save() ms", ".1f"),
-        Column("metrics.wait_p50_ms", "wait ms", ".0f"),
-        Column("metrics.checkpoint_bytes", "GB", ".2f", scale=1e-9),
-        Column("metrics.host_bytes_per_rank", "host GiB/rank", ".2f", scale=2**-30),
-        Column("metrics.added_device_bytes", "+ device MiB", ".1f", scale=2**-20),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
     ],
     headline=headline,
-    terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms", "checkpoint_cost_pct"),
+    terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms"),
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
     reading="All runs have one data order and one seed, so their curves may differ by rounding only; "
     "the reference in two micro-batches shows how much that is. The killed run continues from its checkpoint: its "
-    "first "
-    "step is the one after that. The cost of checkpoints comes from interleaved blocks of steps with and without one.",
+    "first step is the one after that.",
     noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "
     "mathematics.",
 )
@@ -417,11 +317,11 @@ EXPERIMENT = Experiment(
         "cpu": {"steps": 60, "kill_at": 35, "checkpoint_every": 15},
         "quick": {
             "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3,
-            "rounds": 1, "block": 2, "strategies": ("naive", "flat"),
+            "strategies": ("naive", "flat"),
         },
         "smoke": {
             "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "kill_at": 3, "checkpoint_every": 2, "batch": 4,
-            "cost_batch": 4, "rounds": 1, "block": 2, "strategies": ("flat",), "parts": ("curves", "cost"),
+            "strategies": ("flat",), "parts": ("curves",),
         },
     },
     ranks="many",

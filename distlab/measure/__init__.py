@@ -11,7 +11,6 @@ from distlab.measure.bandwidth import (
 from distlab.measure.clock import (
     PhaseTimer,
     call_ms,
-    cpu_threads,
     device_percentiles,
     replay_ms,
     slowest_rank,
@@ -27,7 +26,7 @@ from distlab.measure.memory import (
     saved_for_backward,
     tensor_bytes,
 )
-from distlab.measure.nvtx import emitter, named_ranges, nsys_command
+from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.pace import Pace
 from distlab.measure.rounds import interleave, sample_rounds
 from distlab.measure.statistics import (
@@ -74,7 +73,6 @@ __all__ = [
     "check_speed",
     "check_work",
     "closes",
-    "cpu_threads",
     "device_percentiles",
     "disturb",
     "emitter",
@@ -92,7 +90,6 @@ __all__ = [
     "median_step",
     "named_ranges",
     "noise_floor",
-    "nsys_command",
     "overhead_ratio",
     "own_noise_floor",
     "paired_ratio",

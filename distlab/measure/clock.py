@@ -8,7 +8,6 @@ are in ms.
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,20 +37,6 @@ def synchronize(device: torch.device | str) -> None:
     """Wait for the device; nothing to wait for on the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
-
-
-@contextmanager
-def cpu_threads(count: int | None) -> Iterator[None]:
-    """torch's threads on a CPU while the block runs; None leaves them.
-
-    Threads of small operations on cores that others use too wait for each other far longer than they compute.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(count or before)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def measure(

@@ -25,12 +25,8 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import os
-import shlex
-import shutil
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
@@ -273,28 +269,3 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
     if hasattr(model, finish):
         named = _range(ranges.emit, finish)(getattr(model, finish))  # as a decorator: a range at each call
         undo.enter_context(mock.patch.object(model, finish, named))
-
-
-def nsys_command(script: str, arguments: Sequence[str], ranks: int, output: str) -> str | None:
-    """The shell command that records this run with Nsight Systems, one file per rank; None where nsys is missing.
-
-    The recording covers what runs between cudaProfilerStart and cudaProfilerStop, which `--nvtx` calls before and after
-    the timed calls.
-
-    Args:
-        script: the entry point, such as ``launch/ddp_bench.py``, or ``-m`` before a module in `arguments`.
-        arguments: its command line.
-        ranks: processes of one host.
-        output: where the files go, without suffix; ``_rank<r>`` is appended.
-    """
-    if shutil.which("nsys") is None:
-        return None
-    python = os.path.basename(sys.executable)
-    profile = [
-        "nsys", "profile", "--trace=cuda,nvtx,osrt", "--sample=none", "--cpuctxsw=none", "--force-overwrite=true",
-        "--capture-range=cudaProfilerApi", "--capture-range-end=stop",
-    ]  # fmt: skip
-    # torchrun starts every rank under an nsys of its own, which puts the rank's number in the file's name.
-    command = ["torchrun", "--standalone", f"--nproc-per-node={ranks}", "--no-python", *profile]
-    command += [f"--output={output}_rank%q{{RANK}}", python, script, *arguments]
-    return shlex.join(command)

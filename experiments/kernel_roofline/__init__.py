@@ -34,10 +34,8 @@ import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
-from distlab.hardware import lookup
 from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.report import (
-    GREYS,
     INK,
     OKABE_ITO,
     TIE,
@@ -280,16 +278,11 @@ def headline(records: Sequence[Record]) -> str:
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
     if not any("copy_gb_per_s" in r.metrics for r in records):
         return where
-    return (f"{where}; copy {_limit(records, 'copy_gb_per_s')} GB/s, cuBLAS "
-            f"{_limit(records, 'cublas_tflop_per_s')} TFLOP/s")
-
-
-def _limit(records: Sequence[Record], name: str) -> str:
-    """A ceiling as it was measured: a run that was resumed has one of every process, and rows are held against their
-    own.
-    """
-    *others, last = dict.fromkeys(f"{x.metrics[name]:,.0f}" for x in records if name in x.metrics) or ["0"]
-    return f"{', '.join(others)} and {last}" if others else last
+    copy, cublas = (  # a run that was resumed has ceilings of every process, and rows are held against their own
+        " and ".join(dict.fromkeys(f"{r.metrics[name]:,.0f}" for r in records if name in r.metrics))
+        for name in ("copy_gb_per_s", "cublas_tflop_per_s")
+    )
+    return f"{where}; copy {copy} GB/s, cuBLAS {cublas} TFLOP/s"
 
 
 def _is_peer(record: Record) -> bool:
@@ -398,12 +391,10 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
         axes = figure.add_subplot()
         # Every process of a resumed run measures its own ceilings: those that held highest.
         bandwidth, peak = (max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
-        _ceiling(axes, bandwidth, peak, color=INK, linewidth=1.2,
-                 label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
-        spec = lookup(mine[0].environment.get("device_name") or "")
-        if spec is not None:
-            _ceiling(axes, spec.hbm_bandwidth / 1e9, spec.peak["bf16"] / 1e12, color=GREYS["grey"], linewidth=0.8,
-                     linestyle="--", label=f"datasheet of the {spec.name}")
+        knee = 1000 * peak / bandwidth
+        intensities = sorted([0.05, knee, max(2 * knee, 20000.0)])
+        axes.plot(intensities, [min(peak, x * bandwidth / 1000) for x in intensities], color=INK, linewidth=1.2,
+                  label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
         points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
         for direction, (marker, colour, label) in DIRECTIONS.items():
             chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
@@ -420,13 +411,6 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
         axes.set_xlabel("FLOPs per byte of least traffic")
         axes.set_ylabel("TFLOP/s")
         axes.legend(loc="upper left", frameon=True)
-
-
-def _ceiling(axes: "Axes", gb_per_s: float, tflop_per_s: float, **style: object) -> None:
-    """The roof: bandwidth times intensity, up to the arithmetic peak."""
-    knee = 1000 * tflop_per_s / gb_per_s
-    xs = sorted([0.05, knee, max(2 * knee, 20000.0)])
-    axes.plot(xs, [min(tflop_per_s, x * gb_per_s / 1000) for x in xs], **style)
 
 
 def plot_bars(records: Sequence[Record], path: Path) -> None:

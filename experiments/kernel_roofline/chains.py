@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Record, View
 from distlab.hardware import H100_SXM, lookup
-from distlab.report import grouped, prediction_error, stacked_bars
+from distlab.report import grouped, prediction_error
 from distlab.theory.fusion import POINTWISE, ROWS, Graph, Operator, advise
 from kernels import reference
 from kernels.cost import Cost
@@ -217,16 +216,6 @@ def advice(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def draw_chains(records: Sequence[Record], path: Path) -> None:
-    """Time of each fused form over that of one by one in the same dtype, measured above predicted."""
-    rows = [r for r in records if r.metrics.get("over_builtin")]
-    labels = [f"{'+'.join(r.config['chain'])}, {r.variant}{said}" for r in rows for said in ("", " (predicted)")]
-    parts = {"time": [r.metrics[f"{said}over_builtin"] for r in rows for said in ("", "predicted_")]}
-    if rows:
-        stacked_bars(path, labels, parts, title=f"Chains as one kernel: {TRAFFIC.headline(rows)}",
-                     unit="× one by one in the same dtype")  # fmt: skip
-
-
 def _us(metric: str, title: str) -> Column:
     return Column(f"metrics.{metric}", title, ",.1f", scale=1000, missing="")
 
@@ -251,7 +240,6 @@ TRAFFIC = View(
         f"{records[0].environment.get('device_name', 'CPU')}, torch {records[0].environment.get('torch', '?')}"
     ),
     terminal=("label", "bytes", "time_p50_ms", "predicted_time_p50_ms", "over_builtin", "predicted_over_builtin"),
-    pictures={"chains.png": draw_chains},
     findings=advice,
     reading="A row for each operation by itself, then for each form of the chain. / same dtype is its time over that "
     "of torch's own operators one by one in the inputs' dtype, / fp32 over that of the naive form, which widens to "

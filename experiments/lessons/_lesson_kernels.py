@@ -1,11 +1,10 @@
-"""Small kernels that show one thing each: loads in flight, an autotuned matmul, strides, waves, divergence.
+"""Small kernels that show one thing each: loads in flight, strides, waves, divergence.
 
 They are launched by the experiment `gpu_lessons` and shown by `ir`. Lengths are multiples of the
 blocks: what ragged ends need is in `kernels/`.
 """
 
 from kernels._language import tl, triton
-from kernels.matmul import grouped_tile
 
 
 @triton.jit
@@ -14,24 +13,6 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         at = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(z_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
-
-
-@triton.jit
-def matmul_kernel(a_ptr, b_ptr, y_ptr, rows, cols, depth, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                  BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
-    """One tile of y = a b, all contiguous, in grouped order."""
-    row_tile, col_tile = grouped_tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP)
-    row = (row_tile * BLOCK_M + tl.arange(0, BLOCK_M)) % rows  # a tile past the end repeats rows that others write
-    col = (col_tile * BLOCK_N + tl.arange(0, BLOCK_N)) % cols
-    k = tl.arange(0, BLOCK_K)
-    a_ptr += row[:, None] * depth + k[None, :]
-    b_ptr += k[:, None] * cols + col[None, :]
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for _ in tl.range(0, depth, BLOCK_K):
-        acc = tl.dot(tl.load(a_ptr), tl.load(b_ptr), acc)
-        a_ptr += BLOCK_K
-        b_ptr += BLOCK_K * cols
-    tl.store(y_ptr + row[:, None] * cols + col[None, :], acc.to(y_ptr.dtype.element_ty))
 
 
 @triton.jit

@@ -34,7 +34,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import attempt, clock, interleave, percentiles
-from distlab.report import prediction_error, stacked_bars
+from distlab.report import noise_of, prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
 from kernels._compile import resources
@@ -46,12 +46,10 @@ TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)}
          64: {"forward": Tile(64, 128), "dkdv": FULL, "dq": Tile(64, 128)},
          128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
-NAIVE, COMPILED = "as in the formula", "compiled backward"
+NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
-          "fp32, exact": "ours-ieee", "fp32, emulated": "ours",
-          COMPILED: "ours-compiled-backward"}  # last: what is built after it would make it compile again
-LONG = {NAIVE, "fp32, exact", "fp32, emulated", COMPILED}
-KINDS = ("steps", "others")
+          "fp32, exact": "ours-ieee", "fp32, emulated": "ours"}  # fmt: skip
+LONG = {NAIVE, "fp32, exact", "fp32, emulated"}
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
@@ -65,7 +63,6 @@ class Config(Options):
     heads: int = option(64, "batch × heads", least=1)
     length: int = option(4096, "tokens, a multiple of every tile", least=1)
     dtype: str = option("bfloat16", "of the steps", choices=tuple(TOLERANCE))
-    only: tuple[str, ...] = option(KINDS, "the steps, or what stands around them", choices=KINDS)
     rounds: int = option(6, "interleaved rounds", least=3)
     calls: int = option(10, "timed calls in a round", least=1)
 
@@ -131,8 +128,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     on_gpu = context.device.type == "cuda"
     for head_dim in config.head_dims:
         steps = {step.name: step for step in staircase(head_dim)}
-        others = OTHERS if on_gpu else (NAIVE,)
-        names = [*(steps if "steps" in config.only else ()), *(others if "others" in config.only else ())]
+        names = [*steps, *(OTHERS if on_gpu else (NAIVE,))]
         if not all(run.done(name, head_dim=head_dim) for name in names):
             dtypes = {name: "float32" if name.startswith("fp32") else config.dtype for name in names}
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
@@ -174,7 +170,6 @@ def time_in_rounds(found: dict[str, dict[str, Any]], calls: Calls, steps: Mappin
         for way in PASSES:
             samples = percentiles([ms for part in times[name, way] for ms in part])
             found[name] |= {f"{way}_{p}_ms": ms for p, ms in samples.items()}
-        found[name]["noise_pct"] = 50 * (samples["p80"] - samples["p20"]) / samples["p50"]
     gains(found, times, list(steps.values()), config.length)
 
 
@@ -196,7 +191,7 @@ def gains(found: dict[str, dict[str, Any]], times: Mapping[tuple[str, str], list
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The whole staircase in a sentence per head dim, and how far predictions were off."""
+    """The whole staircase in a sentence per head dim."""
     if not any("registers" in r.metrics for r in records):
         return ["Interpreted: the errors count, and no time does."]
     said = []
@@ -211,12 +206,6 @@ def findings(records: Sequence[Record]) -> list[str]:
         if naive and steps:
             ratio = naive["fwd_bwd_p50_ms"] / min(s["fwd_bwd_p50_ms"] for s in steps)
             said.append(f"d = {head_dim}: the fastest step takes 1 / {ratio:.1f} of attention as in the formula.")
-    keys = [(f"{way}_gain", f"{way}_predicted_gain") for way in PASSES]
-    pairs = [(r.metrics[b] / r.metrics[a], r.variant) for r in records for a, b in keys if b in r.metrics]
-    if pairs:
-        misses = dict.fromkeys(name for ratio, name in pairs if abs(ratio - 1) > 0.15)
-        said.append(f"Predicted gains: {sum(abs(ratio - 1) <= 0.15 for ratio, _ in pairs)} of {len(pairs)} within 15 % "
-                    f"of measured{'; not those of ' * bool(misses)}{', '.join(misses)}.")  # fmt: skip
     return said
 
 
@@ -236,7 +225,7 @@ VIEW = View(
         Column("config.head_dim", "d"), Column("variant", "step"),
         *(Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f") for way, text in zip(PASSES, ("fwd", "bwd", "f+b"),
                                                                                    strict=True)),
-        Column("metrics.noise_pct", "± %", ".1f"),
+        Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "fwd_bwd")),
         *(column for way in PASSES for column in (
             Column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f", missing=""),
             Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True),

@@ -1,7 +1,7 @@
 """What do memory, warps, waves and launch parameters decide?
 
-    distlab run gpu_lessons                             # all seven parts, on a GPU
-    distlab run gpu_lessons --parts strides keys        # two of them
+    distlab run gpu_lessons                             # all six parts, on a GPU
+    distlab run gpu_lessons --parts strides waves       # two of them
     TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
 
 Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters.
@@ -16,8 +16,6 @@ Each time is a multiple of the part's first row, beside the multiple that `distl
 Launch parameters, in rates:
 
 - element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way at a time.
-- keys: a matmul under `triton.autotune` with the keys that its result depends on, and once without some: the same calls
-  in the same order, and what a stale choice costs.
 - group size: the shipped matmul kernels, tiled, grouped and persistent, over how many rows of tiles advance together,
   with the share of loads that the L2 should serve.
 
@@ -25,7 +23,6 @@ The launch parameters of the shipped attention are tried by `python -m kernels.f
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,21 +45,18 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.measure import attempt, device_percentiles
-from distlab.measure.clock import synchronize
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Ratio, Series, lines, prediction_error
 from distlab.theory.gpu import l2_hit_share, occupancy, tile_order, wave_quantisation
 from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
 from experiments.lessons._lesson_kernels import (
     busy_kernel,
     divergent_kernel,
-    matmul_kernel,
     stream_kernel,
     strided_kernel,
 )
 from kernels import matmul
 from kernels._compile import resources
 from kernels._dispatch import launch
-from kernels._language import triton
 from kernels._triton import check_runs, compile_only, generation, interpreted, multiprocessors
 
 STRIDES = (1, 2, 4, 8, 16, 32)
@@ -74,14 +68,13 @@ CHECKED_ROUNDS = 5  # after more of them every element is 2
 BLOCK = 1024  # one element for each of 32 warps' lanes
 ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
 BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
-TILES = ((128, 256, 64, 8, 3), (128, 128, 64, 8, 3), (64, 128, 64, 4, 4), (64, 32, 64, 4, 4))
-NARROW = 64  # columns of a matmul that wants another tile
+TILE = 64  # that the sides of the matmuls are multiples of
 GROUPS = (1, 2, 4, 8, 16, 32)
 TOLERANCE = 1e-2  # of the largest value of a matmul or an addition in bf16
 EXACT = 1e-5  # of an effect's kernel, in fp32
 
 AXES = {"strides": "stride", "banks": "rounds of a read", "divergence": "as in the table", "waves": "programs per SM"}
-PARTS = (*AXES, "element-wise", "keys", "group size")
+PARTS = (*AXES, "element-wise", "group size")
 
 
 @dataclass(frozen=True)
@@ -91,14 +84,14 @@ class Config(Options):
     parts: tuple[str, ...] = option(PARTS, "parts", choices=PARTS)
     elements: int = option(2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25)
     rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
-    size: int = option(8192, "rows, columns and depth of the matmuls, a multiple of 64", least=2 * NARROW)
+    size: int = option(8192, "rows, columns and depth of the matmuls, a multiple of 64", least=2 * TILE)
     repeats: int = option(9, "timings of a row", least=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.elements & (self.elements - 1) or self.size % NARROW:
+        if self.elements & (self.elements - 1) or self.size % TILE:
             raise ValueError(f"elements={self.elements}, size={self.size}: these kernels have no ragged blocks; give a "
-                             f"power of two and a multiple of {NARROW}")
+                             f"power of two and a multiple of {TILE}")
 
 
 @dataclass
@@ -135,10 +128,7 @@ class Bench:
 
         def measured() -> dict[str, Any]:
             call(CHECKED_ROUNDS)
-            found = checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
-            first = next((r.metrics for r in rows_of(self.run.records, part)), found)
-            found["factor"] = found["time_p50_ms"] / first["time_p50_ms"]
-            return found | {"prediction_error_pct": 100 * (factor / found["factor"] - 1)}
+            return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part, x=x)
@@ -156,8 +146,6 @@ class Bench:
             return checked(error.item(), TOLERANCE) | times | {unit: amount / times["time_p50_ms"]}
 
         metrics = attempt(measured) | known
-        if "predicted_ms" in metrics and "time_p50_ms" in metrics:
-            metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
         self.run.add(variant, metrics, part=part, **factors)
         return metrics
 
@@ -275,42 +263,6 @@ def element_wise(bench: Bench) -> None:
                    "gb_per_s", known, block=block, warps=warps, stages=stages)  # fmt: skip
 
 
-def keys(bench: Bench) -> None:
-    """A matmul whose first call is narrow: with `rows` as the only key all later ones get the narrow tile. Predicted is
-    the time with the right keys.
-    """
-    size, names = bench.config.size, ("BLOCK_M", "BLOCK_N", "BLOCK_K")
-    configs = [triton.Config(dict(zip(names, blocks, strict=True)), num_warps=warps, num_stages=stages)
-               for *blocks, warps, stages in (TILES[-1:] if interpreted() else TILES)]  # fmt: skip
-
-    def grid(rows: int, cols: int, meta: Mapping[str, int]) -> tuple[int]:
-        return (-(-rows // meta["BLOCK_M"]) * -(-cols // meta["BLOCK_N"]),)
-
-    calls = []
-    for cols, depth in ((NARROW, size), (size, size), (size, NARROW)):
-        a, b = bench.random(size, depth), bench.random(depth, cols)
-        calls.append((a, b, torch.empty(size, cols, device=bench.device, dtype=bench.dtype), a.double() @ b.double()))
-    right: dict[str, float] = {}
-    for key in (("rows", "cols", "depth"), ("rows",)):
-        tuner = triton.autotune(configs, key=list(key))(matmul_kernel)
-        for a, b, y, expected in calls:
-            (rows, depth), cols = a.shape, b.shape[1]
-            call = partial(tuner[partial(grid, rows, cols)], a, b, y, rows, cols, depth, GROUP=8)
-            label, before, begin = f"{rows} × {depth} × {cols}", len(tuner.cache), time.perf_counter()
-            call()
-            synchronize(bench.device)
-            known = {"first_call_ms": 1e3 * (time.perf_counter() - begin), "tuned": len(tuner.cache) - before}
-            if label in right:
-                known["predicted_ms"] = right[label]
-            config = getattr(tuner, "best_config", None) or configs[0]
-            chosen = " × ".join(str(config.kwargs[name]) for name in names) + f", {config.num_warps} warps"
-            found = bench.rate("keys", f"key{'s' * (len(key) > 1)} {', '.join(key)}: {label}", call, y, expected,
-                               2 * rows * cols * depth / 1e9, "tflop_per_s", known, keys=list(key),
-                               chosen=chosen)  # fmt: skip
-            if "time_p50_ms" in found:
-                right.setdefault(label, found["time_p50_ms"])
-
-
 def group_size(bench: Bench) -> None:
     """The shipped kernels over how many rows of tiles advance together; cuBLAS first, whose rate the prediction has.
 
@@ -341,7 +293,7 @@ def group_size(bench: Bench) -> None:
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
     check_runs(context.device)
-    work = (strides, banks, divergence, waves, element_wise, keys, group_size)
+    work = (strides, banks, divergence, waves, element_wise, group_size)
     for part, function in zip(PARTS, work, strict=True):
         if part in config.parts and not any(r.config["part"] == part for r in run.records):
             run.progress(part)
@@ -352,6 +304,17 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 def rows_of(records: Sequence[Record], part: str) -> list[Record]:
     """The rows of a part that were timed."""
     return [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
+
+
+FACTOR = Ratio("factor", lambda rows: rows[0] if rows else None, "time")
+FACTOR_OFF = prediction_error("predicted_factor", "factor")
+TIME_OFF = prediction_error("predicted_ms", "time_p50_ms")
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Write each effect's times over that of its first row."""
+    for part in AXES:
+        FACTOR.add(rows_of(records, part))
 
 
 def panels(records: Sequence[Record]) -> Iterator[Panel]:
@@ -386,7 +349,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The worst of each effect and of stale keys, and best and worst of the other launches."""
+    """The worst of each effect, and best and worst of the other launches."""
     if not records[0].environment.get("cuda"):
         return ["Interpreted: the predictions and the errors count, and no time does."]
     worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in AXES if (rows := rows_of(records, part))}
@@ -397,10 +360,6 @@ def findings(records: Sequence[Record]) -> list[str]:
         slow, fast = (pick(rows, key=lambda r: r.metrics["gb_per_s"]) for pick in (min, max))
         said.append(f"element-wise: {fast.variant} reaches {fast.metrics['gb_per_s']:,.0f} GB/s, {slow.variant} "
                     f"{slow.metrics['gb_per_s']:,.0f}.")  # fmt: skip
-    if rows := [r for r in rows_of(records, "keys") if "predicted_ms" in r.metrics]:
-        stale = min(rows, key=lambda r: r.metrics["prediction_error_pct"])
-        ratio = stale.metrics["time_p50_ms"] / stale.metrics["predicted_ms"]
-        said.append(f"keys: the worst stale choice takes {ratio:.2f} × the right one ({stale.variant}).")
     if rows := [r for r in rows_of(records, "group size") if r.config.get("form") == "persistent"]:
         fast, slow = (pick(rows, key=lambda r: r.metrics["time_p50_ms"]) for pick in (min, max))
         ratio = slow.metrics["time_p50_ms"] / fast.metrics["time_p50_ms"]
@@ -420,12 +379,11 @@ VIEW = View(
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.hit_pct", "L2 hits %", ".1f", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
-        Column("metrics.prediction_error_pct", "off %", "+.0f", missing=""),
-        Column("config.chosen", "chosen", align="left"), Column("metrics.tuned", "tuned", missing=""),
-        Column("metrics.first_call_ms", "first call ms", ",.0f", missing=""),
+        FACTOR_OFF, TIME_OFF,
         Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
     ],
     headline=headline,
+    derive=compare,
     parted_by="config.part",
     reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
     "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
@@ -444,24 +402,19 @@ VIEW = View(
     "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
     "registers. Predicted is Little's law, with a latency that is measured by one warp alone, on an idle "
     "memory: under load it is longer.\n\n"
-    "keys: a tuner remembers its choice by the values of its keys and times nothing until they change. A key "
-    "that is missing does not fail; it gives another call's tile, which costs time or does not fit at all. "
-    "`tuned` counts new choices, and the first call shows what one costs. Triton adds the dtypes of tensors to "
-    "every key by itself; of a head dim that is a constant, and of the dtype behind a tensor descriptor, it knows "
-    "nothing. Predicted is the time of the same call with the right keys.\n\n"
     "group size: programs that run together read strips of a and b; with one row of tiles they share a strip of "
     "a and need many of b, with as many rows as columns they share both. Past that, hits fall again. Where the "
     "prediction stays at cuBLAS's time, the memory is fast enough for every order, and differences are those of "
     "the L2's own rate.\n\n"
     "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
     terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "tflop_per_s", "in_flight_kib", "hit_pct",
-              "predicted_ms", "prediction_error_pct", "tuned", "error", "status"),
+              "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
     pictures={"lessons.png": draw},
     findings=findings,
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
     "Launches: from a copy, a latency and cuBLAS's matmul of this run; see how to read.",
 )  # fmt: skip
-SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "size": 2 * NARROW, "repeats": 3}
+SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "size": 2 * TILE, "repeats": 3}
 EXPERIMENT = Experiment(
     Config, measure, VIEW, presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL}, gpus=1,
     wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],

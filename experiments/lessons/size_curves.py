@@ -43,7 +43,7 @@ from distlab.experiment import (
 )
 from distlab.hardware import GPUSpec, lookup
 from distlab.measure import attempt, device_percentiles, replay_ms
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Series, grouped, lines, prediction_error
 from distlab.theory.gpu import wave_quantisation
 from kernels import _triton, elementwise, matmul, softmax
 from kernels._rows import Launch, forced, power_of_two
@@ -184,7 +184,6 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
                     metrics |= rates(here.cost, metrics, by_memory=len(here.shape) != 3)
                 if variant == "ours" and spec and "time_p50_ms" in metrics:
                     metrics |= predicted_ms(here.cost, here.shape, dtype.itemsize, known, spec)
-                    metrics["prediction_error_pct"] = 100 * (metrics["predicted_ms"] / metrics["time_p50_ms"] - 1)
                 run.add(variant, known | metrics, part=curve, size=size, axis=axis, shape=list(here.shape))
 
 
@@ -197,8 +196,8 @@ def rates(cost: Cost, metrics: dict[str, Any], by_memory: bool) -> dict[str, flo
 
 def curves(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
     """Each curve with the rows that were timed."""
-    for part in dict.fromkeys(r.config["part"] for r in records):
-        yield part, [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
+    timed = [r for r in records if "time_p50_ms" in r.metrics]
+    yield from grouped(timed, lambda r: r.config["part"]).items()
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -207,8 +206,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
     for part, rows in curves(records):
         name = "tflop_per_s" if part.startswith("matmul") else "gb_per_s"
         series = []
-        for variant in dict.fromkeys(r.variant for r in rows):
-            mine = [r for r in rows if r.variant == variant]
+        for variant, mine in grouped(rows, lambda r: r.variant).items():
             x, (y, low, high) = [r.config["size"] for r in mine], (
                 [r.metrics[f"{name}{end}"] for r in mine] for end in ("", "_low", "_high"))  # fmt: skip
             series.append(Series(variant, x, y, low, high, hollow=variant != "ours"))
@@ -234,12 +232,13 @@ def findings(records: Sequence[Record]) -> list[str]:
             near = next(r for r in ours if r.metrics[name] >= 0.9 * best.metrics[name])
             said.append(f"{part}: best {best.metrics[name]:,.0f} {unit} at {best.config['size']:,}, a tenth below it "
                         f"from {near.config['size']:,} on; last {ours[-1].metrics[name]:,.0f}.")  # fmt: skip
-    errors = [r.metrics["prediction_error_pct"] for r in records if "prediction_error_pct" in r.metrics]
+    errors = [error for r in records if (error := OFF.value(r)) is not None]
     if errors:
         said.append(f"Predicted times: {sum(abs(e) <= 15 for e in errors)} of {len(errors)} within 15 % of measured.")
     return said
 
 
+OFF = prediction_error("predicted_ms", "time_p50_ms")
 headline = headline_from("{dtype}, {device_name}, torch {torch}, triton {triton}")
 VIEW = View(
     columns=[
@@ -247,7 +246,7 @@ VIEW = View(
         *(Column(f"metrics.time_{p}_ms", f"{p} µs", ",.1f", scale=1000) for p in ("p50", "p20", "p80")),
         Column("metrics.gb_per_s", "GB/s", ",.0f"), Column("metrics.tflop_per_s", "TFLOP/s", ",.1f"),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing="", optional=True),
-        Column("metrics.prediction_error_pct", "off %", "+.0f", missing="", optional=True),
+        OFF,
         Column("metrics.waves", "waves", missing="", optional=True),
         Column("metrics.wave_pct", "filled %", ".0f", missing="", optional=True),
         Column("metrics.error", "error", ".0e"),
@@ -263,7 +262,7 @@ VIEW = View(
     "for bytes; around half the size of the L2, which keeps a part of what does not fit; where a row of softmax is so "
     "wide that a multiprocessor holds one, and loads none while it stores; and where a matmul's loop is short beside "
     "the start and end of its tiles. Errors are against float64, over the largest value.",
-    terminal=("size", "time_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "prediction_error_pct",
+    terminal=("size", "time_p50_ms", "gb_per_s", "tflop_per_s", "predicted_ms", "time_p50_ms_error_pct",
               "waves", "error"),
     pictures={"curves.png": draw},
     findings=findings,

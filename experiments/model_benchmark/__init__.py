@@ -20,7 +20,6 @@ kernels. That is in `taken_apart`.
 import gc
 import itertools
 import re
-import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -49,15 +48,13 @@ from distlab.measure import (
     check_work,
     emitter,
     named_ranges,
-    nsys_command,
-    own_noise_floor,
     peak_memory,
     percentiles,
     slowest_rank,
 )
 from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
-from distlab.report import NOISE, Panel, lines, noise_of, overlaid, stacked_bars, waiting
+from distlab.report import NOISE, Panel, lines, overlaid, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require, shortage
 
@@ -108,8 +105,6 @@ class BenchmarkConfig(OwnModel, Swept):
     bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
     seed: int = option(0, "of parameters and data", **SEED)
     profile: bool = option(False, "traces, and kernels and kinds of work by time")
-    profile_ranks: tuple[int, ...] = option((0,), "that write a trace; the first is summarised", least=0)
-    profile_steps: tuple[int, ...] = option((3, 5), "first and last step that is traced, from 0", least=0)
     memory: bool = option(
         False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
     )
@@ -118,18 +113,11 @@ class BenchmarkConfig(OwnModel, Swept):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if len(self.profile_steps) != 2 or self.profile_steps[0] > self.profile_steps[1]:
-            raise ValueError(f"profile_steps={self.profile_steps}: give first <= last")
         self.trials()
         if self.factory is not None and self.saved:
             raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
         if self.nvtx:
             emitter("nvtx")  # refuses where there is no GPU
-
-    def check_ranks(self, world_size: int) -> None:
-        """Raise ValueError if a rank is to be profiled that does not exist."""
-        if self.profile and max(self.profile_ranks) >= world_size:
-            raise ValueError(f"profile ranks {self.profile_ranks}: there are ranks 0 to {world_size - 1}")
 
     def trials(self) -> list[TrialConfig]:
         """All combinations; modes and warm-ups share a trial."""
@@ -159,10 +147,9 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     With `nvtx`, cudaProfilerStart is called before and cudaProfilerStop after the timed calls, for Nsight Systems.
 
     Raises:
-        ValueError: a strategy that needs a GPU, or a rank to be profiled that does not exist.
+        ValueError: a strategy that needs a GPU.
         MemoryError: no combination fits.
     """
-    config.check_ranks(context.world_size)
     modes = [mode for mode in MODES if mode in config.modes]
     if config.factory is None:
         planned = [trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes]
@@ -190,10 +177,6 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
         torch.cuda.profiler.stop()
     for trial in config.trials():
         take_apart(config, trial, context, run)
-    # A rank's own command line has no --nproc.
-    command = nsys_command("-m", ["launch", *sys.argv[1:], "--nvtx"], context.world_size, str(run.path / "nsys"))
-    if command is not None and not config.nvtx:
-        run.notice(f"under Nsight Systems: {command}")
 
 
 def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
@@ -207,9 +190,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     slug = re.sub("[^A-Za-z0-9_.]+", "-", name)
     parts: dict[str, Callable[[], dict[str, Rows]]] = {}
     if config.profile:
-        parts["profiling"] = partial(
-            profile, context, trial, config.profile_ranks, config.profile_steps, run.path, slug
-        )  # fmt: skip
+        parts["profiling"] = partial(profile, context, trial, run.path, slug)
     if config.memory:
         parts["recording the memory of"] = partial(memory, context, trial, run.path, slug)
     if config.saved:
@@ -343,13 +324,10 @@ def _metrics(
     found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
-    found["step_samples_ms"] = step
-    found["noise_floor_pct"] = own_noise_floor(step)
-    found["noise_pct"] = noise_of(found)
+    found["step_samples_ms"], found["series_ms"] = step, phases["step"] if warmup == 0 else None
     peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
     if trial.options.factory is not None:
         found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
-        found["series_ms"] = phases["step"] if warmup == 0 else None
         return found
     # The guard counts the least that must be done: a causal kernel may skip half of the scores.
     check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
@@ -358,7 +336,6 @@ def _metrics(
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
     found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
-    found["series_ms"] = phases["step"] if warmup == 0 else None
     return found
 
 

@@ -64,37 +64,23 @@ def mib_column(metric: str, title: str) -> Column:
 
 
 KERNELS, WORK = "model_kernels", "model_work"
+UNTIMED_STEPS, TRACED_STEPS = 3, 3
 
 
-def profile(
-    context: RankContext,
-    config: TrialConfig,
-    ranks: Sequence[int],
-    traced: Sequence[int],
-    folder: Path,
-    slug: str,
-) -> dict[str, Rows]:
-    """Write the traces of these ranks; rows of kernels, of kinds of work and of parts, from the first of them.
-
-    Args:
-        traced: first and last step of the traces.
-    """
-    first, last = traced
+def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) -> dict[str, Rows]:
+    """Write rank 0's traces; rows of kernels, of kinds of work and of parts."""
     counted = None
-    if context.rank == ranks[0]:
+    if context.is_main:
         with opened(context, replace(config, compile="off", strategy="local")) as plain:
             plain("step")
             counted = counted_parts(plain, rates(plain))
     timer = PhaseTimer(context.device)
     with opened(context, config) as trial:
-        for _ in range(first):
-            trial("step")
-        timer.synchronize()
-        for _ in timer.each(MIN_SAMPLES + 2):  # the same steps without the profiler
+        for _ in timer.each(MIN_SAMPLES + 2, UNTIMED_STEPS):  # the same steps without the profiler
             trial("step", timer.mark)
         timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
-        run = partial(_traced, context, trial, ranks, folder)
-        events = run(f"trace_{slug}", last - first + 1), run(f"inference_{slug}", 1, "inference")
+        run = partial(_traced, context, trial, folder)
+        events = run(f"trace_{slug}", TRACED_STEPS), run(f"inference_{slug}", 1, "inference")
         by_part = None
         if config.compile == "off":  # compiled code has no ranges inside
             with trace_ranges(trial):
@@ -108,26 +94,25 @@ def profile(
         rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
-    return collectives.gather_objects(rows, context.group)[ranks[0]]
+    return collectives.gather_objects(rows, context.group)[0]
 
 
 def _traced(
-    context: RankContext, trial: Trial, ranks: Sequence[int], folder: Path, name: str, steps: int,
-    mode: str = "step",
-) -> list[Event]:  # fmt: skip
-    """The events of some steps on one of these ranks, whose trace is written; none on the others."""
+    context: RankContext, trial: Trial, folder: Path, name: str, steps: int, mode: str = "step"
+) -> list[Event]:
+    """The events of some steps on rank 0, whose trace is written; none on the others."""
     phases = Phases()
 
     def step() -> None:
         with phases.step():
             trial(mode, phases.mark)
 
-    if context.rank not in ranks:
+    if not context.is_main:
         for _ in range(1 + steps):  # the profiler's own warm-up is a step too
             step()
         dist.barrier(context.group)
         return []
-    path = folder / f"{name}_rank{context.rank}.json.gz"
+    path = folder / f"{name}_rank0.json.gz"
     profile_steps(
         step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
         device=context.device, finish=partial(dist.barrier, context.group),
@@ -405,23 +390,6 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
 
 
-def saved_findings(records: Sequence[Record]) -> list[str]:
-    """One block and the whole step, in each form."""
-    lines = []
-    for record in records:
-        m = record.metrics
-        if not record.variant.endswith(", all") or m["status"] != "ok":
-            continue
-        predicted = m["predicted_saved_block_bytes"]
-        said = f" (predicted {predicted / 2**20:,.2f})" if predicted else ""
-        lines.append(
-            f"{record.variant.removesuffix(', all')}: one block saves {m['saved_block_bytes'] / 2**20:,.2f} MiB{said} "
-            f"in {m['tensors']} tensors, the whole model with its loss {m['saved_all_bytes'] / 2**20:,.2f} MiB; the "
-            f"gradients of a block take {m['gradient_block_bytes'] / 2**20:,.2f} MiB."
-        )
-    return lines
-
-
 SAVED_VIEW = View(
     name=SAVED,
     question="What does a block save for backward, eager, compiled and with this lab's kernels?",
@@ -430,9 +398,10 @@ SAVED_VIEW = View(
      mib_column("predicted_saved_block_bytes", "predicted"),
      prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
      Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
-     mib_column("gradient_block_bytes", "gradients MiB"), Column("metrics.status", "status", align="left")],
+     mib_column("gradient_block_bytes", "gradients MiB"),
+     Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
+     Column("metrics.status", "status", align="left")],
     headline=headline,
-    findings=saved_findings,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
     "compiled and with our kernels without silu(w1 x), which backward computes again.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "

@@ -37,8 +37,7 @@ def test_every_kernel_has_a_cost(capsys, kernel):
     assert ask(capsys, "kernel", kernel, *shape)["bytes"] > 0
 
 
-def test_chain_and_block(capsys):
-    assert ask(capsys, "chain", "--operations", "3")["speed_up"] == pytest.approx(3)
+def test_block(capsys):
     block = ask(capsys, "block")
     assert block["kernels"]["ours"] < block["kernels"]["eager"]
     assert {d["action"] for d in block["decisions"]} >= {"fuse", "split"}

@@ -71,5 +71,4 @@ def test_chains_in_small(smoke, tmp_path):
     assert {r.variant for r in records if "layer_norm" in r.config["label"]} == {"ours", "naive", "builtin"}
     page = folder / "parts" / TRAFFIC.name / "table.md"
     text = page.read_text()
-    assert page.with_name("chains.png").stat().st_size > 10_000
     assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text

@@ -55,14 +55,14 @@ def test_peers_are_set_up_as_their_users_would():
 def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
     """With no time at all only plans are written; of them two files are enough to do what is left on another disk."""
     known = {"keeps", "predicted_peak_bytes", "predicted_peak_phase", "free_bytes"}
-    assert all(set(r.metrics) - {"spent_s", "cold"} == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
+    assert all(set(r.metrics) == known for r in measured(EXPERIMENT, tmp_path, minutes=1e-9))
     copied = tmp_path / "elsewhere" / "long_context" / "run"
     copied.mkdir(parents=True)
     for name in ("run.json", "records.json"):
         shutil.copy(tmp_path / "long_context" / "run" / name, copied)
     records = measured(EXPERIMENT, tmp_path / "elsewhere")
-    assert len(records[0].metrics["spent_s"]) == 2 and "failure" not in records[0].metrics
-    assert (copied / "memory.png").is_file() and (copied / "units.png").is_file()
+    assert "failure" not in records[0].metrics
+    assert (copied / "units.png").is_file()
     for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
@@ -71,8 +71,6 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
         assert list(units) == ["embedding", "blocks.0", "norm", "head", "optimizer"]
         spent = sum(sum(times.values()) for times in units.values())
         assert spent == pytest.approx(record.metrics["profiled_step_ms"])
-        if record.variant == "fsdp":
-            assert record.metrics["final_loss"] < record.metrics["first_loss"]
 
 
 def test_rows_are_held_against_the_fastest_of_torchs():
@@ -84,8 +82,6 @@ def test_rows_are_held_against_the_fastest_of_torchs():
     compare(rows)
     assert [round(r.metrics["vs_peer"], 2) for r in rows] == [0.9, 1.2, 1.0]
     assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]
-    rows[0].metrics.update(first_loss=3.0, final_loss=float("nan"))
-    assert "the loss was 3.000 at first and is nan at the end" in wrong_rows(rows)[0]
 
 
 def row(name: str, **metrics) -> Record:

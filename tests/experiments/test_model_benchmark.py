@@ -1,7 +1,6 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
-import shutil
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -22,7 +21,7 @@ NAIVE = {"attention": ("naive", "sdpa"), "strategy": ("bucketed",), "modes": ("f
 SWEEP = {
     "attention": ("sdpa", "naive", "flash"), "strategy": ("bucketed",), "warmups": (0, 2), "modes": ("forward", "step")
 }  # fmt: skip
-PARTS = {"profile": True, "profile_ranks": (1,), "profile_steps": (1, 2), "memory": True}
+PARTS = {"profile": True, "memory": True}
 
 
 def two_runs(context, root):
@@ -127,7 +126,7 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
         assert whole[form] == pytest.approx(saved_by[f"{form}, all"]["predicted_saved_block_bytes"], rel=0.15)
     assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
     page = run.path / "parts" / "model_saved" / "report.html"
-    assert "made by" in page.read_text() and len(taken_apart.saved_findings(found)) == 3
+    assert "made by" in page.read_text()
 
 
 @pytest.mark.parametrize(
@@ -150,7 +149,7 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     parts = {path.name: read_json(path / "records.json") for path in (folder / "parts").iterdir()}
     assert set(parts) == {"model_kernels", "model_work", "model_parts", "model_memory"}
     traces = [path.name for path in sorted(folder.glob("trace*"))]
-    assert traces == ["trace_naive_rank1.json.gz", "trace_sdpa_rank1.json.gz"]
+    assert traces == ["trace_naive_rank0.json.gz", "trace_sdpa_rank0.json.gz"]
     assert (folder / "memory_naive.png").stat().st_size > 10_000
     for name, records in parts.items():
         assert "naive: " in EXPERIMENT.views()[name].table(records)
@@ -218,11 +217,6 @@ def test_an_operator_takes_the_longer_of_its_flops_and_its_bytes():
         assert rates.seconds(Compute(name, flops, moved, phase), kind) == seconds, name
 
 
-def test_a_rank_that_is_not_there_cannot_be_profiled():
-    with pytest.raises(ValueError, match="there are ranks 0 to 1"):
-        BenchmarkConfig(profile=True, profile_ranks=(2,)).check_ranks(2)
-
-
 def test_kernel_names_are_cut_to_what_says_something():
     assert taken_apart.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)") == "cutlass::Kernel2"
     long = taken_apart.short_name("void at::native::vectorized_elementwise_kernel<4, at::native::MulFunctor<float>>")
@@ -236,15 +230,3 @@ def test_options_become_combinations():
     config, _ = EXPERIMENT.chosen(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
     assert config.label(config.trials()[1]) == "tiny, fp32, checkpointing every-2"
-
-
-def test_the_command_for_nsight_is_said(one_rank, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
-    monkeypatch.setattr("sys.argv", ["launch", "run", "model_benchmark", "--size", "tiny"])  # of a rank: no --nproc
-    config = BenchmarkConfig(**SMALL, modes=("forward",), warmups=(1,))
-    run = EXPERIMENT.open(config, one_rank, tmp_path, "run")
-    said = []
-    run.notice = said.append
-    EXPERIMENT.measure(config, one_rank, run)
-    assert "--nproc-per-node=1" in said[-1]
-    assert said[-1].endswith("-m launch run model_benchmark --size tiny --nvtx")

@@ -57,15 +57,13 @@ def test_both_counts_of_theory_agree(dtype, autocast):
     assert predicted_launches("ours-graphs", config) == {}
 
 
-def test_launches_are_drawn_and_written(monkeypatch, tmp_path):
+def test_launches_are_written(monkeypatch, tmp_path):
     """As a GPU's rows have them."""
     counts = {"forward_launches": 24, "backward_launches": 50, "often_launched": {"forward": {}, "backward": {"mm": 9}}}
     predicted = model_comparison.predicted_launches
     monkeypatch.setattr(model_comparison, "predicted_launches", lambda *args: counts | predicted(*args))
     measured(model_comparison.EXPERIMENT, tmp_path, ways=("torch",))
-    folder = tmp_path / "model_comparison" / "run"
-    assert (folder / "launches.png").stat().st_size > 10_000
-    assert "of a block: forward" in (folder / "table.md").read_text()
+    assert "of a block: forward" in (tmp_path / "model_comparison" / "run" / "table.md").read_text()
 
 
 def test_a_miss_names_the_kernels():

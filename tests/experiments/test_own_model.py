@@ -76,7 +76,7 @@ def test_memory_is_measured_and_predicted(tmp_path):
 
 def test_a_step_is_profiled_and_its_memory_drawn(tmp_path):
     (step,) = measured(model_benchmark.EXPERIMENT, tmp_path, factory=f"{OURS}dictionary", profile=True, memory=True,
-                       modes=("step",), profile_steps=(0, 0), batch=(4,))  # fmt: skip
+                       modes=("step",), batch=(4,))  # fmt: skip
     assert step.metrics["status"] == "ok" and step.metrics["examples_per_s"] > 0
     assert list((tmp_path / "model_benchmark/run").glob("memory_*dictionary*.png"))
 

@@ -14,7 +14,7 @@ from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit
 from experiments import allreduce_sweep, bucket_sweep
 from experiments.allreduce_sweep import SweepConfig
-from experiments.bucket_sweep import BucketSweepConfig, optimum
+from experiments.bucket_sweep import OVER_BEST, BucketSweepConfig
 from tests.experiments.frame import on_rank
 
 
@@ -42,7 +42,6 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
         assert m["time_p20_ms"] <= m["time_p50_ms"] <= m["time_p80_ms"]
         share = bandwidth.traffic(record.variant, record.config["world_size"])
         assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
-        assert m["fit_error_pct"] == pytest.approx(100 * (m["fit_ms"] / m["time_p50_ms"] - 1))
         assert m["link_ms"] is None  # no datasheet of this machine
     links = measured_links(
         read_json(folder / "records.json"), records[0].environment["device_name"], "gloo"
@@ -68,7 +67,7 @@ def test_a_broken_collective_is_printed_as_wrong(tmp_path):
 def test_bucket_sizes_are_predicted_measured_and_chosen(smoke):
     by_name = {r.variant: r for r in smoke("bucket_sweep")[0]}
     names = ["bucketed-1", "bucketed-unbounded", "torch-ddp-tuned-1", "torch-ddp-tuned-unbounded"]
-    assert list(by_name) == ["parts", "local", *names, "optimum"]
+    assert list(by_name) == ["parts", "local", *names]
     parts, one = by_name["parts"].metrics, by_name["bucketed-unbounded"].metrics
     assert one["buckets"] == 1 < by_name["bucketed-1"].metrics["buckets"]
     assert parts["packed_parameters"] == len(parts["ready_ms"])  # buckets offer their memory on GPUs only
@@ -81,8 +80,7 @@ def test_bucket_sizes_are_predicted_measured_and_chosen(smoke):
     slowed = one["predicted_comm_ms"] / parts["communication_rate"] + packed_ms
     assert least - 1e-6 <= one["predicted_overhead_ms"] <= slowed + 1e-6
     best = min(names[:2], key=lambda name: by_name[name].metrics["step_p50_ms"])
-    found = by_name["optimum"].metrics
-    assert found["best_bucket_mb"] == best.removeprefix("bucketed-") and found["regret_pct"] >= 0
+    assert by_name[best].metrics["over_best"] == 1
 
 
 def test_a_bucket_leaves_with_its_last_gradient():
@@ -118,18 +116,19 @@ def test_refusals(make, message):
         make()
 
 
-def test_a_best_bucket_size_names_those_that_tie_with_it():
+def test_a_best_bucket_size_and_what_following_the_prediction_costs():
     def swept(size: float, p50: float, spread: float) -> Record:
         steps = {"step_p20_ms": p50 - spread, "step_p50_ms": p50, "step_p80_ms": p50 + spread}
         config = {"strategy": "bucketed", "bucket_size_mb": size}
-        metrics = steps | {"predicted_step_ms": 100 - size, "error_pct": 1.0}
+        metrics = steps | {"predicted_step_ms": 100 - size}
         return Record("bucket_sweep", f"bucketed-{size:g}", config, metrics, {}, None)
 
-    found = optimum([swept(1.0, 100.0, 1.0), swept(10.0, 101.0, 3.0), swept(25.0, 120.0, 1.0)])
-    assert (found["best_bucket_mb"], found["tied_with_best_mb"]) == ("1", ["10"])
-    assert found["regret_pct"] == pytest.approx(20)  # the largest was predicted to be the best
-    (line,) = bucket_sweep.EXPERIMENT.view.findings([Record("bucket_sweep", "optimum", {}, found, {}, None)])
-    assert line.startswith("Best measured: 1 MiB (tie with 10), 100.0 ms")
+    rows = [swept(1.0, 100.0, 1.0), swept(10.0, 101.0, 3.0), swept(25.0, 120.0, 1.0)]
+    OVER_BEST.add(rows)
+    assert [OVER_BEST.tie(row) for row in rows] == ["", " tie", ""]
+    (line,) = bucket_sweep.findings(rows)  # the largest was predicted to be the best
+    assert line.startswith("Best measured: bucketed-1, 100.0 ms. Predicted best: bucketed-25, which takes 1.200 of")
+    assert line.endswith("Largest error of a prediction: -37.5 %.")
 
 
 def too_large(context: RankContext, root: str) -> str:

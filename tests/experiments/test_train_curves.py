@@ -1,4 +1,4 @@
-"""All strategies' loss curves, a killed run and the cost of checkpoints, as the command runs them."""
+"""All strategies' loss curves and a killed run, as the command runs them."""
 
 import json
 
@@ -6,13 +6,11 @@ import pytest
 
 from distlab.report import Record, read_json
 from experiments.train_curves import (
-    COST,
     KILLED,
     REFERENCE,
     ROUNDING,
     CurvesConfig,
     check_restarts,
-    cost_is_noise,
     headline,
     verdicts,
 )
@@ -21,7 +19,7 @@ from tests.experiments.frame import refused
 
 ARGUMENTS = [
     *("--backend=gloo", "--steps=14", "--kill-at=9", "--checkpoint-every=3", "--batch=4", "--context=16"),
-    *("--cost-batch=4", "--block=3", "--rounds=2", "--strategies=zero1,fsdp", "--timeout=15"),
+    *("--strategies=zero1,fsdp", "--timeout=15"),
 ]
 
 
@@ -34,13 +32,11 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     assert "rank 1 kills itself" in done.stderr and "zero1: has its record" in done.stderr
     (folder,) = (tmp_path / "train_curves").iterdir()  # one for both attempts
     records = {record.variant: record for record in read_json(folder / "records.json")}
-    assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, KILLED, COST}
+    assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, KILLED}
     killed = records[KILLED].metrics
     assert 0 < killed["first_step"] < 9 and killed["max_abs_loss_diff"] == 0
     assert len(records["fsdp"].metrics["loss"]) == 14 == len(killed["loss"]) + killed["first_step"]
-    assert records[COST].metrics["checkpoint_bytes"] > 12 * records[COST].config["num_parameters"]
-    # On this machine steps take milliseconds, so only the price of a checkpoint may be out of bounds.
-    assert all("checkpoints cost" in problem for problem in verdicts(list(records.values())))
+    assert verdicts(list(records.values())) == []
     assert (folder / "loss.png").stat().st_size > 10_000
     assert json.loads(done.stdout.splitlines()[-1])["experiment"] == "train_curves"
     assert "14 steps" in headline(list(records.values()))
@@ -59,14 +55,12 @@ def test_what_is_wrong_is_said():
     killed = record(KILLED, loss=[5.0, 2.1])
     assert len(verdicts([*good, killed])) == 2  # not resumed, and different
     assert verdicts([*good, record(KILLED, loss=[2.01], first_step=1)]) == []
-    cost = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0}, {}, None)
-    assert "more than 5 %" in verdicts([cost])[0]
 
 
 def test_nobody_is_killed_whom_nobody_starts_again():
     with pytest.raises(ValueError, match="--max-restarts 1"):
         check_restarts(("curves", "kill"), 0)
-    check_restarts(("curves", "cost"), 0)
+    check_restarts(("curves",), 0)
     check_restarts(("kill",), 1)
 
 
@@ -78,10 +72,3 @@ def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
 
 def test_a_default_run_takes_what_the_device_runs():
     assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies
-
-
-def test_a_cost_inside_the_noise_of_its_blocks_is_a_tie_and_no_mistake():
-    noisy = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0, "noise_floor_pct": 20.0}, {}, None)
-    assert verdicts([noisy]) == [] and cost_is_noise(noisy)
-    quiet = Record("train_curves", COST, {}, {"checkpoint_cost_pct": 7.0, "noise_floor_pct": 2.0}, {}, None)
-    assert len(verdicts([quiet])) == 1 and not cost_is_noise(quiet)

@@ -16,7 +16,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from experiments._attention import CompiledBackward
 from kernels import _dispatch
 from kernels._triton import interpreted, runs_triton
 from kernels.flash_attention import (
@@ -371,15 +370,6 @@ def test_without_data(function, device):
         assert x.dtype is y.dtype if device == "fake" else x.is_meta
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_compiled_backward_is_the_same_function(causal):
-    q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
-    torch._dynamo.reset()
-    with torch.compiler.set_stance(force_backend=BACKEND):
-        ours = with_gradients(lambda *x: CompiledBackward.apply(*x, causal), q, k, v, do)
-    near(ours, in_float64(q, k, v, do, causal=causal), 2e-5)
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant):
     q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
@@ -395,7 +385,7 @@ def test_activation_checkpointing(reentrant):
         assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch, CompiledBackward])
+@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
 @pytest.mark.parametrize("cast", [False, True])
 def test_create_graph_raises_whoever_asks(function, cast):
     """Also where the output's gradient needs none, and where what was saved is a cast copy of the inputs.

@@ -1,12 +1,11 @@
 """Ranges say what ran, and cost nothing when they are off."""
 
-import shutil
 import sys
 
 import pytest
 import torch
 
-from distlab.measure.nvtx import Emitter, emitter, named_ranges, nsys_command
+from distlab.measure.nvtx import Emitter, emitter, named_ranges
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.parallel import BucketedDDP
 from distlab.testing import run_ranks
@@ -151,15 +150,3 @@ def test_emitters():
         emit.pop()
         emit.pop()
     assert {"outer", "inner"} <= {event.name for event in profiler.events()}
-
-
-def test_the_nsys_command_where_nsys_is(tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert nsys_command("launch/ddp_bench.py", [], 2, "out/x") is None
-    monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
-    command = nsys_command("launch/ddp_bench.py", ["--size", "small"], 2, "out/x")
-    assert "--nproc-per-node=2" in command and "out/x_rank%q{RANK}" in command
-    assert (
-        command.endswith("launch/ddp_bench.py --size small")
-        and "--capture-range=cudaProfilerApi" in command
-    )

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any
 
 from distlab import hardware
@@ -39,7 +38,6 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.report import stacked_bars
 from distlab.theory.gpu import occupancy
 from kernels._triton import installed
 
@@ -48,7 +46,6 @@ from .catalogue import MODULES
 STAGES = ("ttir", "ttgir", "llir", "ptx", "sass")
 GPUS = {80: hardware.A100_SXM_80GB, 90: hardware.H100_SXM}
 CAPABILITIES = (80, 86, 89, 90)
-MOST_BARS = 30
 # Read in a worker before anything else: where kernels are interpreted there is nothing to compile.
 COMPILES = "import os; os.environ.pop('TRITON_INTERPRET', None)"
 
@@ -155,15 +152,6 @@ def stems(found: Sequence[Compiled]) -> Iterator[str]:
         yield each.name + (f"-{counts[each.name]}" if counts[each.name] > 1 else "")
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """Lines of each stage, a bar per kernel: how much the compiler adds on the way down."""
-    rows = [r for r in records if "ptx_lines" in r.metrics]
-    if 0 < len(rows) <= MOST_BARS:
-        parts = {stage.upper(): [r.metrics.get(f"{stage}_lines") for r in rows] for stage in STAGES}
-        stacked_bars(path, [r.variant for r in rows], parts, title=f"Length of each stage: {headline(records)}",
-                     unit="lines")  # fmt: skip
-
-
 def findings(records: Sequence[Record]) -> list[str]:
     """Which kernels spill, and which hold the fewest warps."""
     rows = [r for r in records if "registers" in r.metrics]
@@ -199,7 +187,6 @@ VIEW = View(
     "one thread.",
     terminal=("registers", "spill_bytes", "shared_bytes", "warps", "programs_per_sm", "limited_by", "matmul",
               "ptx_lines", "sass_lines"),
-    pictures={"stages.png": draw},
     findings=findings,
     prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own report.",
 )  # fmt: skip
