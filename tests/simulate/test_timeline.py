@@ -13,7 +13,7 @@ from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
 from distlab.simulate.events import Compute, Wait
 from distlab.simulate.step import SimulatedStep, simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine, replay
-from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
+from distlab.theory.collective_time import CollectiveFit, Piece
 from distlab.theory.step_time import Network
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
@@ -93,12 +93,6 @@ def test_bounds(parts, rate, slowed):
     assert line.step_ms - line.overhead_ms == pytest.approx(work)
     undisturbed = replay(step(*items), MACHINE)
     assert undisturbed.step_ms <= line.step_ms + 1e-6
-
-
-@given(st.integers(1, 64), st.integers(0, 10**6))
-def test_links_are_rings(ranks, size):
-    expected = collective_seconds("ring all-reduce", size, ranks, Link(5.0))
-    assert Network(5.0, 5.0).seconds(size, ranks) == pytest.approx(expected)
 
 
 def test_calibration_finds_the_constants_it_was_given():
