@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 
-from kernels import _dispatch, elementwise, reference
+from kernels import _dispatch, reference
 from kernels._rows import Launch, forced
 from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import gelu
 from kernels.rope import rope
-from kernels.swiglu import swiglu
 
 from .fused import DEVICE, compare, draw
 from .near import near
@@ -268,16 +267,3 @@ def test_a_copy_of_adamw_goes_on_like_the_original():
     first.step()
     again.step()
     assert torch.equal(p, q) and p is not q
-
-
-def test_autocast_casts_swiglu_and_gives_gradients_back_in_their_type():
-    gate, up = draw(3, 8).requires_grad_(), draw(3, 8, dtype=torch.float16, seed=1).requires_grad_()
-    with torch.autocast(DEVICE, torch.float16):
-        y = swiglu(gate, up)
-    y.sum().backward()
-    assert (y.dtype, gate.grad.dtype, up.grad.dtype) == (torch.float16, torch.float32, torch.float16)
-
-
-def test_costs():
-    assert elementwise.add_cost((10,), torch.float32).bytes == 120
-    assert elementwise.cost((10,), torch.bfloat16, backward=True).bytes == 60
