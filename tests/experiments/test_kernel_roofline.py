@@ -6,13 +6,11 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distlab.experiment import lone_context
-from distlab.measure import clock
 from distlab.measure.memory_traffic import KINDS, kind_of
 from distlab.report import Record, write_json
 from experiments.kernel_roofline import (
@@ -76,41 +74,6 @@ def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
     assert status["ours", "fwd"] == status["ours", "bwd"] == "WRONG"
     assert status["naive", "fwd"] == status["builtin", "bwd"] == "ok"
-
-
-@pytest.fixture
-def drifting(monkeypatch, tmp_path):
-    """One operation whose variants all take the same, on a clock by which every call takes 2 % longer than the last."""
-    now = [0.0, 0.001]
-
-    def same(x, w):
-        now[0], now[1] = now[0] + now[1], 1.02 * now[1]
-        return x * w
-
-    def only_this(small=False):
-        norm = next(c for c in REAL(True) if c.name == "rms_norm")
-        variants = dict.fromkeys(("ours", "naive", "builtin"), same)
-        return [dataclasses.replace(norm, directions=("fwd",), variants=variants)]
-
-    REAL = rows.cases
-    monkeypatch.setattr(rows, "cases", only_this)
-    rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
-    monkeypatch.setattr("experiments.kernel_roofline.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def run():
-        return {r.variant: r.metrics for r in measured(EXPERIMENT, tmp_path, only=("rms_norm",))}
-
-    return run
-
-
-def test_a_drift_favours_nobody(drifting):
-    """All take the same; the first of a round and the last are timed 2 % per call apart, in turns."""
-    found = drifting()
-    for peer in ("naive", "builtin"):
-        assert found[peer]["over_naive"] == pytest.approx(1, abs=0.01)
-        assert not found[peer]["over_naive"] < found[peer]["over_naive_low"]
-    assert found["ours"]["over_peer_low"] <= 1 <= found["ours"]["over_peer_high"]
 
 
 def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):

@@ -1,7 +1,6 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
-import shutil
 from contextlib import contextmanager
 from unittest.mock import patch
 
@@ -236,15 +235,3 @@ def test_options_become_combinations():
     config, _ = EXPERIMENT.chosen(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
     assert config.label(config.trials()[1]) == "tiny, fp32, checkpointing every-2"
-
-
-def test_the_command_for_nsight_is_said(one_rank, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "which", lambda name: f"bin/{name}")
-    monkeypatch.setattr("sys.argv", ["launch", "run", "model_benchmark", "--size", "tiny"])  # of a rank: no --nproc
-    config = BenchmarkConfig(**SMALL, modes=("forward",), warmups=(1,))
-    run = EXPERIMENT.open(config, one_rank, tmp_path, "run")
-    said = []
-    run.notice = said.append
-    EXPERIMENT.measure(config, one_rank, run)
-    assert "--nproc-per-node=1" in said[-1]
-    assert said[-1].endswith("-m launch run model_benchmark --size tiny --nvtx")

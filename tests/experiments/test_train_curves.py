@@ -10,7 +10,6 @@ from experiments.train_curves import (
     KILLED,
     REFERENCE,
     ROUNDING,
-    CurvesConfig,
     check_restarts,
     cost_is_noise,
     headline,
@@ -74,10 +73,6 @@ def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_MAX_RESTARTS": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert "needs a --name" in refused(capsys, "train_curves")
-
-
-def test_a_default_run_takes_what_the_device_runs():
-    assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies
 
 
 def test_a_cost_inside_the_noise_of_its_blocks_is_a_tie_and_no_mistake():
