@@ -105,14 +105,6 @@ def test_predicted_times_of_a_size():
     assert few["waves"] == 4 and few["predicted_ms"] - 0.002 == pytest.approx(deep / 2)
 
 
-def test_the_order_of_tiles():
-    assert tile_order(2, 3, 1) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert tile_order(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]  # the last group is smaller
-    assert sorted(tile_order(7, 5, 3)) == [(row, col) for row in range(7) for col in range(5)]
-    with pytest.raises(ValueError, match="group"):
-        tile_order(2, 2, 0)
-
-
 def test_square_waves_share_most():
     """16 tiles at once: 4 × 4 fetch 8 strips for 32 loads, 1 × 16 fetch 17."""
     assert l2_hit_share(tile_order(16, 16, 4), 16) == 1 - 8 / 32
