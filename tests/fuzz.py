@@ -67,6 +67,7 @@ DDPS = {"naive": NaiveDDP, "flat": FlatDDP, "overlap": OverlapDDP}
 BUCKETS_MB = (1e-5, 1e-4, 1e-3, 25.0)  # 10 bytes, 104 bytes, 1 kB, torch's default
 BATCH, LENGTH, VOCABULARY = 2, 3, 7
 ROUNDINGS = 2e-6  # a few roundings of fp32 numbers near 1
+MOST_FAILURES = 5  # after which the command ends
 JITTERS = 3  # trainings with roundings added, from which follows what roundings can do
 LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of a peer that does not come
 
@@ -1597,8 +1598,6 @@ def parser() -> argparse.ArgumentParser:
     names = f"of {', '.join(STRATEGIES)} [all]"
     p.add_argument("--strategies", "--strategy", nargs="+", default=["all"], help=names)
     p.add_argument("--seconds", type=float, default=20.0, help="until a collective without all ranks fails [20]")
-    p.add_argument("--failures", type=int, default=5, help="end after this many [5]")
-    p.add_argument("--no-shrinking", action="store_true", help="print failing cases as they are")
     return p
 
 
@@ -1623,24 +1622,23 @@ def main(argv: Sequence[str] | None = None) -> int:
                 counts[job.strategy, verdict.outcome] += 1
                 if verdict.failed:
                     failures += 1
-                    report(job, verdict, ranks, shrinking=not args.no_shrinking)
-                if failures >= args.failures:
+                    report(job, verdict, ranks)
+                if failures >= MOST_FAILURES:
                     return _summary(counts, failures, begin)
             done = f"{ranks} ranks: {min(start + 500, len(jobs))} of {len(jobs)} cases"
             print(f"{done}, {time.monotonic() - begin:.0f} s", file=sys.stderr)
     return _summary(counts, failures, begin)
 
 
-def report(job: Job, verdict: Verdict, ranks: int, *, shrinking: bool = True) -> None:
+def report(job: Job, verdict: Verdict, ranks: int) -> None:
     """Print a failing case, shrunk, and how to see it again."""
     print(f"\nseed {job.case.seed}, {job.strategy}, {ranks} ranks: {verdict.outcome}: {verdict.text}")
     print(f"  the case: {job.case}")
     again = f"python -m tests.fuzz --strategy {job.strategy} --ranks {ranks}"
     print(f"  again: {again} --seed {job.case.seed}", flush=True)
-    if shrinking:
-        shortest = shrink(job, verdict.outcome, ranks).case
-        print(f"  the shortest that fails so: {shortest}")
-        print(f'  again: {again} --case "{shortest}"', flush=True)
+    shortest = shrink(job, verdict.outcome, ranks).case
+    print(f"  the shortest that fails so: {shortest}")
+    print(f'  again: {again} --case "{shortest}"', flush=True)
 
 
 def _summary(counts: Counter[tuple[str, str]], failures: int, begin: float) -> int:

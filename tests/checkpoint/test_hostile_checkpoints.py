@@ -5,7 +5,6 @@ Kinds of damage that a checksum shows are in `test_checkpoint.py`.
 
 import copy
 import hashlib
-import io
 import json
 import os
 import shutil
@@ -141,7 +140,6 @@ def test_what_contradicts_itself_is_named(run):
     for changes, message in (
         ({"step": 2}, "it says step 2"),
         ({"files": {}}, "'files' is not a table of files"),
-        ({"files": []}, "'files' is not a table of files"),
         (
             {"files": original["files"] | {"/etc/passwd": original["files"]["rank_0_0.bin"]}},
             "a file '/etc/passwd', which no",
@@ -172,26 +170,6 @@ def test_what_contradicts_itself_is_named(run):
     assert "'step' is missing" in refusal(run)
     forge(run, [original])
     assert "is not a marker" in refusal(run)
-
-
-def test_a_file_outside_is_refused_before_it_is_opened(run, tmp_path, monkeypatch):
-    """Its size and checksum are right."""
-    outside = tmp_path / "x"
-    outside.write_bytes(b"secret")
-    entry = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
-    content = marker_of(run)
-    forge(run, content | {"files": content["files"] | {"../../x": entry}})
-    touched: list[str] = []
-    for owner, name in ((Path, "lstat"), (Path, "open"), (io, "open")):
-        original = getattr(owner, name)
-        monkeypatch.setattr(
-            owner,
-            name,
-            lambda p, *a, original=original, **k: (touched.append(str(p)), original(p, *a, **k))[1],
-        )
-    with pytest.raises(Damaged, match="which no checkpoint has"):
-        run.trainer.checkpoints.check(1)
-    assert touched and not any(".." in path or path == str(outside) for path in touched)
 
 
 def test_a_marker_that_is_no_marker(run):
@@ -246,20 +224,15 @@ def test_an_index_that_was_made_up_is_named(run):
     end = original["files"][name]["bytes"]
     for parts, message in (
         ([[start, count, "../../x", offset]], "lies in '../../x', which is no file of this checkpoint"),
-        ([[start, count, name + "x", offset]], "which is no file of this checkpoint"),
         ([[start, count, name, -1]], "are not lists of first element"),
         ([[start, count, name, 10**12]], "has a gap or an overlap at byte"),
         ([[start, count, name, end - 4]], "has a gap or an overlap at byte"),
         ([[start, count, name, offset + 4]], "has a gap or an overlap at byte"),
-        ([[start, count, name, str(offset)]], "are not lists of first element"),
-        ([[start, count, name]], "are not lists of first element"),
-        ([[start, count, name, offset, "zstd"]], "are not lists of first element"),
         ([[0, 0, name, offset]], "are not lists of first element"),
         ([[5, SIZE - 5, name, offset]], "has a hole or an overlap at element 0"),
         ([[0, 5, name, offset]], f"has 5 of {SIZE} elements"),
         ([[0, 5, name, offset], [4, SIZE - 4, name, offset]], "has a hole or an overlap at element 5"),
         ([], f"has 0 of {SIZE} elements"),
-        (None, "are not lists of first element"),
     ):
         content = copy.deepcopy(original)
         content["tensors"][EMBEDDING]["parts"] = parts

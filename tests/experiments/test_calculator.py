@@ -20,8 +20,6 @@ def test_worked_figures(capsys):
     assert (found["waves"], found["last"]) == (2, 12)
     assert ask(capsys, "banks") == {"experiment": "calculator", "command": "banks", "plain": 32, "padded": 1,
                                     "swizzled": 1}
-    assert ask(capsys, "coalescing", "--stride", "32")["efficiency"] == 0.125
-    assert ask(capsys, "divergence", "--lanes", "16", "--cycles", "10", "10")["efficiency"] == 0.5
 
 
 def test_rms_norm_on_an_h100_is_memory_bound(capsys):

@@ -3,12 +3,10 @@
 import pytest
 import torch
 
-from distlab.measure.memory_traffic import KINDS
 from experiments.kernel_roofline import EXPERIMENT, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,
     TRAFFIC,
-    accounting,
     applied,
     chain_case,
     chain_graph,
@@ -51,17 +49,6 @@ def test_the_traffic_of_a_chain():
     graph = chain_graph(("add", "rms_norm", "silu"), (8192, 4096), 2)
     vector = 4096 * 2
     assert graph.unfused().bytes == 7 * tensor + vector and graph.fused().bytes == 3 * tensor + vector
-
-
-def test_the_accounting_of_a_chain():
-    """At equal rates and without launches, times are bytes."""
-    rates = {f"{kind}_gb_per_s": 1000.0 for kind in (*KINDS, "rows")} | {"empty_kernel_ms": 0.0}
-    case = chain_case(("add", "rms_norm", "silu"))
-    rows = dict(accounting(case, {}, rates))
-    assert list(rows) == ["add", "rms_norm", "silu", "one by one"]
-    assert rows["add"]["read_bytes"] == 2 * rows["add"]["written_bytes"]
-    assert rows["one by one"]["bytes"] == sum(rows[name]["bytes"] for name in ("add", "rms_norm", "silu"))
-    assert rows["one by one"]["predicted_time_p50_ms"] == pytest.approx(rows["one by one"]["bytes"] / 1e9)
 
 
 def test_chains_in_small(smoke, tmp_path):

@@ -6,15 +6,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distlab.experiment import lone_context
-from distlab.measure import clock
-from distlab.measure.memory_traffic import KINDS, kind_of
-from distlab.report import Record, write_json
+from distlab.measure.memory_traffic import KINDS
+from distlab.report import Record
 from experiments.kernel_roofline import (
     COMPARISON,
     EXPERIMENT,
@@ -32,7 +30,6 @@ from experiments.kernel_roofline import (
 from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
-from kernels.cost import Cost
 from tests.experiments.frame import measured
 
 ROOT = Path(__file__).parents[2]
@@ -56,15 +53,6 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunk_bytes):
     assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
 
 
-def test_a_cut_off_run_resumes(tmp_path):
-    first = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
-    write_json(first[:2], tmp_path / "kernel_roofline" / "run" / "records.json")
-    again = measured(EXPERIMENT, tmp_path, only=("rms_norm",))
-    times = [[r.metrics["time_p50_ms"] for r in records[:2]] for records in (first, again)]
-    assert times[0] == times[1]  # measured once
-    assert {(r.config["direction"], r.variant) for r in again} == {(r.config["direction"], r.variant) for r in first}
-
-
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
         case = next(c for c in REAL(True) if c.name == "rms_norm")
@@ -76,41 +64,6 @@ def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     status = {(r.variant, r.config["direction"]): r.metrics["status"] for r in found}
     assert status["ours", "fwd"] == status["ours", "bwd"] == "WRONG"
     assert status["naive", "fwd"] == status["builtin", "bwd"] == "ok"
-
-
-@pytest.fixture
-def drifting(monkeypatch, tmp_path):
-    """One operation whose variants all take the same, on a clock by which every call takes 2 % longer than the last."""
-    now = [0.0, 0.001]
-
-    def same(x, w):
-        now[0], now[1] = now[0] + now[1], 1.02 * now[1]
-        return x * w
-
-    def only_this(small=False):
-        norm = next(c for c in REAL(True) if c.name == "rms_norm")
-        variants = dict.fromkeys(("ours", "naive", "builtin"), same)
-        return [dataclasses.replace(norm, directions=("fwd",), variants=variants)]
-
-    REAL = rows.cases
-    monkeypatch.setattr(rows, "cases", only_this)
-    rates = (*(f"{kind}_gb_per_s" for kind in KINDS), "empty_kernel_ms", "cublas_tflop_per_s")
-    monkeypatch.setattr("experiments.kernel_roofline.ceilings", lambda *_: dict.fromkeys(rates, 1.0))
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now[0]))
-
-    def run():
-        return {r.variant: r.metrics for r in measured(EXPERIMENT, tmp_path, only=("rms_norm",))}
-
-    return run
-
-
-def test_a_drift_favours_nobody(drifting):
-    """All take the same; the first of a round and the last are timed 2 % per call apart, in turns."""
-    found = drifting()
-    for peer in ("naive", "builtin"):
-        assert found[peer]["over_naive"] == pytest.approx(1, abs=0.01)
-        assert not found[peer]["over_naive"] < found[peer]["over_naive_low"]
-    assert found["ours"]["over_peer_low"] <= 1 <= found["ours"]["over_peer_high"]
 
 
 def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
@@ -154,14 +107,6 @@ def test_traffic_of_the_naive_forms():
     assert naive_bytes(case_named("dropout"), "fwd") is None
 
 
-def test_kinds_of_operations():
-    wide, narrow, column = torch.empty(8, 8), torch.empty(8, 8).bfloat16(), torch.empty(8, 1)
-    assert kind_of([wide, column], [wide]) == kind_of([column.expand(8, 8)], [wide]) == "broadcast"
-    assert kind_of([wide], [column]) == "reduce"
-    assert kind_of([narrow], [wide]) == "widen"
-    assert kind_of([wide], [narrow]) == kind_of([wide, wide], [wide]) == kind_of([wide, wide[0, 0]], [wide]) == "copy"
-
-
 def test_a_prediction_is_time_over_time():
     case = case_named("add_gelu")
     alike = {f"{kind}_gb_per_s": 1000.0 for kind in KINDS}
@@ -188,13 +133,6 @@ def test_the_comparison_leaves_out_peers_that_nobody_ran():
     titles = [column.title for _, _, columns in COMPARISON.tables(beside) for column in columns]
     assert "template" in titles and "liger" not in titles
     assert beside[0].metrics["over_peer"] == 0.5
-
-
-def test_costs_of_both_directions_add_up():
-    case = case_named("cross_entropy")
-    logits = 2048 * 151936 * 2
-    assert case.cost("both").bytes == pytest.approx(3 * logits, rel=1e-3)
-    assert isinstance(case.cost("both"), Cost)
 
 
 def record(variant, ms, **metrics):

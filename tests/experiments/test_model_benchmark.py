@@ -163,9 +163,6 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
         of_phase = [metrics for (where, _), metrics in work.items() if where == phase]
         for share in ("of_kernel_time_pct", "of_flops_pct"):
             assert sum(metrics[share] for metrics in of_phase) == pytest.approx(100)
-    matmuls = {phase: work[phase, "matrix products"] for phase in ("forward", "backward", "inference")}
-    assert matmuls["backward"]["flops"] == 2 * matmuls["forward"]["flops"] == 2 * matmuls["inference"]["flops"]
-    assert matmuls["forward"]["of_flops_pct"] > 80
     assert "timer's step" in taken_apart.work_findings(parts["model_work"])[0]
     assert {r.metrics["phase"] for r in parts["model_kernels"]} == set(phases)
     by_part = {r.variant.removeprefix("naive: "): r.metrics for r in parts["model_parts"]}
@@ -173,8 +170,6 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     for part in ("scores", "softmax", "norms", "SwiGLU"):
         assert all(by_part[part][f"{said}{phase}_part_ms"] > 0 for said in ("", "predicted_") for phase in phases[:2])
     assert sum(metrics["of_kernel_time_pct"] for metrics in by_part.values()) == pytest.approx(100)
-    of_flops = {part: metrics["of_flops_pct"] for part, metrics in by_part.items()}
-    assert of_flops["scores"] == of_flops["values"] > 0 == of_flops["norms"]
     assert "predicted" in by_part_module.part_findings(parts["model_parts"])[0]
     # The buckets were there before the step, and hold the gradients of it.
     forward, held = parts["model_memory"][0].metrics, parts["model_memory"][-1].metrics

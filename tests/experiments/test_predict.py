@@ -58,15 +58,6 @@ def test_a_case_of_a_file(tmp_path):
     assert record.metrics["predicted_reserved_bytes"] > record.metrics["predicted_allocated_bytes"]
 
 
-def test_recomputation_every_other_block_lies_between():
-    step = {
-        every: predict(from_json(CASE | {"recompute": "full", "recompute_every": every})) for every in (1, 2)
-    }
-    none = predict(from_json(CASE | {"recompute": "none"}))
-    assert none.time.step < step[2].time.step < step[1].time.step
-    assert step[1].allocated < step[2].allocated < none.allocated
-
-
 def test_parameters_of_the_named_models():
     """Llama's by its paper, GPT-3's by Megatron's table, this lab's by its own page."""
     for name, billions in (("llama-8B", 8.03), ("llama-70B", 70.6), ("gpt3-175B", 174.6), ("8B", 8.13)):

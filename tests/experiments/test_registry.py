@@ -84,17 +84,6 @@ def test_every_experiment_is_registered():
     assert [name for name in experiments() if name not in (*registered(), *IN_WORDS)] == []
 
 
-def test_a_run_of_a_name_is_resumed_or_refused(tmp_path, capsys):
-    arguments = ["run", "plan", "--model", "tiny", "--batch", "4", "--devices", "h100:4", "--out", str(tmp_path)]
-    assert main([*arguments, "--name", "mine"]) == 0
-    rows = len(read_json(tmp_path / "plan" / "mine" / "records.json"))
-    assert main([*arguments, "--name", "mine"]) == 0
-    assert len(read_json(tmp_path / "plan" / "mine" / "records.json")) == rows
-    capsys.readouterr()
-    assert main([*arguments[:4], "--batch", "8", *arguments[6:], "--name", "mine"]) == 2
-    assert "holds another run: option batch was 4 and is 8" in capsys.readouterr().err
-
-
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err

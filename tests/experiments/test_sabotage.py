@@ -1,6 +1,5 @@
 """Each mistake is caught by the check that is named for it, and its healthy counterpart passes all of them."""
 
-import json
 
 import pytest
 
@@ -86,16 +85,6 @@ def test_ranks_that_fail_are_caught_too(monkeypatch, examined, tmp_path):
     monkeypatch.setattr(sabotage, "run_ranks", run_ranks)
     (record,) = measured(sabotage.EXPERIMENT, tmp_path)
     assert record.metrics["caught_by"] == ERROR and "ready twice" in record.metrics["error"]
-
-
-def test_the_command(monkeypatch, examined, tmp_path, capsys):
-    """Table and JSON line, with the ranks' answers put in."""
-    monkeypatch.setattr(sabotage, "run_ranks", lambda fn, ranks, name, *args, **options: [examined[name]])
-    assert main(["run", "sabotage", "--quick", "--out", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
-    count = len(MISTAKES)
-    assert f"{count} of {count} mistakes caught" in out
-    assert len(json.loads(out.splitlines()[-1])["records"]) == count
 
 
 def test_the_committed_record_caught_all():

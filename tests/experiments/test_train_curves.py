@@ -9,7 +9,6 @@ from experiments.train_curves import (
     KILLED,
     REFERENCE,
     ROUNDING,
-    CurvesConfig,
     check_restarts,
     headline,
     verdicts,
@@ -70,5 +69,3 @@ def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
     assert "needs a --name" in refused(capsys, "train_curves")
 
 
-def test_a_default_run_takes_what_the_device_runs():
-    assert "bucketed-dma" not in CurvesConfig().strategies and "zero1" in CurvesConfig().strategies

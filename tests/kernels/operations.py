@@ -10,6 +10,7 @@ from kernels import reference
 from kernels.cross_entropy import cross_entropy
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import add, gelu
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch
 from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.matmul import EPILOGUES, matmul
@@ -47,13 +48,20 @@ def product(epilogue):
     return lambda *t: matmul(*t, epilogue=epilogue), lambda *t: reference.matmul(*t, epilogue)
 
 
+def attention_by(function):
+    """Causal attention of one head, and the same in plain torch; (N, h) each."""
+    plain = functools.partial(F.scaled_dot_product_attention, is_causal=True)
+    return lambda *t: function.apply(*(x[None] for x in t), True)[0], plain
+
+
 def keep(x, p):
     """The elements that dropout with seed 1 keeps."""
     return dropout(torch.ones_like(x, dtype=torch.float32), p, seed=1) != 0
 
 
 # name → (function, the same in plain torch, a shape for each tensor). Letters of shapes: n is all dimensions before the
-# last, m the same but at least one, N as many rows in one, d the width, e the next even one, o another width.
+# last, m the same but at least one, N as many rows in one, d the width, e the next even one, h the nearest that a head
+# can have, o another width.
 OPERATIONS = {
     "add": (add, reference.add, "nd", "nd"),
     "gelu": (gelu, lambda x: F.gelu(x, approximate="tanh"), "nd"),
@@ -74,6 +82,8 @@ OPERATIONS = {
     "linear_cross_entropy": (labelled(linear_cross_entropy), labelled(plain_linear_cross_entropy), "Nd", "od"),
     "matmul": (matmul, lambda a, b: a @ b, "Nd", "do"),
     "matmul_gelu": (*product("gelu"), "Nd", "do", "o"),
+    "attention": (*attention_by(FlashAttention2), "Nh", "Nh", "Nh"),
+    "attention_torch": (*attention_by(FlashAttention2PyTorch), "Nh", "Nh", "Nh"),
 }
 # What takes other ways with other options; the properties that do not depend on those are tested of OPERATIONS alone.
 VARIANTS = {
@@ -98,5 +108,6 @@ VARIANTS = {
 
 def shapes_of(name, n=(3,), d=8, o=5):
     """The shapes of an operation's tensors."""
-    lengths = {"n": n, "m": n or (1,), "N": (math.prod(n),), "d": (d,), "e": (d + d % 2,), "o": (o,)}
+    lengths = {"n": n, "m": n or (1,), "N": (math.prod(n),), "d": (d,), "e": (d + d % 2,), "o": (o,),
+               "h": (max(1, min(d, 256)),)}
     return [sum((lengths[letter] for letter in shape), ()) for shape in (OPERATIONS | VARIANTS)[name][2:]]

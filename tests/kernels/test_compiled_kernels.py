@@ -37,30 +37,6 @@ def test_memory_bound_kernels_load_sixteen_bytes_at_a_time():
     assert not narrow
 
 
-def test_what_decides_about_a_kernel_is_compiled_again(monkeypatch, tmp_path):
-    """Its own file, one that it imports, the options, Triton: each changes the digests of the units that it decides."""
-    for unit, kernels in compiled.results().items():
-        texts = "".join(path.read_text() for path in compiled.sources(unit))
-        assert kernels and all(f"def {kernel['name']}(" in texts for kernel in kernels), unit
-    before = {unit: compiled.digest(unit) for unit in compiled.UNITS}
-
-    def after_an_edit_of(name: str, added: str = "EDITED = 1") -> set[str]:
-        edited = tmp_path / "edited.py"
-        edited.write_text(compiled.FILES[name].read_text() + added)
-        with monkeypatch.context() as patch:
-            patch.setitem(compiled.FILES, name, edited)
-            return {unit.split()[0] for unit in compiled.UNITS if compiled.digest(unit) != before[unit]}
-
-    assert after_an_edit_of("rope", added="") == set()
-    assert after_an_edit_of("rope") == {"rope"}
-    assert after_an_edit_of("_reduce") == {"weighted_sum", "rmsnorm", "layernorm", "long_rows", "norms"}
-    assert after_an_edit_of("hopper_forward") == {"hopper_64", "hopper_80", "hopper_128"}
-    assert after_an_edit_of("ranges") >= {"attention", "attention_options", "hopper_64"}
-    assert after_an_edit_of("_triton") == {unit.split()[0] for unit in compiled.UNITS}
-    monkeypatch.setattr(compiled, "version", lambda package: "0")
-    assert compiled.changed() == list(compiled.UNITS)
-
-
 def test_compiling_is_refused_where_kernels_are_interpreted(monkeypatch):
     from kernels import _compile
 

@@ -66,7 +66,7 @@ def test_compile_has_no_break():
 
 
 CAST = {"swiglu", "linear_gelu_dropout", "rms_norm", "RMSNormPyTorch", "add_rms_norm", "layer_norm", "matmul",
-        "matmul_gelu"}
+        "matmul_gelu", "attention", "attention_torch"}
 
 
 @every

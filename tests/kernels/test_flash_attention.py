@@ -1,10 +1,10 @@
 """FlashAttention-2 on small shapes: in Triton's interpreter on a CPU, compiled where there is a GPU.
 
+What holds for every operation (half precision, autocast, fake tensors, torch.compile) is in `test_every_operation.py`.
 fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each rounded to 6e-8, in another order than the
-float64 reference. fp16 tolerance 4e-3: P, dS and the results are rounded to 11 bits.
+float64 reference.
 """
 
-import contextlib
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,8 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import _dispatch
@@ -28,12 +26,11 @@ from kernels.flash_attention import (
 )
 from kernels.flash_attention.configs import Tile
 
-from .attention_reference import attention, in_float64, log_sum_exp, with_gradients
+from .attention_reference import in_float64, log_sum_exp, with_gradients
 from .near import near, same_bits
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for a CPU, inductor calls a C++ compiler: half a minute
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3}
 BOTH = pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"])
 
 
@@ -58,10 +55,9 @@ def check(function, tensors, **options):
     """Results and gradients against float64; those of the log-sum-exp too where its gradient is the fifth tensor."""
     ours = with_gradients(apply(function, return_lse=len(tensors) > 4, **options), *tensors)
     expected = in_float64(*tensors, **options)
-    tolerance = TOLERANCE[tensors[0].dtype]
     for place, (x, y) in enumerate(zip(ours, expected, strict=True)):
         assert x.dtype == tensors[0].dtype and torch._debug_has_internal_overlap(x) == 0
-        torch.testing.assert_close(x.double(), y, atol=tolerance, rtol=tolerance,
+        torch.testing.assert_close(x.double(), y, atol=2e-5, rtol=2e-5,
                                    msg=lambda m, n=place: f"result {n}: {m}")
 
 
@@ -133,9 +129,7 @@ LAYOUTS = {
     "heads innermost": each(heads_innermost),  # as an einsum may leave them
     "gradient with heads innermost": lambda *t: (*t[:3], heads_innermost(t[3])),
     "expanded gradient": lambda *t: (*t[:3], t[3][:1, :1, :1, :1].expand_as(t[3])),
-    "overlapping rows": each(lambda x: x.as_strided(x.shape, (x.stride(0), x.stride(1), 1, 1))),  # a sliding window's
     "overlapping heads": each(lambda x: x.as_strided(x.shape, (1, 0, 1, 1))),
-    "torch's negative bit": each(lambda x: torch.complex(x, -x).conj().imag),
     "NaN all around": each(lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8]),
     "without heads": each(lambda x: x[:, 0]),
 }
@@ -166,12 +160,6 @@ def test_empty(function, batch, queries, keys):
     assert (lse == float("-inf")).all()
     for x, y in zip((o, *gradients), (q, q, k, v), strict=True):
         assert x.shape == y.shape and (x == 0).all()
-
-
-@BOTH
-@pytest.mark.parametrize("causal", [False, True])
-def test_fp16(function, causal):
-    check(function, inputs(1, 2, 2, 40, 40, 32, torch.float16), causal=causal)
 
 
 @BOTH
@@ -283,15 +271,6 @@ def test_heads_advance_in_groups():
         check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
 
 
-# RELIABILITY 43
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradcheck(causal):
-    q, k, v = (x.double().requires_grad_() for x in inputs(1, 2, 1, 5, 7, 4)[:3])
-    call = apply(FlashAttention2PyTorch, causal=causal, window=3, softcap=0.8, return_lse=True)
-    assert torch.autograd.gradcheck(lambda *x: call(*x)[0], (q, k, v))
-    assert torch.autograd.gradcheck(lambda *x: torch.where(call(*x)[1] > -1e9, call(*x)[1], 0.0), (q, k, v))
-
-
 BOUNDS = document_bounds(cu_seqlens=torch.tensor([0, 15, 70], dtype=torch.int32, device=DEVICE))
 
 
@@ -300,25 +279,10 @@ def through_log_sum_exp(q, k, v):
     return o * lse[..., None].exp()
 
 
-@pytest.mark.parametrize("call", [
-    apply(FlashAttention2, causal=True), apply(FlashAttention2PyTorch, causal=True, window=5),
-    lambda *x: flash_attention(*x, window=5, **BOTTOM), through_log_sum_exp,
-], ids=["triton", "torch", "function", "documents"])
-def test_compile_without_graph_break(call):
+def test_compile_without_graph_break():
     tensors = inputs(1, 2, 1, 70, 70, 16)
-    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(with_gradients(compiled, *tensors), with_gradients(call, *tensors))
-
-
-def test_autocast_casts_inside_and_returns_gradients_in_the_input_type():
-    q, k, v, do = inputs(1, 2, 2, 20, 20, 16)
-    q, k, v = (x.requires_grad_() for x in (q, k, v))
-    with torch.autocast(DEVICE, torch.float16):
-        o = flash_attention(q, k, v, causal=True)
-    assert o.dtype is torch.float16
-    grads = torch.autograd.grad(o, (q, k, v), do.half())
-    assert {g.dtype for g in grads} == {torch.float32}
-    near((o, *grads), in_float64(q, k, v, do, causal=True), 6e-3)
+    compiled = torch.compile(through_log_sum_exp, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(with_gradients(compiled, *tensors), with_gradients(through_log_sum_exp, *tensors))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -350,56 +314,6 @@ def test_autocast_leaves_alone_what_torch_leaves_alone(function):
             assert function.apply(*wide).dtype is torch.float64
 
 
-@BOTH
-@pytest.mark.parametrize("device", ["meta", "fake"])
-def test_without_data(function, device):
-    """Shapes, dtypes and strides of the result and the gradients, for whoever plans without memory."""
-    def results(mode, on):
-        with mode, torch.autocast(DEVICE, torch.float16):
-            q, k, v, do = (x.to(on).transpose(1, 2) for x in inputs(2, 20, 20, 2, 2, 16))
-            ids = torch.zeros(2, 20, dtype=torch.int64, device=on)
-            options = {"causal": True, "window": 9, "document_ids": ids}
-            return with_gradients(apply(function, **options), q, k[:, :1], v[:, :1], do)
-
-    real = results(contextlib.nullcontext(), DEVICE)
-    found = results(*((contextlib.nullcontext(), "meta") if device == "meta" else (FakeTensorMode(), DEVICE)))
-    for x, y in zip(found, real, strict=True):
-        assert x.shape == y.shape
-        for i in range(4):
-            assert x.shape[i] == 1 or x.stride(i) == y.stride(i)  # for one element torch's own may differ
-        assert x.dtype is y.dtype if device == "fake" else x.is_meta
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant):
-    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
-
-    def block(q, k, v):
-        return flash_attention(q * 2, k, v, causal=True)
-
-    plain = with_gradients(block, q, k, v, do)
-    again = [x.detach().requires_grad_() for x in (q, k, v)]
-    o = checkpoint(block, *again, use_reentrant=reentrant)
-    o.backward(do)
-    for x, y in zip((o, *(t.grad for t in again)), plain, strict=True):
-        assert torch.equal(x, y)
-
-
-@pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
-@pytest.mark.parametrize("cast", [False, True])
-def test_create_graph_raises_whoever_asks(function, cast):
-    """Also where the output's gradient needs none, and where what was saved is a cast copy of the inputs.
-
-    At once: of a loss with a penalty on its gradient, torch.autograd.grad would return the loss's share alone.
-    """
-    q, k, v, do = inputs(1, 1, 1, 5, 5, 16)
-    q.requires_grad_()
-    with torch.autocast(DEVICE, torch.float16, enabled=cast), torch.compiler.set_stance("force_eager"):
-        for upstream in (None, do.to(torch.float16 if cast else do.dtype).requires_grad_()):
-            o = function.apply(q, k, v)
-            out = o.sum() if upstream is None else o
-            with pytest.raises(RuntimeError, match=f"{function.__name__} was called with create_graph=True"):
-                torch.autograd.grad(out, q, upstream, create_graph=True)
 
 
 def test_flops_are_counted():
@@ -440,10 +354,3 @@ def test_interpreter_refuses_bfloat16():
     q = torch.randn(1, 1, 4, 16, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match="bfloat16"):
         flash_attention(q, q.clone(), q.clone())
-
-
-def test_reference_itself():
-    """The reference agrees with torch's own attention where both apply."""
-    q, k, v, _ = inputs(1, 2, 2, 20, 20, 16)
-    expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    near(attention(q, k, v, causal=True), expected, 1e-5)

@@ -71,12 +71,6 @@ def test_a_product_is_as_accurate_as_fp32(k, n, add, precision):
     assert ((multiply(a, b, acc, precision).double() - exact).abs() <= 2**-19 * summed).all()
 
 
-@pytest.mark.parametrize("precision", ["tf32x3", "bf16x6", "ieee"])
-def test_a_product_of_16_bits_ignores_the_precision(precision):
-    a, b, acc = draw(16, 64).half(), draw(64, 16, seed=1).half(), draw(16, 16, seed=2)
-    near(multiply(a, b, acc, precision), a.float() @ b.float() + acc, 1e-5)
-
-
 @CHAINS
 @pytest.mark.parametrize("precision", ["tf32x3", "bf16x6"])
 def test_infinite_operands_are_never_a_finite_number_and_large_ones_are_right(k, n, precision):

@@ -12,7 +12,6 @@ from torch._inductor.utils import run_and_get_code
 from kernels import reference
 from kernels.adamw import AdamW
 from kernels.cross_entropy import cross_entropy
-from kernels.dropout import dropout
 from kernels.elementwise import add, gelu
 from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -196,39 +195,6 @@ def test_cross_entropy_of_large_logits(dtype, options):
             tolerance=2e-6 if dtype == torch.float32 else 5e-3)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_a_target_outside_the_vocabulary_poisons_its_row(reduction):
-    z, t = gpu(4, 5000, dtype=torch.bfloat16).requires_grad_(), torch.tensor([1, 5000, -100, -1], device="cuda")
-    loss = cross_entropy(z, t, reduction=reduction)
-    grad, = torch.autograd.grad(loss.sum(), z)
-    assert loss[[1, 3]].isnan().all() and loss[[0, 2]].isfinite().all() if reduction == "none" else loss.isnan()
-    assert grad[[1, 3]].isnan().all() and grad[0].isfinite().all() and not grad[2].any()
-    w = gpu(5000, 64, dtype=torch.bfloat16).requires_grad_()
-    loss = linear_cross_entropy(gpu(4, 64, dtype=torch.bfloat16), w, t)
-    assert loss.isnan() and torch.autograd.grad(loss, w)[0].isnan().any()
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-def test_the_weights_gradient_is_summed_over_chunks_in_fp32(autocast):
-    """One rounding at the end, or none for an fp32 weight: an error that does not grow with the number of chunks."""
-    n, d, v = 4096, 256, 5000
-    x, t = gpu(n, d, dtype=torch.bfloat16), torch.arange(n, device="cuda") * 7919 % v
-    w = (gpu(v, d, seed=1) * 0.05).to(torch.bfloat16)
-    leaf = w.double().requires_grad_()
-    z = (x.double() @ leaf.T).bfloat16().double().detach().requires_grad_()  # rounded, as a linear layer's
-    dz, = torch.autograd.grad(F.cross_entropy(z, t), z)
-    exact = dz.bfloat16().double().T @ x.double()
-    errors = []
-    for rows in (n, 32):
-        mine = (w.float() if autocast else w).detach().requires_grad_()
-        with torch.autocast("cuda", torch.bfloat16, enabled=autocast):
-            loss = linear_cross_entropy(x, mine, t, chunk_bytes=rows * v * 2)
-        dw, = torch.autograd.grad(loss, mine)
-        assert dw.dtype == mine.dtype
-        errors.append(((dw.double() - exact).norm() / exact.norm()).item())
-    assert errors[1] < 1.2 * errors[0] < 5e-3, errors
-
-
 def test_linear_cross_entropy_saves_the_logits():
     n, d, v = 4096, 512, 100_000
     x, w = gpu(n, d, dtype=torch.bfloat16).requires_grad_(), (gpu(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_()
@@ -242,14 +208,12 @@ def test_linear_cross_entropy_saves_the_logits():
     near(loss, exact, 1e-2)
 
 
-def test_rope_and_dropout_in_bf16():
+def test_rope_in_bf16():
     angles = torch.rand(2048, 64, device="cuda")
     cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
     qk = gpu(2, 2048, 3, 8, 128, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)[:2]
     compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), qk,
             tolerance=limit(torch.bfloat16))
-    x = torch.ones(4096, 4096, device="cuda", dtype=torch.bfloat16)
-    assert abs((dropout(x, 0.25, seed=1) != 0).float().mean().item() - 0.75) < 1e-3
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -265,18 +229,6 @@ def test_adamw_over_a_thousand_parameters(dtype):
     tolerance = 1e-6 if dtype is torch.float32 else limit(dtype)
     for p, q in zip(ours, theirs, strict=True):
         near(p.detach().float(), q.detach(), tolerance)
-
-
-def test_adamw_in_fp32_has_the_digits_of_a_beta_close_to_one():
-    """As the same recursion in fp64: 1 − β₂ in fp32 is 0.14 % off, and so is the fused form of torch 2.11."""
-    parameter, moment = gpu(10_000).requires_grad_(), torch.zeros(10_000, device="cuda", dtype=torch.float64)
-    optimizer = AdamW([parameter], lr=1e-2, betas=(0.9, 0.99999))
-    for step in range(50):
-        parameter.grad = gpu(10_000, seed=step + 1)
-        moment = 0.99999 * moment + (1 - 0.99999) * parameter.grad.double().square()
-        optimizer.step()
-    mine = optimizer.state[parameter]["exp_avg_sq"].double()
-    near(mine, moment, 0, 1e-5)
 
 
 def test_adamw_is_refused_in_a_cuda_graph():
@@ -320,12 +272,13 @@ def test_compiled_by_inductor_under_autocast():
 
 # Inductor has Triton contract products and sums in another way than Triton by itself, and its own cosine.
 LAST_BITS = {"rtol": 2e-6, "atol": 1e-5}  # sums over rows
+ELSEWHERE = {"RMSNormPyTorch", "dropout", "attention", "attention_torch"}  # or in plain torch
 OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_cross_entropy", "linear_gelu_dropout",
           "seeded_dropout")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [
-    *((name, torch.float32) for name in sorted(OPERATIONS.keys() - {"RMSNormPyTorch", "dropout"})),
+    *((name, torch.float32) for name in sorted(OPERATIONS.keys() - ELSEWHERE)),
     *((name, torch.bfloat16) for name in ("swiglu", "rms_norm", "softmax", "matmul_gelu", "linear_cross_entropy")),
 ], ids=str)
 def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):

@@ -5,17 +5,14 @@ import copy
 import pytest
 import torch
 
-from kernels import _dispatch, elementwise, reference
+from kernels import _dispatch
 from kernels._rows import Launch, forced
 from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import gelu
-from kernels.rope import rope
-from kernels.swiglu import swiglu
 
-from .fused import DEVICE, compare, draw
+from .fused import DEVICE, draw
 from .near import near
-from .operations import tables
 
 
 def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype(either):
@@ -36,14 +33,6 @@ def test_gelu_is_finite_for_large_inputs(either):
     assert y[4:].abs().max() == 0
     assert torch.equal(slope.cpu(), torch.tensor([1.0] * 4 + [0.0] * 4))
     assert gelu(torch.tensor([float("nan")], device=DEVICE)).isnan().all()
-
-
-def test_rope_reads_a_fused_projection_in_place():
-    qkv = draw(2, 5, 3, 4, 8).permute(2, 0, 3, 1, 4)[:2]
-    cos, sin = tables(qkv)
-    compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), qkv)
-    y = rope(draw(3, 5, 8), cos, sin)
-    torch.testing.assert_close(y.norm(dim=-1), draw(3, 5, 8).norm(dim=-1))  # turning keeps lengths
 
 
 def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
@@ -268,16 +257,3 @@ def test_a_copy_of_adamw_goes_on_like_the_original():
     first.step()
     again.step()
     assert torch.equal(p, q) and p is not q
-
-
-def test_autocast_casts_swiglu_and_gives_gradients_back_in_their_type():
-    gate, up = draw(3, 8).requires_grad_(), draw(3, 8, dtype=torch.float16, seed=1).requires_grad_()
-    with torch.autocast(DEVICE, torch.float16):
-        y = swiglu(gate, up)
-    y.sum().backward()
-    assert (y.dtype, gate.grad.dtype, up.grad.dtype) == (torch.float16, torch.float32, torch.float16)
-
-
-def test_costs():
-    assert elementwise.add_cost((10,), torch.float32).bytes == 120
-    assert elementwise.cost((10,), torch.bfloat16, backward=True).bytes == 60

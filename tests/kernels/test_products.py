@@ -10,7 +10,7 @@ from kernels import linear_cross_entropy as lce_module
 from kernels import matmul as matmul_module
 from kernels._rows import Launch, forced
 from kernels.cross_entropy import cross_entropy, launch_gradient, launch_loss, loss_and_gradient, mean_scale
-from kernels.linear_cross_entropy import chunk_rows, linear_cross_entropy
+from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.matmul import matmul
 
 from .fused import DEVICE, compare, draw
@@ -314,10 +314,3 @@ def test_linear_cross_entropy_never_holds_all_logits(monkeypatch):
         x, w = (draw(n, 4, dtype=torch.float16, seed=n).requires_grad_() for n in (rows, 7))
         linear_cross_entropy(x, w, targets_for(rows, 7), chunk_bytes=3 * 7 * 2)
         assert sum(seen) == rows and len(seen) == chunks
-
-
-@pytest.mark.parametrize(("rows", "vocabulary", "itemsize"), [(8192, 151936, 2), (1, 10**9, 4), (100, 1000, 4)])
-def test_chunks_cover_all_rows_within_their_bound(rows, vocabulary, itemsize):
-    step = chunk_rows(rows, vocabulary, itemsize)
-    assert 1 <= step <= max(rows, 1)
-    assert step == 1 or step * vocabulary * itemsize <= max(lce_module.CHUNK_BYTES, 128 * vocabulary * itemsize)

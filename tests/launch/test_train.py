@@ -190,14 +190,11 @@ def test_of_two_runs_at_once_the_second_is_refused_and_the_first_goes_on_until_c
     assert [path.name for path in (tmp_path / "train").iterdir()] == ["run"]
 
 
-def test_runs_are_named_by_data_size_and_strategy_and_stay_in_their_folder():
+def test_runs_are_named_by_data_size_and_strategy():
     config = TrainConfig(strategy="zero1")
     assert trainer.run_name(None, DataConfig("texts/my.txt"), config) == "my-tiny-zero1"
     assert trainer.run_name(None, DataConfig(), TrainConfig()) == "synthetic-tiny-bucketed"
     assert trainer.run_name("my-run.2", DataConfig(), config) == "my-run.2"
-    for name in ("../../x", "..", ".", "", "a/b", "/x", "a/"):
-        with pytest.raises(ValueError, match=r"--name .* cannot name a folder: use letters"):
-            trainer.run_name(name, DataConfig(), config)
 
 
 def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):

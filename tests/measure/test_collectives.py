@@ -4,9 +4,6 @@ import threading
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.testing import run_ranks
@@ -75,40 +72,6 @@ def functional_collectives(context):
 def test_functional_collectives_count_by_the_same_rule():
     expected = {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}
     assert run_ranks(functional_collectives, 2) == [expected, expected]
-
-
-def strategies_of_torch(context):
-    def step(model):
-        with CollectiveRecorder() as recorder:
-            model(torch.ones(2, 8)).sum().backward()
-        return recorder
-
-    ddp = step(DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))))
-    sharded = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4))
-    for layer in sharded:
-        fully_shard(layer)
-    fsdp = step(fully_shard(sharded))
-
-    hooked = nn.Linear(8, 8)
-    handles = []
-    for parameter in hooked.parameters():
-        parameter.register_post_accumulate_grad_hook(
-            lambda p: handles.append(dist.all_reduce(p.grad, async_op=True))
-        )
-    hooks = step(hooked)
-    for handle in handles:
-        handle.wait()
-    return [(r.count, r.total_bytes, r.by_op()) for r in (ddp, fsdp, hooks)]
-
-
-def test_torch_ddp_fsdp2_and_plain_hooks_are_seen_alike():
-    for ddp, fsdp, hooks in run_ranks(strategies_of_torch, 2):
-        parameters = 4 * (8 * 8 + 8 + 8 * 4 + 4)
-        assert ddp == (1, parameters, {"all_reduce": (1, parameters)})  # the C++ reducer's one bucket
-        assert set(fsdp[2]) == {"all_gather", "reduce_scatter"}
-        assert fsdp[2]["reduce_scatter"] == (2, parameters)
-        assert fsdp[2]["all_gather"][1] % parameters == 0
-        assert hooks == (2, 4 * 72, {"all_reduce": (2, 4 * 72)})
 
 
 def from_a_thread(context):

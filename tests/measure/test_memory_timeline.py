@@ -70,18 +70,6 @@ def test_a_training_step_is_accounted_for(tmp_path):
     assert all(b.start_ms <= at < b.end_ms for b in largest)
 
 
-def test_checkpointing_moves_activations_to_backward(tmp_path):
-    kept = {}
-    for choice in ("none", "block"):
-        model, step, optimizer = trainer()
-        model.checkpoint_blocks = choice
-        timeline = recorded(model, step, optimizer, tmp_path)
-        kept[choice] = sum(
-            b.bytes for b in timeline.allocations if b.category == "activations" and "blocks" in b.origin
-        )
-    assert kept["block"] < 0.3 * kept["none"]
-
-
 def memory_event(ts, size, address, total, kind=1):
     args = {"Bytes": size, "Addr": address, "Total Allocated": total, "Device Type": kind}
     return {"ph": "i", "name": "[memory]", "ts": ts, "tid": 1, "args": args}

@@ -1,6 +1,5 @@
 """Ranges say what ran, and cost nothing when they are off."""
 
-import sys
 
 import pytest
 import torch
@@ -64,30 +63,6 @@ def test_parts_operations_backward_and_the_optimizer_are_ranges():
     assert backward[0] == "head backward" and backward[-1] == "embedding backward"
     assert all(depth[name] == 0 for name in backward)
     assert names[-1] == "optimizer"
-
-
-def calls_of(function, *arguments):
-    """The code of every Python function that `function` enters, in order."""
-    found = []
-    sys.setprofile(lambda frame, event, _: found.append(frame.f_code) if event == "call" else None)
-    try:
-        function(*arguments)
-    finally:
-        sys.setprofile(None)
-    return found
-
-
-def test_off_means_the_same_code_as_never_attached():
-    """Not a timing, which two loaded cores could not resolve: the very same functions run, one by one."""
-    model, tokens = tiny()
-    for _ in range(2):  # what happens once only
-        train(model, tokens)
-    before, ops = calls_of(train, model, tokens), [module.__dict__.get("ops") for module in model.modules()]
-    with named_ranges(model, Log().emitter):
-        during = calls_of(train, model, tokens)
-    assert len(during) > len(before)
-    assert calls_of(train, model, tokens) == before
-    assert all(a is b for a, b in zip(ops, [m.__dict__.get("ops") for m in model.modules()], strict=True))
 
 
 def test_an_exception_closes_the_ranges_and_detaches():

@@ -15,12 +15,11 @@ from distlab.report.charts import (
     measured,
     memory_areas,
     metric_over_length,
-    overlaid,
     stacked_bars,
     stream_lanes,
     timeline,
 )
-from distlab.report.style import COLOURS, GREYS, OKABE_ITO, WIDTH_PX, colour_of
+from distlab.report.style import WIDTH_PX
 
 MIB = 2**20
 PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
@@ -67,22 +66,6 @@ def test_bars_show_totals_and_gaps(tmp_path, drawn):
     assert {"5.90", "9.00", "OOM", "≥ 6.00"} <= set(shown)
     stacked_bars(path, ["a"], {"compute": [None]}, title="Step", unit="ms")
     assert texts(drawn[1]) == ["n/a"]
-
-
-def test_one_part_carries_no_second_label_and_counts_have_no_decimals(tmp_path, drawn):
-    stacked_bars(tmp_path / "a.png", ["a"], {"launches": [29]}, title="", unit="launches")
-    stacked_bars(tmp_path / "b.png", ["a"], {"forward": [29], "backward": [39]}, title="", unit="launches")
-    stacked_bars(tmp_path / "c.png", ["a"], {"time": [60.0], "more": [39.9999]}, title="", unit="%")
-    assert [texts(figure) for figure in drawn] == [["29"], ["29", "39", "68"], ["60.0", "40.0", "100"]]
-
-
-def test_six_panels_stand_in_two_even_rows_and_lines_of_one_colour_differ(tmp_path, drawn):
-    series = [Series(str(number), [1, 2], [number, number], line="-") for number in range(9)]
-    lines(tmp_path / "a.png", [Panel("", "x", "y", series)] * 6, title="")
-    axes = drawn[0].axes
-    assert [axis.get_subplotspec().get_geometry()[:2] for axis in axes] == [(2, 3)] * 6
-    looks = [(line.get_color(), line.get_linestyle()) for line in axes[0].lines]
-    assert len(set(looks)) == len(series)
 
 
 def test_the_whisker_stands_on_the_total(tmp_path, drawn):
@@ -162,14 +145,6 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "loss", ""]
 
 
-def test_lines_that_cover_each_other_are_ever_thinner(tmp_path, drawn):
-    series = overlaid({str(n): ([1, 2], [1.0, 1.0]) for n in range(8)})
-    lines(tmp_path / "a.png", [Panel("", "step", "loss", series, events=[(1, "killed")])], title="")
-    widths = [line.get_linewidth() for line in drawn[0].axes[0].lines[:8]]
-    assert widths == sorted(widths, reverse=True) and len(set(widths)) == 8 and texts(drawn[0]) == ["killed"]
-    assert drawn[0].axes[0].lines[7].get_linestyle() == "-."  # in the colour of the first
-
-
 def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):
     records = [
         Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
@@ -181,15 +156,6 @@ def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):
         assert [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] == [
             (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
         ]
-
-
-def test_lines_of_two_machines_are_two_lines(tmp_path, drawn):
-    records = [
-        Record("x", "ours", {"dtype": "a", "head_dim": 1, "length": n}, {"ms": n}, {"device_name": device}, None)
-        for device in ("A", "B") for n in (1, 2)
-    ]  # fmt: skip
-    metric_over_length(records, tmp_path / "p.png", "ms", "time, ms")
-    assert [line.get_label() for line in drawn[0].axes[0].lines] == ["ours [A]", "ours [B]"]
 
 
 def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
@@ -208,12 +174,6 @@ def test_pictures_are_deterministic(tmp_path):
     for name in ("a.png", "b.png"):
         timeline(tmp_path / name, ROWS, title="One step")
     assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
-def test_colours_tell_the_parts_apart():
-    names = ["compute", "exposed communication", "optimizer", "first other", "second other"]
-    assert len({colour_of(name, names) for name in names}) == len(names)
-    assert set(COLOURS.values()) <= {*OKABE_ITO.values(), *GREYS.values()}
 
 
 def test_mistakes_are_refused_and_leave_no_file(tmp_path):

@@ -61,10 +61,6 @@ def test_an_empty_table_still_has_its_headings():
         assert "batch" in render([], COLUMNS, style)
 
 
-def test_a_format_may_be_a_function():
-    assert "2^2" in render([record("a", 1.0)], [Column("config.batch", "batch", lambda n: f"2^{n // 2}")])
-
-
 @pytest.mark.parametrize("key", ["metric.x", "metrics", "variant.x", "", "config."])
 def test_a_key_that_points_at_nothing_is_refused(key):
     with pytest.raises(ValueError, match="points at nothing"):

@@ -56,16 +56,6 @@ def test_a_sleep_below_the_noise_is_not(recorded, name):
         assert failures(rows, 0) == []
 
 
-def test_runs_of_the_same_thing_are_seldom_told_apart():
-    """At most one in twenty by the interval alone; with the noise of single samples beside it, none in a hundred."""
-    generator = np.random.default_rng(0)
-    apart = 0
-    for _ in range(100):
-        _, low, high = unpaired_ratio(*generator.lognormal(0, 0.1, (2, 40)))
-        apart += not low <= 1 <= high
-    assert apart <= 10  # of 100: an interval of 95 % misses five
-
-
 def test_an_interval_covers_the_ratio_and_needs_positive_samples():
     generator = np.random.default_rng(1)
     ratio, low, high = unpaired_ratio(generator.normal(12, 0.5, 60), generator.normal(10, 0.5, 40))

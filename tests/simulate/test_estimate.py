@@ -8,7 +8,6 @@ import torch
 
 from distlab.hardware import H100_SXM, H200_SXM
 from distlab.model import ModelConfig, preset
-from distlab.model.config import KEPT
 from distlab.report.record import read_json
 from distlab.simulate import Machine, replay
 from distlab.simulate.estimate import estimate_step, host_time, machine_of
@@ -22,14 +21,6 @@ from distlab.train.memory_budget import GIB, PlannedStep
 RECORDS = Path(__file__).parents[2] / "records" / "ddp_bench"
 CONFIG = ModelConfig(1024, 4096, 4, 8, vocab_size=4000, context_length=256)
 MACHINE = Machine(DeviceModel(4e14, 3e12, 1e-6), Network(3e11, 3e11, 8, 5e-6, 1e-6), (0.6, 0.8))
-
-
-def test_what_blocks_keep_saves_time_and_mixtures_lie_between():
-    config = ModelConfig(1024, 2816, 4, 8, vocab_size=4000, context_length=2048, num_kv_heads=2, ops="triton")
-    steps = {keep: estimate_step(config, "fsdp", MACHINE, batch=1, ranks=2, checkpointing=keep).step for keep in KEPT}
-    assert sorted(steps, key=steps.get, reverse=True) == list(KEPT)
-    mixed = estimate_step(config, "fsdp", MACHINE, batch=1, ranks=2, checkpointing="qkv:1,gate-up:3").step
-    assert mixed == pytest.approx(steps["qkv"] / 4 + 3 * steps["gate-up"] / 4, rel=1e-3)
 
 
 def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monkeypatch):

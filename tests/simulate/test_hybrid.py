@@ -53,17 +53,6 @@ def test_messages_in_two_levels_cross_hosts_with_a_share(fsdp):
     assert replay(two, machine).comm_ms > 0
 
 
-@pytest.mark.parametrize("ranks", [16, 256])
-def test_the_estimate_is_close(fsdp, ranks):
-    """As for other strategies (`test_estimate`): the closed form assumes an even flow of messages."""
-    machine = machine_on(cluster(f"dgx-h100:{ranks}"))
-    line = replay(simulated("hsdp", ranks, 8), machine)
-    found = estimate_step(CONFIG, "hsdp", machine, batch=4, ranks=ranks)
-    assert 1e3 * found.step == pytest.approx(line.step_ms, rel=0.08)
-    plain = replay(fsdp, machine)
-    assert line.comm_ms > plain.comm_ms and line.step_ms >= plain.step_ms
-
-
 def test_groups_smaller_and_larger_than_a_host():
     machine = machine_on(cluster("dgx-h100:64"))
     comm = {

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.utils.flop_counter import FlopCounterMode
 
-from distlab.measure.collectives import CollectiveCall, CollectiveRecorder
+from distlab.measure.collectives import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels, preset
-from distlab.model.config import KEPT, RECOMPUTATION
+from distlab.model.config import KEPT
 from distlab.parallel import STRATEGIES, get_strategy
-from distlab.simulate.events import Compute, Wait
 from distlab.simulate.step import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
 from distlab.testing import run_ranks
@@ -154,52 +153,23 @@ def test_memory_is_the_closed_form(name, dtype):
     assert step.peak.total == pytest.approx(expected.peak.total, rel=0.05)
 
 
-def test_memory_of_recomputed_groups_is_the_closed_form():
-    """What groups keep beyond single blocks; hardly a vocabulary, so that what blocks keep decides the peak."""
-    config, peaks = ModelConfig(64, 256, 4, 2, vocab_size=16, context_length=256), {}
-    for group in (1, 4):
-        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=group)
-        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
-        expected = step_memory(ModelShape.of(config), checkpointing=group, **shape)
-        assert expected.peak_phase == f"backward of block {group - 1}"
-        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1)
-        peaks[group] = (step.peak.total, expected.peak.total)
-    simulated, closed = (mine - single for mine, single in zip(peaks[4], peaks[1], strict=True))
-    assert simulated == pytest.approx(closed, rel=0.02)
+@pytest.mark.parametrize("choices", [(1, 4), KEPT, ("block", "block:1,gate-up:3"), ("block", "selective")], ids=str)
+def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form(choices):
+    """Also what each choice keeps beyond the one before it, with grouped queries.
 
-
-def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form():
-    """Level by level, with grouped queries."""
-    config, peaks = ModelConfig(64, 256, 2, 4, vocab_size=16, context_length=256, num_kv_heads=2), {}
-    for keep in (*RECOMPUTATION, "block:1,gate-up:1"):
-        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=keep)
-        levels = kept_levels(keep, config.num_layers)
-        shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
+    Hardly a vocabulary, so that what blocks keep decides the peak.
+    """
+    config, peaks = ModelConfig(64, 256, 4, 4, vocab_size=16, context_length=256, num_kv_heads=2), []
+    shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
+    for choice in choices:
+        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=choice)
+        levels = choice if isinstance(choice, int) else kept_levels(choice, config.num_layers)
         expected = step_memory(ModelShape.of(config), checkpointing=levels, **shape)
-        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1), keep
-        peaks[keep] = (step.peak.total, expected.peak.total)
-    for less, more in itertools.pairwise(KEPT):
-        simulated, closed = (b - a for a, b in zip(peaks[less], peaks[more], strict=True))
-        assert simulated == pytest.approx(closed, rel=0.1), (less, more)
-
-
-def test_events_are_ordered_like_the_program():
-    """Overlap issues during backward and waits afterwards; naive waits for each gradient at once."""
-    naive, overlap = (simulate_training(CONFIG, name, batch=1, world_size=2) for name in ("naive", "overlap"))
-    for step in (naive, overlap):
-        items = step.items[step.boundary :]
-        assert sum(isinstance(item, CollectiveCall) for item in items) == len(step.calls)
-        issued = [item.sequence for item in items if isinstance(item, CollectiveCall)]
-        waited = [item.sequence for item in items if isinstance(item, Wait)]
-        assert sorted(waited) == issued
-    kinds = [type(item) for item in naive.items[naive.boundary :] if not isinstance(item, Compute)]
-    _, *gradients = naive.calls
-    assert kinds == [CollectiveCall, *[CollectiveCall, Wait] * len(gradients), Wait]  # flags are waited for at the end
-    items = overlap.items[overlap.boundary :]
-    first_issue = next(i for i, item in enumerate(items) if isinstance(item, CollectiveCall))
-    first_wait = next(i for i, item in enumerate(items) if isinstance(item, Wait))
-    backward = [i for i, item in enumerate(items) if isinstance(item, Compute) and item.phase == "backward"]
-    assert backward[0] < first_issue < backward[-1] < first_wait
+        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1), choice
+        peaks.append((step.peak.total, expected.peak.total))
+    for less, more in itertools.pairwise(peaks):
+        simulated, closed = (b - a for a, b in zip(less, more, strict=True))
+        assert simulated == pytest.approx(closed, rel=0.1), choices
 
 
 def test_refusals_and_the_world_is_left():

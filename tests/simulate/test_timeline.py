@@ -4,8 +4,6 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
@@ -13,7 +11,7 @@ from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
 from distlab.simulate.events import Compute, Wait
 from distlab.simulate.step import SimulatedStep, simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine, replay
-from distlab.theory.collective_time import CollectiveFit, Link, Piece, collective_seconds
+from distlab.theory.collective_time import CollectiveFit, Piece
 from distlab.theory.step_time import Network
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
@@ -75,30 +73,6 @@ def test_what_one_step_leaves_in_flight_the_next_waits_for():
     line = replay(zero1, MACHINE)
     assert (line.step_ms, line.overhead_ms) == pytest.approx((18, 8))
     assert line.phases == pytest.approx({"forward": 5, "backward": 13})
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=12),
-    st.floats(0.2, 1),
-    st.floats(0.2, 1),
-)
-def test_bounds(parts, rate, slowed):
-    """Never faster than either stream, never slower than both in turn at their slowest."""
-    items = [item for n, (ms, comm) in enumerate(parts) for item in (compute(ms), issue(n, comm))]
-    items += [Wait(n) for n in range(len(parts))]
-    work, comm = sum(ms for ms, _ in parts), sum(comm for _, comm in parts)
-    line = replay(step(*items), Machine(DEVICE, NETWORK, (rate, slowed)))
-    assert line.step_ms >= max(work, comm) * (1 - 1e-9)
-    assert line.step_ms <= work / rate + comm / slowed + 1e-6
-    assert line.step_ms - line.overhead_ms == pytest.approx(work)
-    undisturbed = replay(step(*items), MACHINE)
-    assert undisturbed.step_ms <= line.step_ms + 1e-6
-
-
-@given(st.integers(1, 64), st.integers(0, 10**6))
-def test_links_are_rings(ranks, size):
-    expected = collective_seconds("ring all-reduce", size, ranks, Link(5.0))
-    assert Network(5.0, 5.0).seconds(size, ranks) == pytest.approx(expected)
 
 
 def test_calibration_finds_the_constants_it_was_given():

@@ -32,14 +32,10 @@ def flat_ring(fabric: Fabric, num_bytes: float, rings: int | None = None) -> flo
     return float(_ring(np.zeros(fabric.ranks), occupied, latency, 2 * (fabric.ranks - 1)).max())
 
 
-def two_level(fabric: Fabric, num_bytes: float, late: np.ndarray | None = None) -> float:
-    """Seconds of reduce-scatter inside, all-reduce between, all-gather inside; no phase waits for other ranks' ends.
-
-    Args:
-        late: `(hosts, per_host)`, seconds after which each rank begins; default all at once.
-    """
+def two_level(fabric: Fabric, num_bytes: float) -> float:
+    """Seconds of reduce-scatter inside, all-reduce between, all-gather inside; no phase waits for other ranks' ends."""
     hosts, each = fabric.hosts, fabric.per_host
-    has = np.zeros((hosts, each)) if late is None else late
+    has = np.zeros((hosts, each))
     chunk = np.asarray(num_bytes / each / fabric.inside.bytes_per_s)
     hop = np.asarray(fabric.inside.latency_s)
     has = _ring(has, chunk, hop, each - 1)

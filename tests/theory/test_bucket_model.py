@@ -1,24 +1,8 @@
 """The pipeline of backward and messages against its closed form, and by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distlab.theory import step_time
-
-SIZES = st.floats(1e3, 1e10)
-BANDWIDTHS = st.floats(1e6, 1e12)
-CALLS = st.floats(1e-7, 1e-2)
-
-
-@given(SIZES, BANDWIDTHS, CALLS, st.integers(1, 40), st.floats(0, 5))
-def test_equal_buckets_have_the_closed_form_of_the_page(total, bandwidth, call, buckets, backward):
-    ready = [k * backward / buckets for k in range(1, buckets + 1)]
-    messages = [call + total / buckets / bandwidth] * buckets
-    found = step_time.pipeline(ready, messages, backward) - backward
-    sending = total / bandwidth
-    expected = max(sending / buckets + call, backward / buckets + sending + buckets * call - backward)
-    assert found == pytest.approx(expected, rel=1e-6, abs=1e-9 * (1 + backward + total / bandwidth))
 
 
 def test_a_pipeline_by_hand():

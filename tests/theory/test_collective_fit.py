@@ -9,14 +9,6 @@ from distlab.theory.collective_time import CollectiveFit, Piece, fit_collective,
 SIZES = [4096 * 4**k for k in range(10)]
 
 
-@given(st.floats(1e-6, 1e-3), st.floats(1e8, 1e12))
-def test_one_line_is_found_again(latency, bandwidth):
-    fit = fit_collective(SIZES, [latency + size / bandwidth for size in SIZES])
-    (piece,) = fit.pieces
-    assert piece.latency_s == pytest.approx(latency, rel=1e-4)
-    assert piece.bytes_per_s == pytest.approx(bandwidth, rel=1e-4)
-
-
 def test_a_change_of_algorithm_takes_a_second_piece():
     small, large = Piece(1e9, 1e-5), Piece(300e9, 1e-4, 1e6)
     true = CollectiveFit((small, large))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distlab.hardware import CLUSTERS, GB, cluster
-from distlab.theory.collective_time import Fabric, Link, collective_seconds
+from distlab.theory.collective_time import Fabric, collective_seconds
 from tests.theory import messages as events
 
 SIZES = st.floats(1e3, 1e11)
@@ -44,12 +44,6 @@ def test_crossover_is_where_the_winner_changes(name):
     assert fabric.two_level(size / 2) < fabric.flat_ring(size / 2)
     assert fabric.two_level(2 * size) > fabric.flat_ring(2 * size)
     assert fabric.crossover(rings=1) == math.inf  # one ring leaves all cards but one idle
-
-
-def test_a_late_rank_delays_two_levels_by_as_much():
-    fabric = Fabric(2, 2, Link(1e9, 1e-6), Link(1e8, 1e-5))
-    late = events.np.array([[0.0, 0.0], [0.0, 0.5]])
-    assert events.two_level(fabric, 1e6, late) == pytest.approx(0.5 + fabric.two_level(1e6), rel=0.05)
 
 
 def test_names_and_sizes():

@@ -1,8 +1,6 @@
 """Roofline, occupancy, waves, coalescing, traffic and the fusion advisor, against figures worked out by hand."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distlab.hardware import A100_SXM_80GB, B200, H100_SXM
 from distlab.theory.fusion import (
@@ -62,15 +60,6 @@ def test_occupancy_limiters(threads, registers, shared, blocks, limiter):
     assert (found.blocks, found.limiter) == (blocks, limiter)
 
 
-@given(st.integers(1, 1024), st.integers(1, 64), st.integers(0, 200_000))
-def test_occupancy_never_exceeds_the_sm(threads, registers, shared):
-    found = occupancy(H100_SXM, threads, registers, shared)
-    assert 0 < found.fraction <= 1
-    assert found.blocks * (-(-threads // 32)) * 32 * registers <= H100_SXM.registers_per_sm
-    assert found.blocks * shared <= H100_SXM.shared_memory_per_sm
-    assert occupancy(H100_SXM, threads, registers, 0).blocks >= found.blocks
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -121,11 +110,6 @@ def test_bank_conflicts_and_the_swizzle():
         bank_conflicts([])
 
 
-@given(st.integers(0, 31), st.sampled_from([8, 16, 32, 64]))
-def test_a_swizzle_permutes_its_row(row, columns):
-    assert sorted(swizzle(row, column, columns) for column in range(columns)) == list(range(columns))
-
-
 def test_warp_divergence():
     assert warp_divergence([0] * 32, [10.0]).efficiency == 1
     half = warp_divergence([lane % 2 for lane in range(32)], [10.0, 10.0])
@@ -159,13 +143,6 @@ def test_graphs_are_checked():
         Graph((Operator("f", ("x",), ("y",)),), {"x": 1})
     with pytest.raises(ValueError, match="different names"):
         Graph((Operator("f", ("x",), ("x",)), Operator("f", ("x",), ("x",))), {"x": 1})
-
-
-def test_the_advisor_fuses_a_pointwise_chain():
-    plan = advise(pointwise_chain(5, 10**6, 2), H100_SXM)
-    assert len(plan.groups) == 1
-    assert [d.action for d in plan.decisions] == ["start", *["fuse"] * 4]
-    assert plan.decisions[1].saving == pytest.approx(2)
 
 
 def two(first, second, sizes=None):

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from distlab.measure.memory import saved_for_backward
@@ -137,29 +137,6 @@ def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):
     kept = sum(tensor.bytes for tensor in saved) - sum(table.nbytes for table in tables)
     precision = PRECISIONS["fp32" if dtype == torch.float32 else "bf16"]
     assert kept == activations(ModelShape.of(config), 2, 64, precision, fused=True).kept[keep]
-
-
-@given(
-    SHAPES,
-    st.sampled_from(list(STRATEGIES)),
-    st.integers(1, 64),
-    st.sampled_from(sorted(PRECISIONS)),
-    st.booleans(),
-    st.integers(1, 4),
-)
-@settings(max_examples=60, deadline=None)
-def test_moments(shape, strategy, ranks, precision, checkpointing, batch):
-    options = {"context": 8, "precision": precision, "workspace_bytes": 0, "strategy": STRATEGIES[strategy]}
-    memory = step_memory(shape, batch=batch, world_size=ranks, checkpointing=checkpointing, **options)
-    assert memory.peak == max((m for _, m in memory.moments), key=lambda m: m.total)
-    assert memory.peak.total >= memory.before_step.total >= memory.after_init.total
-    assert (memory.peak_phase, memory.peak) in memory.moments
-    assert memory.after_init.optimizer_state == 0 < memory.after_step.optimizer_state
-    more_ranks = step_memory(shape, batch=batch, world_size=2 * ranks, checkpointing=checkpointing, **options)
-    if strategy not in ("fsdp", "hsdp"):  # which pad to whole rows, so that a tiny model's buffers grow with the ranks
-        assert more_ranks.peak.total <= memory.peak.total
-    more_data = step_memory(shape, batch=batch + 1, world_size=ranks, checkpointing=checkpointing, **options)
-    assert more_data.peak.total >= memory.peak.total
 
 
 @given(SHAPES, st.integers(1, 9))

@@ -6,13 +6,12 @@ import pytest
 
 from distlab.model import ModelConfig, config
 from distlab.simulate.step import simulate_training
-from distlab.theory.flops import forward_flops
 from distlab.theory.memory.activations import PRECISIONS
-from distlab.theory.memory.recompute import RECOMPUTATION, recomputed_flops
+from distlab.theory.memory.recompute import RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
 
-CONFIG = ModelConfig(1024, 2816, 2, 8, vocab_size=5000, context_length=512)
+CONFIG = ModelConfig(1024, 2816, 2, 8, vocab_size=5000, context_length=512, num_kv_heads=2)
 SHAPE = ModelShape.of(CONFIG)
 
 
@@ -36,21 +35,6 @@ def test_as_the_simulated_model(strategy, dtype, keep, ranks):
         events = [event for event in step.operators if event.phase == phase]
         assert total(work, "flops", phase) == sum(event.flops for event in events)
         assert total(work, "bytes", phase) == pytest.approx(sum(event.bytes for event in events), rel=0.03)
-
-
-def test_grouped_queries_and_recomputation():
-    work = Workload(SHAPE, 2, 512, PRECISIONS["bf16"])
-    sizes = {"batch": 2, "context": 512, "d_model": 1024, "d_ff": 2816, "num_layers": 2, "vocab_size": 5000}
-    assert total(work, "flops", "forward") == forward_flops(**sizes, causal=True).total
-    grouped = replace(work, shape=replace(SHAPE, num_kv_heads=2))
-    assert total(grouped, "flops", "forward") == forward_flops(**sizes, causal=True, kv_width=256).total
-    for shape, kv_width in ((SHAPE, 1024), (grouped.shape, 256)):
-        whole = replace(work, shape=shape)
-        for keep in RECOMPUTATION:
-            again = total(replace(whole, keep=keep), "flops") - total(whole, "flops")
-            assert again == recomputed_flops((keep,) * 2, **sizes, causal=True, kv_width=kv_width), keep
-    again = total(replace(work, keep="selective"), "flops") - total(work, "flops")
-    assert again == 2 * 2 * 2 * 512 * (1024 * 1024 + 1024 * 2816)  # output and w3 run again
 
 
 def test_theory_and_model_name_alike_what_blocks_keep():

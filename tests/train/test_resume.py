@@ -1,17 +1,13 @@
 """What a resumed run takes over besides parameters and moments, and what it must not be given another of."""
 
-from pathlib import Path
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 
 from distlab.comm import RankContext
-from distlab.runs import OutputFolder
 from distlab.testing import run_ranks
-from distlab.train.config import DataConfig, TrainConfig, refuse_other_run
-from distlab.train.run import train
+from distlab.train.config import refuse_other_run
 from tests.fuzz import late_arrivals
 from tests.train.cases import Run, draw_from_all_generators, tiny
 
@@ -120,29 +116,6 @@ def test_what_decides_the_losses_must_be_repeated(tmp_path):
 def test_what_does_not_decide_the_losses_may_change():
     for changes in ({"strategy": "fsdp"}, {"accumulate": 3}, {"steps": 7}, {"keep": 1}, {"validate_every": 2}):
         refuse_other_run(tiny().identity({}), tiny(**changes).identity({}), "a checkpoint")
-
-
-def train_on_a_file(context: RankContext, data: str, out: str, steps: int) -> None:
-    config = TrainConfig(context=8, vocab=31, batch=4, steps=steps, warmup=1)
-    train(config, DataConfig(data), context, OutputFolder(out, "train", "run").path)
-
-
-def on_changed_data(context: RankContext, data: str, out: str) -> str:
-    with pytest.raises(ValueError, match="belongs to another run") as caught:
-        train_on_a_file(context, data, out, steps=2)
-    return str(caught.value)
-
-
-def test_a_file_of_other_tokens_and_the_same_length_is_other_data(tmp_path):
-    path = tmp_path / "tokens.npy"
-    tokens = np.arange(400, dtype=np.uint8) % 31
-    np.save(path, tokens)
-    run_ranks(train_on_a_file, 1, str(path), str(tmp_path), 1)
-    tokens[7] = 30 - tokens[7]
-    np.save(path, tokens)
-    (message,) = run_ranks(on_changed_data, 1, str(path), str(tmp_path))
-    assert "data.sha256" in message
-    assert [folder.name for folder in Path(tmp_path, "train", "run", "checkpoints").iterdir()] == ["step_00000001"]
 
 
 LARGE = {  # the 8 B preset with grouped queries, every dimension but the number of blocks cut

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from distlab.checkpoint import lock as lock_module
-from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, RunLock
+from distlab.checkpoint.lock import NAME, Holder, RunLock
 from distlab.cli_errors import message_of
 from distlab.comm import RankContext
 from distlab.testing import run_ranks
@@ -69,25 +69,6 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
 
 
 # -- one writer --------------------------------------------------------------------------------------------
-
-
-def second_run(context: RankContext, root: str) -> str:
-    with pytest.raises(FolderIsHeld) as caught:
-        run(context, root)
-    return str(caught.value)
-
-
-def test_a_second_run_is_refused_on_every_rank_and_touches_nothing(tmp_path):
-    folder = tmp_path
-    live = folder / "checkpoints" / ".tmp-step_00000007"
-    live.mkdir(parents=True)
-    first = RunLock(folder)
-    assert first.try_take()
-    messages = run_ranks(second_run, 2, str(tmp_path))
-    assert messages[0] == messages[1] and "is being written by another run" in messages[0]
-    assert {path.name for path in folder.iterdir()} == {"checkpoints", NAME} and live.exists()
-    first.check()
-    first.release()
 
 
 def go_on_after_another_machine(context: RankContext, root: str) -> int:

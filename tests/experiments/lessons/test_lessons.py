@@ -61,17 +61,6 @@ def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     assert attention_steps.EXPERIMENT.wrong(records) == [f"{last.name} is wrong"]
 
 
-def test_steps_visit_half_of_the_tiles_once_they_skip():
-    steps = {step.name: step for step in attention_steps.staircase(64)}
-    whole, half = (steps[name].matmul_flops(4096) for name in ("full tiles", "masked tiles skipped"))
-    tiles = 4096 // 64
-    for way in ("fwd", "bwd"):
-        assert whole[way] / half[way] == pytest.approx(2 * tiles / (tiles + 1))
-    two, one = (steps[name] for name in ("tensor descriptors", "one backward pass"))
-    assert one.matmul_flops(4096)["bwd"] == 5 * one.visited("dkdv", 4096)
-    assert 1.35 < two.matmul_flops(4096)["bwd"] / one.matmul_flops(4096)["bwd"] < 1.45  # seven matmuls to five
-
-
 @pytest.mark.parametrize(("m", "n"), [(16, 16), (64, 32), (32, 64), (128, 64)])
 def test_visited_tiles_are_those_with_something_to_see(m, n):
     tile = lesson.Tile(m, n)
@@ -116,20 +105,6 @@ def test_predicted_times_of_a_size():
     assert few["waves"] == 4 and few["predicted_ms"] - 0.002 == pytest.approx(deep / 2)
 
 
-def test_a_wrong_kernel_of_a_curve_is_called_wrong(tmp_path, monkeypatch):
-    monkeypatch.setattr(size_curves.elementwise, "add", lambda x, y: x - y)
-    records = measured(size_curves.EXPERIMENT, tmp_path, parts=("add",))
-    assert {r.variant: r.metrics["status"] for r in records} == {"ours": "WRONG", "torch": "ok"}
-
-
-def test_the_order_of_tiles():
-    assert tile_order(2, 3, 1) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
-    assert tile_order(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]  # the last group is smaller
-    assert sorted(tile_order(7, 5, 3)) == [(row, col) for row in range(7) for col in range(5)]
-    with pytest.raises(ValueError, match="group"):
-        tile_order(2, 2, 0)
-
-
 def test_square_waves_share_most():
     """16 tiles at once: 4 × 4 fetch 8 strips for 32 loads, 1 × 16 fetch 17."""
     assert l2_hit_share(tile_order(16, 16, 4), 16) == 1 - 8 / 32
@@ -149,14 +124,6 @@ def test_grouped_order_is_the_kernels_own():
     out = torch.full((5, 3), -1, dtype=torch.int32)
     numbered[(15,)](out, 5, 3, GROUP=2)
     assert [out[place].item() for place in tile_order(5, 3, 2)] == list(range(15))
-
-
-@ON_CPU
-def test_a_wrong_effect_is_called_wrong(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_lessons, "error_of", lambda y: 1.0)
-    records = measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("waves", "strides"))
-    found = {part: {r.metrics["status"] for r in records if r.config["part"] == part} for part in ("waves", "strides")}
-    assert found == {"waves": {"WRONG"}, "strides": {"ok"}}
 
 
 def test_effects_are_predicted_from_theory(smoke):
