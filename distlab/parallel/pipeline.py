@@ -1,6 +1,6 @@
 """Pipeline parallelism: P ranks have some blocks each, activations travel forward and their gradients back.
 
-    for action in this rank's schedule:                       (`schedules.py`; the next action's input is asked for)
+    for action in this rank's schedule:                       (`schedules.py`)
         F   x from the stage before → forward → y to the stage behind
         B   dy from the stage behind → backward → dx to the stage before
         W   the gradients of matrices that B has put off
@@ -12,7 +12,8 @@ A data strategy wraps what is left on a rank: the stages' blocks, in one module 
 step is one of accumulated gradients, of which the last backward of each stage synchronizes.
 
 Each direction between two ranks has a group of its own: on a GPU the messages of a group are carried out in the order
-in which they were asked for, and a send waits there until it is received.
+in which they were asked for, and a send waits there until it is received. Nothing is received ahead of its action: a
+GPU that loads a kernel waits for all that runs on it, and what an earlier receive waits for may need that kernel.
 
 Source: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubble (Qi et al. 2023).
 """
@@ -20,7 +21,7 @@ Source: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubbl
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -152,15 +153,13 @@ class Pipeline:
         Returns:
             The mean loss, on every rank, 0-dim fp64.
         """
-        count, actions = len(micro_batches), self.actions(len(micro_batches))
+        count = len(micro_batches)
         total = torch.zeros((), device=model.device)
         kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         later: dict[tuple[int, int], list[tuple[Tensor, Callable[[], Tensor]]]] = {}
-        for number, action in enumerate(actions):
+        for action in self.actions(count):
             kind, stage, batch = action
-            for each in actions[number : number + 2]:
-                self._ask(each, micro_batches[each.batch][0], model)
-            taken = self._messages.take(action)
+            taken = self._receive(action, micro_batches[batch][0], model)
             model.enter_stage(stage)
             synchronizes = batch == count - 1
             with nullcontext() if synchronizes else model.no_sync(), self.observe(action):
@@ -171,7 +170,7 @@ class Pipeline:
                         total = total + result.detach()
                         result = result * scale
                     else:
-                        self._messages.send(action, result.detach(), to=1)
+                        self._messages.send(result.detach(), to=1)
                     # Not the result itself, whose memory nobody needs here any more.
                     kept[stage, batch] = taken, get_gradient_edge(result)
                 elif kind == "B":
@@ -179,7 +178,7 @@ class Pipeline:
                     self._later = later[stage, batch] = []
                     torch.autograd.backward(edge, taken)
                     if stage > 0:
-                        self._messages.send(action, x.grad, to=-1)
+                        self._messages.send(x.grad, to=-1)
                 else:
                     for weight, gradient in later.pop((stage, batch)):
                         torch.autograd.backward(weight, gradient())
@@ -191,12 +190,11 @@ class Pipeline:
         """Logits, or with targets the loss, of a batch; None on ranks without the last stage."""
         result = None
         for stage in self.mine:
-            action = Action("F", stage, 0)
-            self._ask(action, batch[0], model)
+            taken = self._receive(Action("F", stage, 0), batch[0], model)
             model.enter_stage(stage)
-            result = self._forward(model, lambda call, batch: call(*batch), batch, stage, self._messages.take(action))
+            result = self._forward(model, lambda call, batch: call(*batch), batch, stage, taken)
             if stage < self.last:
-                self._messages.send(action, result, to=1)
+                self._messages.send(result, to=1)
         self._messages.finish()
         return result if self.last in self.mine else None
 
@@ -208,32 +206,19 @@ class Pipeline:
         with model.autocast():
             return loss_fn(partial(model, x=x, blocks=self.stages[stage]), batch)
 
-    def _ask(self, action: Action, tokens: Tensor, model: "ParallelModel") -> None:
-        """Ask for what an action takes of another rank, unless that was done."""
+    def _receive(self, action: Action, tokens: Tensor, model: "ParallelModel") -> Tensor | None:
+        """What an action takes of another rank, or None."""
         come = {"F": -1, "B": 1, "W": 0}[action.kind]
-        if come and 0 <= action.stage + come <= self.last:
-            B, T = tokens.shape
-            computes = model.compute_dtype if model.casts_parameters else None
-            dtype = computes or next(model.module.parameters()).dtype  # of what an embedding returns
-            x = torch.empty(B, T // self.sequence_ranks, self.width, dtype=dtype, device=model.device)
-            self._messages.ask(action, x, come)
+        if not come or not 0 <= action.stage + come <= self.last:
+            return None
+        B, T = tokens.shape
+        computes = model.compute_dtype if model.casts_parameters else None
+        dtype = computes or next(model.module.parameters()).dtype  # of what an embedding returns
+        x = torch.empty(B, T // self.sequence_ranks, self.width, dtype=dtype, device=model.device)
+        return self._messages.receive(x, come)
 
     def _put_off(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         self._later.append((weight, gradient))
-
-
-class Asked(NamedTuple):
-    """A message on its way to this rank.
-
-    Attributes:
-        x: where it is wanted.
-        arriving: where it arrives: on the host where gloo carries what lies on a GPU.
-    """
-
-    x: Tensor
-    arriving: Tensor
-    work: Work
-    group: ProcessGroup
 
 
 class Messages:
@@ -250,26 +235,17 @@ class Messages:
         groups = groups_of(group, [key[1:] for key in pairs])
         self._out = {step: each for (step, sender, _), each in zip(pairs, groups, strict=True) if sender == rank}
         self._in = {step: each for (step, _, taker), each in zip(pairs, groups, strict=True) if taker == rank}
-        self._asked: dict[Action, Asked] = {}
         self._sent: list[tuple[Work, Tensor, ProcessGroup]] = []
 
-    def ask(self, action: Action, x: Tensor, come: int) -> None:
-        """Let `x` be overwritten by what the rank before (−1) or behind (1) sends next."""
-        if action not in self._asked:
-            group = self._in[-come]
-            arriving = torch.empty_like(x, device="cpu") if self._through_host(x, group) else x
-            self._asked[action] = Asked(x, arriving, collectives.receive(arriving, group), group)
+    def receive(self, x: Tensor, come: int) -> Tensor:
+        """Overwrite `x` by what the rank before (−1) or behind (1) sends next."""
+        group = self._in[-come]
+        arriving = torch.empty_like(x, device="cpu") if self._through_host(x, group) else x
+        wait_for_message(collectives.receive(arriving, group), group, "receiving activations")
+        return x if arriving is x else x.copy_(arriving)
 
-    def take(self, action: Action) -> Tensor | None:
-        """What was asked for for an action, or None."""
-        asked = self._asked.pop(action, None)
-        if asked is None:
-            return None
-        wait_for_message(asked.work, asked.group, f"receiving for {action}")
-        return asked.x if asked.arriving is asked.x else asked.x.copy_(asked.arriving)
-
-    def send(self, action: Action, x: Tensor, to: int) -> None:
-        """Send the result of an action to the rank behind (1) or before (−1)."""
+    def send(self, x: Tensor, to: int) -> None:
+        """Send `x` to the rank behind (1) or before (−1)."""
         group = self._out[to]
         x = x.cpu() if self._through_host(x, group) else x.contiguous()
         self._sent = [each for each in self._sent if not each[0].is_completed()]
