@@ -114,6 +114,19 @@ def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_r
     assert "train: rank 1 lost another rank: it died, or did not join a collective" in run.text()  # the survivor
 
 
+def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_path, running):
+    """The fault table: SIGSTOP. The peer errs at the timeout of 4 s, and the run is no success."""
+    run = running(*TWO_RANKS, "--steps=5000", "--timeout=4")
+    run.until(started(tmp_path, 3))
+    begin = time.monotonic()
+    stopped = run.workers()[1]
+    os.kill(stopped, signal.SIGSTOP)
+    run.until(lambda: "lost another rank: it died, or did not join a collective within 4 s" in run.text(), 40)
+    assert time.monotonic() - begin > 2
+    os.kill(stopped, signal.SIGKILL)  # the agent would do so in 30 s
+    assert run.end() not in (None, 0)
+
+
 def test_a_rank_of_torchruns_ends_with_its_agent(tmp_path, running):
     """Ranks that train on would meet the next run of the same name, which is what a person starts then."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1")
