@@ -1,6 +1,7 @@
 """The sweeps in small: collectives, bucket sizes, scaling. What they write, what reads it, what they refuse."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,16 +19,6 @@ from experiments.bucket_sweep import OVER_BEST, BucketSweepConfig
 from tests.experiments.frame import on_rank
 
 
-def sweep_with_a_broken_broadcast(context, root):
-    """It throws away what arrives."""
-    original = bandwidth.collectives.broadcast
-    bandwidth.collectives.broadcast = lambda tensor, group: original(tensor.clone(), group)
-    try:
-        return on_rank(context, "allreduce_sweep", root, "smoke", {"sizes": (64, 4096), "contention_mb": 0.0})
-    finally:
-        bandwidth.collectives.broadcast = original
-
-
 def test_collectives_are_timed_fitted_and_read_again(smoke):
     records, folder = smoke("allreduce_sweep")
     assert len(allreduce_sweep.timings(records)) == 2 * 3 * 3
@@ -37,6 +28,9 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
         "contention copy",
     }
     assert allreduce_sweep.wrong_rows(records) == []
+    first = allreduce_sweep.timings(records)[0]
+    broken = replace(first, metrics=first.metrics | {"max_abs_error": math.nan})
+    assert allreduce_sweep.findings([broken])[0].startswith(f"WRONG: {first.variant}")
     for record in allreduce_sweep.timings(records):
         m = record.metrics
         assert m["time_p20_ms"] <= m["time_p50_ms"] <= m["time_p80_ms"]
@@ -49,19 +43,10 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
     (fit,) = (r for r in records if r.variant == "fit all_reduce" and r.config["world_size"] == 3)
     expected = fit.metrics["pieces"][0]["latency_s"] + 1000 / fit.metrics["pieces"][0]["bytes_per_s"]
     assert links.seconds(1000, 3) == pytest.approx(expected)
-    assert links.seconds(1000, 1) == 0 < links.seconds(1000, 2, operation="broadcast")
-    assert links.seconds(1e9, 8) > links.seconds(1e9, 3)  # 14/8 of a payload instead of 4/3
     with pytest.raises(ValueError, match="no fit of 'all_gather'"):
         links.seconds(1000, 2, operation="all_gather")
     with pytest.raises(ValueError, match="no collectives measured on 'another GPU'"):
         measured_links(records, "another GPU")
-
-
-def test_a_broken_collective_is_printed_as_wrong(tmp_path):
-    records = run_ranks(sweep_with_a_broken_broadcast, 2, str(tmp_path))[0]
-    wrong = allreduce_sweep.findings(records)
-    assert len([line for line in wrong if line.startswith("WRONG: broadcast")]) == 2
-    assert not [line for line in wrong if line.startswith("WRONG: all_reduce")]
 
 
 def test_bucket_sizes_are_predicted_measured_and_chosen(smoke):

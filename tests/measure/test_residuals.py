@@ -27,11 +27,3 @@ def test_every_storage_once_and_no_parameter():
     assert not model[0]._forward_hooks and not model[0]._forward_pre_hooks
     model(x).sum().backward()
     assert gradient_bytes({"0": model[0]}) == {"0": 8 * 8 * 4}
-
-
-def test_casts_of_parameters_are_named():
-    layer, x = Layer(), torch.randn(4, 8, requires_grad=True)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = saved_for_backward(lambda: layer(x), layer, {"layer": layer})
-    assert {s.made_by for s in found["layer"]} == {"leaf (cast)", "SigmoidBackward0"}
-    assert all(s.dtype == torch.bfloat16 for s in found["layer"])

@@ -131,18 +131,13 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
 
 def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     panels = [
-        Panel(name, "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
-        for name, bad in zip("abcde", [
-            Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]),
-            *[Series("bad", [1, 2], [1.0, 2.0])] * 2], strict=True)
-    ]  # fmt: skip
+        Panel("", "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
+        for bad in (Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]))
+    ]
     lines(tmp_path / "a.png", panels, title="")
-    every = drawn[0].axes
-    notes = [[text.get_text() for text in axes.texts] for axes in every]
-    assert notes == [["bad: no finite value"], ["bad: no value"], [], [], []]
+    notes = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
+    assert notes == [["bad: no finite value"], ["bad: no value"], []]
     assert len(drawn[0].legends) == 1
-    assert [axes.get_xlabel() for axes in every] == ["", "", *["step"] * 3]  # the lowest of each column
-    assert [axes.get_ylabel() for axes in every] == ["loss", "", "", "loss", ""]
 
 
 def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):

@@ -109,15 +109,6 @@ def test_the_page_says_what_was_run_on_what(page):
     assert _setup("a GPU", [RECORDS[0], other])["options"] == {"world_size": "2"}  # what all have
 
 
-def test_all_forms_of_the_table_are_written(page):
-    folder = page.parent
-    assert {p.name for p in folder.iterdir() if p.is_file() and not p.name.startswith("visited")} == {
-        "records.json", "records.csv", "table.md", "table.tex", "report.html",
-        "step_time.png"}  # fmt: skip
-    assert "| naive" in (folder / "table.md").read_text()
-    assert r"\begin{tabular}" in (folder / "table.tex").read_text()
-
-
 def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, monkeypatch):
     (page.parent / "timeline.png").write_bytes(
         (page.parent / "step_time.png").read_bytes()

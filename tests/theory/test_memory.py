@@ -1,7 +1,6 @@
 """Predicted memory against recorded peaks, published examples, and what autograd really saves."""
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
 from unittest import mock
 
@@ -11,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.measure.memory import saved_for_backward
+from distlab.measure.memory import OUTSIDE, saved_for_backward
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.ops import rope_tables
 from distlab.parallel import STRATEGIES
@@ -89,25 +88,14 @@ class FusedRMSNorm(torch.autograd.Function):
         return (gradient * rstd).to(x.dtype), (gradient * x * rstd).sum((0, 1)), None
 
 
-def _saved(layers: int, attention: str, autocast: bool, batch: int = 2, context: int = 32) -> int:
+def _saved(layers: int, attention: str, autocast: bool) -> int:
     """Bytes that autograd saves in forward and loss, parameters and their copies aside."""
     model = TransformerLM(preset("tiny", num_layers=layers, attention=attention))
-    storages: dict[int, torch.UntypedStorage] = {}
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    copies = {shape for p in model.parameters() if p.ndim == 2 for shape in (p.shape, p.shape[::-1])}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        is_copy = autocast and tensor.shape in copies and tensor.dtype == torch.bfloat16
-        if tensor.untyped_storage().data_ptr() not in own and not is_copy:
-            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
-        return tensor
-
-    tokens = torch.zeros(batch, context, dtype=torch.int64)
-    amp = torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext()
+    tokens = torch.zeros(2, 32, dtype=torch.int64)
     fused = mock.patch.object(F, "rms_norm", lambda x, _, weight, eps: FusedRMSNorm.apply(x, weight, eps))
-    with fused, torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), amp:
-        cross_entropy(model(tokens), tokens)
-    return sum(storage.nbytes() for storage in storages.values())
+    with fused, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        saved = saved_for_backward(lambda: cross_entropy(model(tokens), tokens), model, {})[OUTSIDE]
+    return sum(tensor.bytes for tensor in saved if tensor.made_by != "leaf (cast)")
 
 
 @pytest.mark.parametrize("attention", ["naive", "sdpa"])

@@ -71,15 +71,6 @@ def test_published_rules():
     assert limits.BlockTime(9.0, 2.0, 3.0).communication(shared_links=True) == 5
 
 
-def test_tricks_lower_the_batch():
-    found = limits.tricks(Block(4096, 16384, 4e14, 2e11))
-    plain = found.pop("DP or FSDP")
-    assert all(tokens < plain for tokens in found.values())
-    assert found["DP with gradient accumulation"] == plain / 4
-    assert found["FSDP with quantized weights"] == plain / 2
-    assert found["hybrid sharding"] == plain * (2 / 8 + 2 / 8) / 2
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [

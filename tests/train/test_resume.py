@@ -1,6 +1,5 @@
 """What a resumed run takes over besides parameters and moments, and what it must not be given another of."""
 
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -116,32 +115,3 @@ def test_what_decides_the_losses_must_be_repeated(tmp_path):
 def test_what_does_not_decide_the_losses_may_change():
     for changes in ({"strategy": "fsdp"}, {"accumulate": 3}, {"steps": 7}, {"keep": 1}, {"validate_every": 2}):
         refuse_other_run(tiny().identity({}), tiny(**changes).identity({}), "a checkpoint")
-
-
-LARGE = {  # the 8 B preset with grouped queries, every dimension but the number of blocks cut
-    "size": "8B", "layers": 8, "d_model": 32, "d_ff": 48, "heads": 4, "kv_heads": 2,
-    "strategy": "fsdp", "ops": "triton",
-}  # fmt: skip
-
-
-def trained_on(context: RankContext, folder: str, until: int, checkpointing: str) -> tuple[list[float], str]:
-    with patch("kernels._triton.runs_triton", lambda tensor: False):  # ours in plain torch: a tenth of interpreting
-        run = Run(context, folder, checkpointing=checkpointing, **LARGE)
-        run.trainer.resume()
-        while run.trainer.step < until:
-            run.trainer.one_step()
-        run.trainer.metrics.settle()
-        run.save()
-        keeps = run.trainer.wrapper.module.checkpoint_blocks
-        run.trainer.close()
-    return [float.fromhex(loss) for loss in run.losses.values()], keeps
-
-
-def test_a_sharded_run_goes_on_at_another_world_size_and_recomputes_something_else(tmp_path):
-    """Behind training, as `distlab train --size 8B --strategy fsdp` does; losses agree up to the order of sums."""
-    (whole, keeps), *_ = run_ranks(trained_on, 2, str(tmp_path / "whole"), 4, "auto")
-    assert keeps == "none"  # all of it fits
-    (first, _), *_ = run_ranks(trained_on, 2, str(tmp_path / "cut"), 2, "block:3,qkv:5")
-    (second, _), *_ = run_ranks(trained_on, 3, str(tmp_path / "cut"), 4, "attention")
-    assert [*first, *second] == pytest.approx(whole, abs=1e-5)
-    assert first == whole[:2]  # what is recomputed changes no bit
