@@ -31,6 +31,7 @@ from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
+from distlab.parallel.torch_axes import TorchPipeline, share_by_torch
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
 from distlab.parallel.zero1 import ZeroOptimizer
 
@@ -142,6 +143,7 @@ class Strategy:
                 `device` for one that has its values; a layout that does not fit the ranks, the model or the strategy.
         """
         axes = layout.axes(group)
+        by_torch = self.is_peer and layout.ranks > 1
         if layout.ranks > 1 and self.takes_mesh:
             raise ValueError(f"{self.name} makes a mesh of all ranks, and layout {layout} leaves it fewer: take fsdp")
         pipeline = None
@@ -151,11 +153,14 @@ class Strategy:
                     f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: "
                     "take 1f1b or interleaved, or a strategy that keeps parameters whole"
                 )
-            pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
-            pipeline.connect(axes.pipelines, group)
-        if axes.context is not None:
+            if by_torch:
+                pipeline = TorchPipeline(axes.pipeline, module, layout.schedule, layout.stages)
+            else:
+                pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
+                pipeline.connect(axes.pipelines, group)
+        if axes.context is not None and not by_torch:
             share_sequences(module, axes.context, parts, layout.attention)
-        cuts = {} if axes.tensor is None else parallelize(module, axes.tensor)
+        cuts = {} if axes.tensor is None or by_torch else parallelize(module, axes.tensor)
         if not self.has_buckets:
             options.pop("bucket_size_mb", None)
         shard_size = options.pop("shard_size", None)
@@ -175,8 +180,11 @@ class Strategy:
                 materialize(module, torch.device(device), init)
         elif init is not None or device is not None:
             raise ValueError("init and device are for a module built on meta; this one has its values")
+        if by_torch and pipeline is None:
+            options |= share_by_torch(self.name, module, layout, axes)
         model = self.wrap(module, process_group=axes.data, **options)
-        model.compute_dtype, model.tensor_group, model.cuts = compute_dtype, axes.tensor, cuts
+        model.compute_dtype, model.cuts = compute_dtype, cuts
+        model.tensor_group = None if by_torch else axes.tensor
         model.pipeline = pipeline
         optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
         model.allocate()

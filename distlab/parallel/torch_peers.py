@@ -1,7 +1,8 @@
 """torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
 
 import gc
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
 from distlab.parallel.fsdp.entry import list_entries
 from distlab.parallel.fsdp.units import plan_units
-from distlab.parallel.shard import Shard, plain_name, whole
+from distlab.parallel.shard import Shard, local_part, plain_name, whole
 
 UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
 
@@ -100,6 +101,9 @@ class TorchFSDP2(ParallelModel):
         compute_dtype: as `FSDP`'s.
         mesh: as `FSDP`'s.
         process_group: default: the default group.
+        data_mesh: of its ranks, where parameters are DTensors of another dimension of the same mesh already.
+        moved: of parameters whose rows stand in another order, where each of them is; `full_parameters` undoes that.
+        contexts: what stays entered until `close()`.
 
     Raises:
         TypeError, ValueError: a mesh that `FSDP` refuses. ValueError: the module has no parameters.
@@ -115,6 +119,9 @@ class TorchFSDP2(ParallelModel):
         *,
         mesh: DeviceMesh | None = None,
         process_group: ProcessGroup | None = None,
+        data_mesh: DeviceMesh | None = None,
+        moved: Mapping[str, Tensor] | None = None,
+        contexts: ExitStack | None = None,
     ):
         # DTensor's import takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -124,10 +131,13 @@ class TorchFSDP2(ParallelModel):
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
-        collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+        self._moved, self._contexts = moved or {}, contexts or ExitStack()
+        collectives.broadcast_all(map(local_part, (*module.parameters(), *module.buffers())), self.process_group)
         units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
-        if mesh is None:
+        if data_mesh is not None:
+            mesh = data_mesh
+        elif mesh is None:
             mesh = DeviceMesh.from_group(self.process_group, self.device.type)
         # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
         policy = MixedPrecisionPolicy(
@@ -160,10 +170,15 @@ class TorchFSDP2(ParallelModel):
         """See `FSDP.full_parameters`; a collective."""
         from torch.distributed.tensor import DTensor
 
-        return {
+        found = {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
             for name, p in self.module.named_parameters(remove_duplicate=False)
         }
+        return found | {name: found[name][rows.to(self.device)] for name, rows in self._moved.items()}
+
+    def close(self, *, restore: bool = True) -> None:
+        """Leave what torch's own axes need; the module stays sharded."""
+        self._contexts.close()
 
 
 def _shard_of(name: str, parameter: Tensor) -> Shard:
