@@ -24,7 +24,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
     "source": 325,  # tensor and context parallelism, for which 9 are allowed, distlab check, layouts in the planner
-    "tests": 246,
+    "tests": 247,  # layouts in theory, planner and predictions
 }
 
 
