@@ -4,7 +4,8 @@
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
 
 Every strategy is tried with every micro-batch that divides a rank's share of the batch, hybrid sharding with groups of
-one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full. Memory comes from
+one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full, in every layout that the model
+and the cluster allow: data × context × tensor, tensor within a node. Memory comes from
 `distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
 predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test
 holds the first choice against others, simulated.
@@ -12,7 +13,7 @@ holds the first choice against others, simulated.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,10 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import GPUSpec, by_alias, cluster
-from distlab.model import ModelConfig, kept_levels
+from distlab.model import ModelConfig, TransformerLM, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.model.config import ModelChanges
-from distlab.parallel import get_strategy
+from distlab.parallel import Layout, get_strategy
 from distlab.report import stacked_bars
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.estimate import USABLE, MachineOptions, host_time
@@ -42,9 +43,14 @@ from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import GPU_HOURS_BETWEEN_FAILURES, Failures
 from experiments._own_model import num_parameters, simulated
 
+WIDEST = 8  # ranks along an axis that is offered
 DRAWN = 14  # bars in the picture; the table has all choices
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
 HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
+PARTS = {  # of a step, and the metric of each
+    "compute": "compute", "memory bandwidth": "memory_bandwidth", "overhead of communication": "communication",
+    "waiting for the host": "host", "optimizer": "optimizer",
+}  # fmt: skip
 STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
 
 
@@ -58,6 +64,7 @@ class PlanConfig(MachineOptions):
     days: float | None = option(None, "that training may take", above=0)
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
     recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
+    layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
     gpu_hours: float = option(round(GPU_HOURS_BETWEEN_FAILURES), "of one GPU between failures", above=0)
     storage_gb_per_s: float = option(2.0, "that a node writes of a checkpoint", above=0)
     restart_s: float = option(600.0, "from a failure to the first new step", least=0)
@@ -65,16 +72,31 @@ class PlanConfig(MachineOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         _, count = self.fleet()
-        if self.batch < count:
+        if self.layouts and self.factory is not None:
+            raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
+        for asked in map(Layout.parse, self.layouts):
+            if reason := mismatch(self, asked):
+                raise ValueError(f"layout {asked}: {reason}")
+        if not self.offered() and self.batch < count:
             raise ValueError(
                 f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
-        if self.batch % count:
+        if not self.offered():
             near = max(1, round(self.batch / count)) * count
             raise ValueError(
                 f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
             )
+
+    def offered(self) -> list[Layout]:
+        """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster
+        can take: a further axis is one more factor here.
+        """
+        if self.layouts:
+            return [Layout.parse(text) for text in self.layouts]
+        powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
+        layouts = [Layout(context=context, tensor=tensor) for context in powers for tensor in powers]
+        return [layout for layout in layouts if mismatch(self, layout) is None]
 
     @property
     def factory(self) -> str | None:
@@ -122,6 +144,29 @@ class PlanConfig(MachineOptions):
         return self.cluster or links
 
 
+def mismatch(config: PlanConfig, layout: Layout) -> str | None:
+    """Why the devices cannot share this model and batch so; None if they can."""
+    _, count = config.fleet()
+    nodes = config.machine().network.devices_per_node
+    if count % layout.ranks or config.batch % (count // layout.ranks):
+        return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
+    if layout.ranks == 1:
+        return None
+    if layout.tensor > min(nodes, count):
+        return f"{layout.tensor} ranks that share matrices do not fit a node of {nodes} devices"
+    shape = config.shape()
+    for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
+        uneven = [size for size in split.sizes if size % layout.tensor]
+        if uneven:
+            return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    if shape.context_length % (chunks * layout.tensor):
+        return f"sequences of {shape.context_length} tokens are no multiple of {chunks * layout.tensor}"
+    if layout.attention == "ulysses" and (shape.kv_heads // layout.tensor) % layout.context:
+        return f"{layout.context} ranks cannot share {shape.kv_heads // layout.tensor} heads of keys evenly"
+    return None
+
+
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     """One row per choice, those that fit first, fastest first."""
     machine, (gpu, ranks) = config.machine(), config.fleet()
@@ -132,8 +177,16 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     recomputation = config.recomputation if config.factory is None else ("none",)
     strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
     usable = USABLE * gpu.hbm_bytes
-    for choice in choices(ranks, nodes, config.batch // ranks, strategies, recomputation):
-        way = ways.setdefault((choice.strategy, choice.group, choice.recompute), [])
+    tried = (
+        choice
+        for layout in config.offered()
+        for choice in choices(
+            ranks // layout.tensor, max(1, nodes // layout.tensor), config.batch * layout.ranks // ranks, strategies,
+            recomputation, layout,
+        )
+    )  # fmt: skip
+    for choice in tried:
+        way = ways.setdefault((choice.strategy, choice.group, choice.recompute, choice.layout), [])
         fitting = sum(needed["predicted_peak_bytes"] <= usable for _, needed in way)
         if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
             way.append((choice, _memory(config, choice, ranks)))
@@ -145,7 +198,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
             choice, needed = way[-1]
             rows = [(choice, needed | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
         for choice, metrics in rows:
-            run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice))
+            run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
     run.records.sort(
         key=lambda r: (
             not r.metrics["fits"],
@@ -178,9 +231,10 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
         return _time_of_own(config, choice, machine)
     model = config.shape()
     time = estimated(model, choice, machine, ranks, config.dtype, config.kernels())
-    sizes = model.sizes(config.batch // ranks)
+    # Of all ranks that share a model; each has an equal part.
+    sizes, shared = model.sizes(config.batch * choice.layout.ranks // ranks), choice.layout.ranks
     again = recomputed_flops(kept_levels(choice.recompute, model.num_layers), causal=True, **sizes)
-    matmuls = (step_flops(causal=True, **sizes) + again) / machine.device.flops_per_s
+    matmuls = (step_flops(causal=True, **sizes) + again) / shared / machine.device.flops_per_s
     parts = {
         "compute": min(matmuls, time.compute),
         "memory bandwidth": max(0.0, time.compute - matmuls),
@@ -189,7 +243,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
         "host": time.step - time.device,
     }
     tokens_per_s = config.batch * model.context_length / time.step
-    share = mfu(step_flops(**sizes), time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
+    share = mfu(step_flops(**sizes) / shared, time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
     nodes = -(-ranks // machine.network.devices_per_node)
     saving = STATE_BYTES * model.num_parameters / nodes / (1e9 * config.storage_gb_per_s)
     failures = Failures.of_gpus(ranks, saving, config.restart_s, config.gpu_hours)
@@ -292,13 +346,14 @@ def answer(records: Sequence[Record]) -> str:
     if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
         text += f" The host needs about {_ms(m['predicted_host_ms'])} ms of it: one that is slower or busy decides."
     text += _reasons(best, records)
-    others = [r for r in fitting if r.config["strategy"] != best.config["strategy"]]
-    others += [r for r in fitting if r not in others and _way(r) != _way(best)]  # other groups
+    others = [record for record in fitting if _way(record) != _way(best)]
     seconds = {_way(record): record for record in reversed(others)}
     runners_up = sorted(seconds.values(), key=others.index)[:2]
     for label, other in zip(("Next best", "Third"), runners_up, strict=False):
         ratio = other.metrics["predicted_step_ms"] / m["predicted_step_ms"] - 1
-        text += f" {label}: {other.variant}, {100 * ratio:.0f} % slower ({other.metrics['limited_by']})."
+        lost = {name: other.metrics[f"{part}_ms"] - m[f"{part}_ms"] for name, part in PARTS.items()}
+        most = max(lost, key=lost.__getitem__)
+        text += f" {label}: {other.variant}, {100 * ratio:.0f} % slower: {_ms(lost[most])} ms more {most}."
     if config.days is not None and m.get("predicted_days", 0) > config.days:
         enough = math.ceil(ranks * m["predicted_days"] / config.days)
         text += f" That is longer than {config.days:g} days: it takes about {enough:,} GPUs, or fewer tokens."
@@ -307,7 +362,7 @@ def answer(records: Sequence[Record]) -> str:
 
 def _way(record: Record) -> tuple:
     """A choice but for its micro-batch and recomputation."""
-    return record.config["strategy"], record.config.get("group")
+    return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
 
 
 def _reasons(best: Record, records: Sequence[Record]) -> str:
@@ -326,12 +381,10 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """A bar per choice: where its step's time would go."""
-    parts = {"compute": "compute", "memory bandwidth": "memory_bandwidth", "overhead of communication": "communication"}
-    parts |= {"waiting for the host": "host"}
     shown = records[:DRAWN]
     bars = {
         name: [r.metrics[f"{part}_ms"] if r.metrics["fits"] else "does not fit" for r in shown]
-        for name, part in (parts | {"optimizer": "optimizer"}).items()
+        for name, part in PARTS.items()
     }
     stacked_bars(path, [r.variant for r in shown], bars, title=headline(records), unit="ms per step")
 

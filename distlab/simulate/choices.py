@@ -6,6 +6,8 @@ from itertools import product
 
 from distlab.model import ModelConfig
 from distlab.parallel import STRATEGIES as KNOWN
+from distlab.parallel import Layout
+from distlab.parallel.layout import DATA_PARALLEL
 from distlab.simulate.estimate import estimate_step, host_time
 from distlab.simulate.step import simulate_training
 from distlab.simulate.timeline import Machine, replay
@@ -34,6 +36,8 @@ class Choice:
         recompute: what blocks keep, see `distlab.model.kept_levels`.
         group: with a mesh, ranks that share a copy of the parameters.
         bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
+        layout: how ranks share a model; `micro_batch` then counts the sequences of all that do, and `group` the ranks
+            that have equal parts of its matrices.
     """
 
     strategy: str
@@ -42,12 +46,14 @@ class Choice:
     recompute: str = "none"
     group: int | None = None
     bucket_size_mb: float = BUCKET_SIZES_MB[0]
+    layout: Layout = DATA_PARALLEL
 
     def __str__(self) -> str:
         group = f" in {self.group}s" if self.group else ""
         group += f" of {self.bucket_size_mb:g} MiB" if self.bucket_size_mb != BUCKET_SIZES_MB[0] else ""
         recomputed = {"none": "", "block": " recomputed"}.get(self.recompute, f" {self.recompute}")
-        return f"{self.strategy}{group} × {self.micro_batch}{recomputed}"
+        shared = f" {self.layout}" if self.layout.ranks > 1 else ""
+        return f"{self.strategy}{shared}{group} × {self.micro_batch}{recomputed}"
 
 
 def choices(
@@ -56,9 +62,12 @@ def choices(
     per_rank: int,
     strategies: Sequence[str] = STRATEGIES,
     recomputation: Sequence[str] = RECOMPUTATION,
+    layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
     """Every strategy with every micro-batch that divides a rank's sequences; with small and large buckets where it has
     any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
+
+    `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the sequences of a model.
     """
     groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
     groups = [group for group in groups if group < ranks and ranks % group == 0]
@@ -66,7 +75,7 @@ def choices(
         sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
         for (group, recompute, size), micro in product(ways, sorted(divisors(per_rank), reverse=True)):
-            yield Choice(strategy, micro, per_rank // micro, recompute, group, size)
+            yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 
 
 def memory(
@@ -82,6 +91,7 @@ def memory(
         accumulates=choice.micro_batches > 1,
         compiled=compiled,
         shard_size=choice.group,
+        layout=choice.layout,
     )
     return step.memory(ranks)
 
@@ -102,6 +112,7 @@ def estimated(
         group=choice.group,
         bucket_size_mb=choice.bucket_size_mb,
         kernels=kernels,
+        layout=choice.layout,
     )
 
 

@@ -1,6 +1,8 @@
 """The experiments that predict: smoke runs, what they write, what they refuse."""
 
+import itertools
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,15 +62,59 @@ def test_plan_on_a_cluster(tmp_path):
     """Grouped queries, groups of nodes, a deadline, and the runners-up."""
     fields = {"model": "llama-8B", "batch": 256, "cluster": "dgx-h100:64", "strategies": ("zero1", "fsdp", "hsdp")}
     records = measured(plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "block"), days=1.0)
-    assert {record.config["group"] for record in records} == {None, 8, 16, 32}
+    assert {record.config["group"] for record in records if not record.config["layout"]} == {None, 8, 16, 32}
     words = plan.answer(records)
     # Sharded over all, two sequences fit at once and half as many gathers do.
-    assert records[0].variant == "fsdp × 2 selective" and "Next best: hsdp" in words and "Third: hsdp" in words
+    assert records[0].variant == "fsdp × 2 selective" and "Next best: fsdp cp2" in words and "Third: fsdp cp4" in words
     assert "longer than 1 days: it takes about" in words
     m = records[0].metrics
     assert 90 < m["predicted_goodput_pct"] < 100
     days = 1e11 / m["predicted_tokens_per_s"] / 86_400
     assert m["predicted_days"] == pytest.approx(100 * days / m["predicted_goodput_pct"])
+
+
+def test_layouts_are_offered_where_a_model_can_be_shared():
+    """Those that do not divide the heads, the words, the sequence, the batch or a node are left out, and refused where
+    they were asked for.
+    """
+    fields = {"model": "llama-8B", "batch": 1024, "device": "h100:1024"}
+    offered = {str(layout) for layout in PlanConfig(**fields).offered()}
+    axes = itertools.product(("", "cp2", "cp4", "cp8"), ("", "tp2", "tp4", "tp8"))
+    assert offered == {",".join(filter(None, each)) for each in axes}
+    assert {layout.tensor for layout in PlanConfig(**fields, devices_per_node=2).offered()} == {1, 2}
+    assert {layout.tensor for layout in PlanConfig(**fields, kv_heads=2).offered()} == {1, 2}
+    assert {layout.tensor for layout in PlanConfig(**fields, vocab=1001).offered()} == {1}
+    assert {layout.context for layout in PlanConfig(**fields, context=1020).offered()} == {1, 2}
+    few = PlanConfig(model="llama-8B", batch=128, device="h100:1024")  # eight GPUs to a sequence
+    assert {layout.ranks for layout in few.offered()} == {8, 16, 32, 64}
+    for asked, changes, says in (
+        ("tp16", {}, "16 ranks that share matrices do not fit a node of 8"),
+        ("tp4", {"kv_heads": 2}, "4 ranks cannot share 2 attention heads"),
+        ("tp2", {"vocab": 1001}, "1001 words of the vocabulary"),
+        ("cp4", {"context": 1020}, "1020 tokens are no multiple of 8"),
+        ("cp3", {}, "do not divide a batch"),
+        ("tp4+cp8-ulysses", {}, "8 ranks cannot share 2 heads of keys"),
+        ("dp2", {}, "tpN, cpN"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            PlanConfig(**fields | changes, layouts=(asked,))
+
+
+@pytest.mark.parametrize("count", [8, 1024])
+def test_a_plan_takes_the_fastest_layout_that_fits(tmp_path, count):
+    """Sequences that one GPU's memory cannot hold without full recomputation are shared; why the next loses is said."""
+    fields = {"model": "llama-8B", "batch": count, "cluster": f"dgx-h100:{count}", "context": 32768}
+    records = measured(plan.EXPERIMENT, tmp_path, **fields, strategies=("bucketed", "fsdp"))
+    fitting = [record for record in records if record.metrics["fits"]]
+    steps = [record.metrics["predicted_step_ms"] for record in fitting]
+    assert steps == sorted(steps) and "cp" in fitting[0].config["layout"]
+    assert all(r.metrics["predicted_peak_bytes"] <= 0.94 * 80e9 for r in fitting)
+    alone = next(record for record in fitting if not record.config["layout"])
+    assert alone.config["recompute"] == "block" and steps[0] < alone.metrics["predicted_step_ms"]
+    assert re.search(r"Next best: fsdp cp\S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records))
+    parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms", "host_ms")
+    for record in fitting[:5]:
+        assert sum(record.metrics[part] for part in parts) == pytest.approx(record.metrics["predicted_step_ms"])
 
 
 def test_a_model_of_a_file(tmp_path):
