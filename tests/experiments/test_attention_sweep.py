@@ -109,7 +109,6 @@ def test_device_times_memory_and_kernels():
     for metrics in found.values():
         assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
         assert metrics["peak_alloc_bytes"] > 3 * 4 * 512 * 64 * 2
-    assert found["ours"]["kernels"] in ("Triton", "Hopper", "Triton + Hopper")
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
 
 
@@ -132,12 +131,11 @@ def test_peak_memory_is_what_a_call_takes_and_not_what_was_there(monkeypatch):
 
     seen = []
     monkeypatch.setattr(sweep, "replayed", Replays)
-    monkeypatch.setattr(sweep, "kernels_of", lambda *_: "Triton")
     monkeypatch.setattr(sweep, "peak_memory", lambda device: peak_memory("cuda"))
     found = sweep.of_shape(Shape.parse("1x1x16x8"), "float32", ["naive", "ours"], 3, "cpu")
     assert found["naive"]["peak_alloc_bytes"] == 700 + 4 * 4 * 16 * 8
     assert seen == [None, None, "a graph", "a graph"]  # graphs of one shape share memory
-    assert found["ours"]["kernels"] == "Triton" and len(found["ours"]["wall_samples_ms"]) == 3
+    assert len(found["ours"]["wall_samples_ms"]) == 3
 
 
 
