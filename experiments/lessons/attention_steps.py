@@ -1,7 +1,7 @@
 """What does each step towards a fast attention kernel bring?
 
     distlab run attention_steps                                  # 64 heads of 4,096 tokens
-    distlab run attention_steps --head-dims 64 128 --only steps  # the staircase alone
+    distlab run attention_steps --head-dims 64 128    # of two widths
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
 Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be read beside this
