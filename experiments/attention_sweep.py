@@ -107,13 +107,6 @@ def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
     return o, *torch.autograd.grad(o, (q, k, v), do)
 
 
-def kernels_of(shape: Shape, q: Tensor, k: Tensor, v: Tensor) -> str:
-    """Which kernels ours runs, forward and backward: those for Hopper or Triton's."""
-    problem = Problem((shape.window, 0 if shape.causal else None), shape.head_dim**-0.5)
-    served = [not shape.documents and hopper.serves(way, q, k, v, problem) for way in ("forward", "backward")]
-    return " + ".join(dict.fromkeys("Hopper" if hoppers else "Triton" for hoppers in served))
-
-
 def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     """Bytes in use before the backward and at its peak in closed form, the inputs and do included; {} where the count
     was not done: other variants, masks and lengths.
@@ -161,7 +154,6 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
         if others is not None:
             own = sum(x.nbytes for x in case) - others
             metrics |= {"before_bwd_alloc_bytes": before + own, "peak_alloc_bytes": memory.peak_alloc_bytes + own}
-            metrics["kernels"] = kernels_of(shape, *case[:3]) if variant == "ours" else None
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
@@ -294,7 +286,6 @@ VIEW = View(
     columns=[
         Column("config.shape", "shape", align="left", derived=lambda record: SHAPE.format(**record.config)),
         Column("config.dtype", "type"), Column("variant", "variant"),
-        Column("metrics.kernels", "kernels", missing="", optional=True),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
         Column("metrics.ours_over_wall", "ours / it", ".2f", missing="", optional=True, note=behind("wall")),
         Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f", optional=True),

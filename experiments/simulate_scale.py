@@ -95,8 +95,6 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "collectives_per_step": len(step.calls),
             "comm_bytes_per_step": step.comm_bytes,
             "simulated_peak_bytes": step.peak.total,
-            "simulated_peak_phase": step.peak.phase,
-            "simulated_states_bytes": sum(step.after_init.values()) - step.after_init["activations"],
             "fits": step.peak.total <= USABLE * gpu.hbm_bytes,
             "simulation_s": time.perf_counter() - begin,
         }

@@ -4,7 +4,7 @@
     distlab run trace_overlap tests/measure/traces/trace_bucketed_rank0.json.gz
 
 Reads what torch.profiler wrote (ddp_bench does, with --profile-steps), on GPUs and CPUs. Every step of every trace is
-a row. With a trace of the same step without communication (`local`) the overhead is explained by cause.
+a row. With a trace of the same step without communication (`local`, or --local) the overhead is explained by cause.
 """
 
 import re
@@ -43,6 +43,7 @@ class TraceConfig(Options):
     """Which traces."""
 
     traces: tuple[str, ...] = option((), "files of torch.profiler, or folders of ddp_bench", positional=True)
+    local: str | None = option(None, "trace of the same step without communication [the one named local among them]")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,8 +82,8 @@ def measure(config: TraceConfig, context: RankContext, run: Run) -> None:
         OSError, ValueError: a file cannot be read, is truncated, is another tool's, or has no steps; names the file.
     """
     files = config.files()
-    local = next((file for file in files if variant_of(file) == "local"), None)
-    base = None if local is None else account(_load(local)[0])
+    local = config.local or next((file for file in files if variant_of(file) == "local"), None)
+    base = None if local is None else account(_load(Path(local))[0])
     lanes = {}
     for file in files:
         events, origin = _load(file)

@@ -205,7 +205,7 @@ class Row:
         del fresh, results
         if before is not None:
             again = self._maker(function)()
-            metrics |= launched(again) | (spills(again) if variant == "ours" else {})
+            metrics |= {"kernels": launched(again)} | (spills(again) if variant == "ours" else {})
         if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[self.case.dtype]:
             metrics["status"] = "WRONG"
         self.functions[variant] = function  # timed only if this has succeeded
@@ -336,19 +336,11 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
         if "ours" in rows:
             ours = rows["ours"]
             times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
-            metrics = {name: ours.metrics.get(name) for name in KEPT} | times
-            metrics["noise_pct"] = noise_of(ours.metrics, "time")
+            mine = ours.metrics | times | {"noise_pct": noise_of(ours.metrics, "time")}
             found.append(
-                Record(COMPARISON.name, ours.config["operation"], ours.config, metrics, ours.environment, ours.commit)
+                Record(COMPARISON.name, ours.config["operation"], ours.config, mine, ours.environment, ours.commit)
             )
     return found
-
-
-KEPT = (
-    "wall_p50_ms", "host_p50_ms", "time_p50_ms", "of_copy_pct", "of_cublas_pct", "peak_alloc_bytes", "error",
-    "predicted_over_naive", "copy_gb_per_s", "cublas_tflop_per_s", OVER_NAIVE.name, OVER_BUILTIN.name,
-    *(f"{ratio.name}{end}" for ratio in (OVER_PEER, OVER_PEER_WALL) for end in ("", "_low", "_high")),
-)  # fmt: skip
 
 
 def _tie(record: Record) -> str:

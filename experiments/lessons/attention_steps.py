@@ -1,7 +1,7 @@
 """What does each step towards a fast attention kernel bring?
 
     distlab run attention_steps                                  # 64 heads of 4,096 tokens
-    distlab run attention_steps --head-dims 64 128 --only steps  # the staircase alone
+    distlab run attention_steps --head-dims 64 128    # of two widths
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
 Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be read beside this
@@ -37,8 +37,7 @@ from distlab.measure import attempt, clock, interleave, percentiles
 from distlab.report import noise_of, prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
-from kernels._compile import resources
-from kernels._triton import check_runs, compile_only
+from kernels._triton import check_runs
 
 FULL = Tile(64, 64)
 # By head dim; 16 is for the interpreter, where every tile costs milliseconds.
@@ -47,9 +46,7 @@ TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)}
          128: {"forward": Tile(128, 64, 8), "dkdv": Tile(32, 64), "dq": Tile(128, 64, 8)}}  # fmt: skip
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
-OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn",
-          "fp32, exact": "ours-ieee", "fp32, emulated": "ours"}  # fmt: skip
-LONG = {NAIVE, "fp32, exact", "fp32, emulated"}
+OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
@@ -103,8 +100,7 @@ def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
             "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
 
 
-def check(calls: Mapping[str, Callable[[], Any]], shape: Shape, tensors: Sequence[Tensor],
-          on_gpu: bool) -> dict[str, Any]:  # fmt: skip
+def check(calls: Mapping[str, Callable[[], Any]], shape: Shape, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
@@ -113,12 +109,6 @@ def check(calls: Mapping[str, Callable[[], Any]], shape: Shape, tensors: Sequenc
     metrics: dict[str, Any] = {"error": apart[0], "grad_error": max(apart[1:])}
     if not max(apart) <= TOLERANCE[dtype]:
         metrics["status"] = "WRONG"
-    if on_gpu:
-        with compile_only() as compiled:
-            for call in calls.values():
-                call()
-        used = [resources(kernel) for kernel in compiled]
-        metrics |= {name: max((u[name] for u in used), default=None) for name in ("registers", "spill_bytes")}
     return metrics
 
 
@@ -130,14 +120,13 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         steps = {step.name: step for step in staircase(head_dim)}
         names = [*steps, *(OTHERS if on_gpu else (NAIVE,))]
         if not all(run.done(name, head_dim=head_dim) for name in names):
-            dtypes = {name: "float32" if name.startswith("fp32") else config.dtype for name in names}
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
-            given = {dtype: inputs(shape, dtype, context.device.type) for dtype in dtypes.values()}
+            tensors = inputs(shape, config.dtype, context.device.type)
             found: dict[str, dict[str, Any]] = {}
             calls: Calls = {}
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
-                found[name] = attempt(partial(ready, calls, name, shape, given[dtypes[name]], steps))
+                found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
             time_in_rounds(found, calls, steps, config, context.device)
             for name, metrics in found.items():
                 if "fwd_p50_ms" in metrics:
@@ -145,14 +134,14 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
                     metrics |= {f"{way}_tflop_per_s": times * work / metrics[f"{way}_p50_ms"]
                                 for way, times in (("fwd", 1.0), ("bwd", 2.5), ("fwd_bwd", 3.5))}
                 kind = "steps" if name in steps else "others"
-                run.add(name, metrics, head_dim=head_dim, kind=kind, arithmetic=dtypes[name])
+                run.add(name, metrics, head_dim=head_dim, kind=kind)
 
 
 def ready(calls: Calls, name: str, shape: Shape, tensors: Sequence[Tensor],
           steps: Mapping[str, Step]) -> dict[str, Any]:  # fmt: skip
-    """Put the calls of a variant among `calls` once they have run; errors, and what the kernels of a step use."""
+    """Put the calls of a variant among `calls` once they have run; gives its errors."""
     mine = calls_of(name, shape, tensors, steps)
-    metrics = check(mine, shape, tensors, tensors[0].is_cuda and name in steps)
+    metrics = check(mine, shape, tensors)
     calls |= {(name, way): call for way, call in mine.items()}
     return metrics
 
@@ -192,7 +181,7 @@ def gains(found: dict[str, dict[str, Any]], times: Mapping[tuple[str, str], list
 
 def findings(records: Sequence[Record]) -> list[str]:
     """The whole staircase in a sentence per head dim."""
-    if not any("registers" in r.metrics for r in records):
+    if not records[0].environment.get("cuda"):
         return ["Interpreted: the errors count, and no time does."]
     said = []
     for head_dim in dict.fromkeys(r.config["head_dim"] for r in records):
@@ -211,7 +200,7 @@ def findings(records: Sequence[Record]) -> list[str]:
 
 def draw(records: Sequence[Record], path: Path) -> None:
     """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
-    records = [r for r in records if r.variant not in LONG] or records
+    records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1
     labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
     parts = {text: [r.metrics.get(f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"])
@@ -231,8 +220,6 @@ VIEW = View(
             Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True),
             prediction_error(f"{way}_predicted_gain", f"{way}_gain"))),
         Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
-        Column("metrics.registers", "registers", missing="", optional=True),
-        Column("metrics.spill_bytes", "spilled", missing="", optional=True),
         Column("metrics.error", "error", ".0e"), Column("metrics.grad_error", "grad", ".0e"),
         Column("metrics.status", "status", optional=True),
     ],
@@ -245,8 +232,7 @@ VIEW = View(
     "once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more programs resident; "
     "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "
     "matmul hides, and programs of unequal length. Errors are over the largest exact value, of the first head. "
-    "TFLOP/s count causal pairs only, backward as 2.5 forwards. Registers and spilled bytes per thread are the most of "
-    "any kernel of a step. In Triton's interpreter times say nothing.",
+    "TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's interpreter times say nothing.",
     terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
               "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
     pictures={"steps.png": draw},

@@ -93,9 +93,7 @@ def test_device_times_memory_and_kernels():
     for metrics in found.values():
         assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
         assert metrics["peak_alloc_bytes"] > 3 * 4 * 512 * 64 * 2
-    assert found["ours"]["kernels"] in ("Triton", "Hopper", "Triton + Hopper")
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
-
 
 
 

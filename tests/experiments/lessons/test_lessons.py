@@ -28,7 +28,7 @@ ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compi
 def errors_of(step, shape):
     tensors = inputs(shape, "float32", "cpu")
     calls = attention_steps.calls_of(step.name, shape, tensors, {step.name: step})
-    return attention_steps.check(calls, shape, tensors, False)
+    return attention_steps.check(calls, shape, tensors)
 
 
 @ON_CPU
