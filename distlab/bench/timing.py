@@ -103,7 +103,7 @@ def variants(
 ) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
 
-    Behind these each that synchronizes, under each layout, `fsdp-tp2`; of torch's, fsdp2 with its own axes.
+    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`.
 
     Raises:
         ValueError: an unknown strategy.
@@ -119,8 +119,9 @@ def variants(
         replace(row, name=f"{row.name}-{layout}", layout=layout)
         for layout in map(Layout.parse, layouts)
         for row in rows
-        if row.strategy.synchronizes and not row.strategy.takes_mesh
-        and (not row.strategy.is_peer or (row.strategy.name == "fsdp2" and layout.pipeline == 1))
+        if row.strategy.synchronizes
+        and row.strategy.takes_layout
+        and not (row.strategy.is_peer and layout.pipeline > 1)
     ]
 
 

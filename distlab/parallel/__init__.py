@@ -84,6 +84,7 @@ class Strategy:
         casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
             a model needs no autocast, which would keep a cast copy of every weight through the step.
         takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
+        takes_layout: whether ranks may share a model under it, see `Layout`; under torch's by torch's own means.
         materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
         synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
@@ -103,6 +104,7 @@ class Strategy:
     trains: bool = True
     casts_parameters: bool = False
     takes_mesh: bool = False
+    takes_layout: bool = True
     materializes: bool = False
     synchronizes: bool = True
     is_peer: bool = False
@@ -144,8 +146,11 @@ class Strategy:
         """
         axes = layout.axes(group)
         by_torch = self.is_peer and layout.ranks > 1
-        if layout.ranks > 1 and self.takes_mesh:
-            raise ValueError(f"{self.name} makes a mesh of all ranks, and layout {layout} leaves it fewer: take fsdp")
+        if layout.ranks > 1 and not self.takes_layout:
+            raise ValueError(
+                f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
+                "bucketed, zero1 or fsdp, or fsdp2 of torch's"
+            )
         pipeline = None
         if axes.pipeline is not None:
             if self.casts_parameters and layout.schedule == "zero-bubble":
@@ -153,6 +158,8 @@ class Strategy:
                     f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: "
                     "take 1f1b or interleaved, or a strategy that keeps parameters whole"
                 )
+            if by_torch and self.synchronizes:
+                raise ValueError(f"{self.name} with layout {layout}: torch's pipelines are measured without data ranks")
             if by_torch:
                 pipeline = TorchPipeline(axes.pipeline, module, layout.schedule, layout.stages)
             else:
@@ -209,7 +216,7 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("flat", FlatDDP, "all", after_backward=True, does="one all-reduce of all at the end"),
         Strategy("overlap", OverlapDDP, "gradients", does="each gradient, during backward"),
         Strategy("bucketed", BucketedDDP, "buckets", has_buckets=True, does="buckets of them, during backward"),
-        Strategy("bucketed-two-level", BucketedDDP, "buckets", has_buckets=True, takes_mesh=True,
+        Strategy("bucketed-two-level", BucketedDDP, "buckets", has_buckets=True, takes_mesh=True, takes_layout=False,
                  does="buckets, within hosts, then between"),
         Strategy("bucketed-dma", CopyEngineDDP, "buckets", has_buckets=True, pads_buckets=True, needs_gpu=True,
                  does="buckets, moved by copy engines"),
@@ -218,17 +225,18 @@ STRATEGIES: dict[str, Strategy] = {
         Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
                  does="ZeRO-1: each updates 1/N of all"),
         Strategy("fsdp", FSDP, "units", **_UNITS, materializes=True, does="parameters sharded, too"),
-        Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True,
+        Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True, takes_layout=False,
                  does="sharded within hosts, else copies"),
-        Strategy("torch-ddp", TorchDDP, "buckets", may_leave_unused=False, is_peer=True,
+        Strategy("torch-ddp", TorchDDP, "buckets", may_leave_unused=False, is_peer=True, takes_layout=False,
                  does="torch DDP, as it comes"),
         Strategy("torch-ddp-tuned", tuned_torch_ddp, "buckets", has_buckets=True, may_leave_unused=False, is_peer=True,
-                 does="torch DDP, its options tuned"),
+                 takes_layout=False, does="torch DDP, its options tuned"),
         # ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
         Strategy("torch-zero", tuned_torch_ddp, "buckets", torch_zero, has_buckets=True, updates="owned",
-                 may_leave_unused=False, trains=False, is_peer=True, does="torch's ZeroRedundancyOptimizer"),
+                 may_leave_unused=False, trains=False, is_peer=True, takes_layout=False,
+                 does="torch's ZeroRedundancyOptimizer"),
         Strategy("fsdp2", TorchFSDP2, "units", **_UNITS, is_peer=True, does="torch's fully_shard"),
-        Strategy("torch-hsdp", TorchFSDP2, "units", **_UNITS, is_peer=True, takes_mesh=True,
+        Strategy("torch-hsdp", TorchFSDP2, "units", **_UNITS, is_peer=True, takes_mesh=True, takes_layout=False,
                  does="torch's fully_shard on a mesh"),
     )
 }

@@ -164,7 +164,9 @@ class ParallelModel(nn.Module, ABC):
         """One of `shards()` in the whole parameter, where ranks share matrices, too, and who else holds it."""
         if self.tensor_group is None and self.pipeline is None:
             return shard
-        which, holders = (self.process_group.rank(), self.process_group.size()) if shard.replicated else shard.copies
+        which, holders = shard.copies
+        if shard.replicated and self.process_group is not None:
+            which, holders = self.process_group.rank(), self.process_group.size()
         cut = self.cuts.get(shard.name)
         if self.tensor_group is not None and cut is None:  # every rank of the tensor-parallel group has these as well
             which = which * self.tensor_group.size() + self.tensor_group.rank()

@@ -31,11 +31,8 @@ def share_by_torch(name: str, model: nn.Module, layout: "Layout", axes: "Axes") 
     Raises:
         ValueError: a layout of torch's that nobody measures ours beside.
     """
-    if name != "fsdp2" or layout.pipeline > 1 or (axes.context is not None and axes.tensor is not None):
-        raise ValueError(
-            f"{name} with layout {layout}: torch's own are measured as tpN or cpN under fsdp2, one axis at a time, and "
-            "its pipelines by pipeline_schedules"
-        )
+    if axes.context is not None and axes.tensor is not None:
+        raise ValueError(f"{name} with layout {layout}: torch's own axes are measured one at a time, as tpN or cpN")
     contexts = ExitStack()
     if axes.context is not None:
         share_sequences_by_torch(model, axes.context, contexts)

@@ -13,7 +13,7 @@ from torch import Tensor
 from distlab.comm import RankContext
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM
-from distlab.parallel import Layout, get_strategy
+from distlab.parallel import Layout, Strategy, get_strategy
 from distlab.parallel.schedules import SCHEDULES, Action
 from distlab.testing import run_ranks
 from distlab.train.build import build_training, check_layout
@@ -27,7 +27,7 @@ MICRO_BATCHES, ROWS, STEPS, MAX_NORM, SEED = 4, 2, 3, 0.5, 3
 Row = tuple[str, str]  # layout and strategy
 ALONE: dict[int, list[Row]] = {  # ranks → pipelines that have all ranks: to the bit
     2: [("pp2", "naive"), ("pp2-gpipe", "bucketed"), ("pp2-interleaved", "zero1"), ("pp2-zero-bubble", "bucketed"),
-        ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "zero1"), ("pp2", "torch-ddp-tuned")],
+        ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "zero1")],
     4: [("pp4", "bucketed"), ("pp4-gpipe", "fsdp"), ("pp4-interleaved", "bucketed"), ("pp4-zero-bubble", "overlap")],
 }  # fmt: skip
 TOGETHER: list[Row] = [  # four ranks
@@ -51,14 +51,16 @@ def on_device(device: torch.device) -> ModelConfig:
 
 
 def train(
-    context: RankContext, layout: Layout, strategy: str, dtype: torch.dtype, max_norm: float | None,
+    context: RankContext, layout: Layout, strategy: str | Strategy, dtype: torch.dtype, max_norm: float | None,
     compute: torch.dtype | None = None,
 ) -> tuple[list[float], list, list]:  # fmt: skip
     """Losses, first gradients and last parameters of this rank, after three steps of AdamW."""
+    if isinstance(strategy, str):
+        strategy = get_strategy(strategy)
     torch.set_default_dtype(dtype)
     try:
         _, model, optimizer = build_training(
-            on_device(context.device), get_strategy(strategy), context.group, torch.optim.AdamW, {"lr": 1e-2},
+            on_device(context.device), strategy, context.group, torch.optim.AdamW, {"lr": 1e-2},
             seed=SEED, device=context.device, layout=layout, bucket_size_mb=0.01, compute_dtype=compute,
         )  # fmt: skip
     finally:
@@ -83,8 +85,7 @@ def train(
         losses.append(step([axes.share(batch) for batch in batches]).item())
     model.synchronize()
     last = pieces(model, lambda shard: shard.tensor)
-    if strategy != "torch-ddp-tuned":  # whose hooks hold the group
-        assert set(model.whole_parameters()) == set(dict(TransformerLM(CONFIG).named_parameters()))
+    assert set(model.whole_parameters()) == set(dict(TransformerLM(CONFIG).named_parameters()))
     model.close(restore=False)
     return losses, first, last
 
