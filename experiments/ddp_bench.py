@@ -101,8 +101,9 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
     )
     layouts: tuple[str, ...] = option(
-        (), "rows of ranks that share a model, too: tp2, cp2, cp2-ring, tp2+cp2; each step has the same sequences"
+        (), "rows of ranks that share a model, too: tp2, cp2-ring, pp2, tp2+cp2; each step has the same sequences"
     )
+    micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
     profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
 
@@ -110,7 +111,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         super().__post_init__()
         check_shard_size(self.shard_size, self.strategies)
         for layout in self.layouts:
-            check_layout(Layout.parse(layout), self.compile)
+            check_layout(Layout.parse(layout), self.compile, self.micro_batches)
         if self.layouts and self.factory is not None:
             raise ValueError("--layouts: ranks share the lab's Transformer; with --model leave them out")
         if self.steps * self.rounds < MIN_PAIRS:
@@ -126,7 +127,9 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     """
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
-    rows = variants(config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts)
+    rows = variants(
+        config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts, config.micro_batches
+    )
     bench = config.workbench(context, rows, some=True)
     facts = config.facts(context)
     refused = config.refusals(context, rows)
@@ -245,7 +248,7 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
-    expected = layout_volume(
+    expected = None if layout.pipeline > 1 else layout_volume(
         variant.strategy,
         ModelShape.of(bench.shape, layout.tensor),
         batch=bench.options.batch * layout.ranks,

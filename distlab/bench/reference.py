@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import TrialConfig, Variant, shared_batches, synthetic_batches
+from distlab.bench.timing import TrialConfig, Variant, shared_batches, split, synthetic_batches
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
 from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
+from distlab.train.step import TrainStep, compiled, loss_function, loss_in_head, next_token_loss
 
 
 def _tiny() -> Task:
@@ -29,7 +29,7 @@ def _tiny() -> Task:
         data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
         return [data.batch(step)]
 
-    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches)
+    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
 
 
 def parameter_difference(
@@ -44,7 +44,7 @@ def parameter_difference(
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
-    Ranks start from different weights, so a missing broadcast shows.
+    Ranks start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
 
     Args:
         task: what one process trains; default: the tiny preset on synthetic tokens.
@@ -56,14 +56,16 @@ def parameter_difference(
     """
     task = task or _tiny()
     candidate = candidate or task
-    model = candidate.build(seed + context.rank, context.device)
+    ranks_of_stage = context.world_size // variant.layout.pipeline
+    model = candidate.build(seed + context.rank % ranks_of_stage, context.device)
     reference = task.build(seed, context.device)
     strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": task.lr})
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
     reference_optimizer = torch.optim.SGD(reference.parameters(), lr=task.lr)
     for number in range(steps):
-        train(shared_batches(candidate, axes, context.rank, number, context.device))
+        batches = shared_batches(candidate, axes, context.rank, number, context.device)
+        train([part for batch in batches for part in split(batch, axes.layout.pipeline)])
         _mean_gradients(task, reference, number, context)
         if max_grad_norm is not None:
             nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)

@@ -71,6 +71,7 @@ class Variant:
         shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
         options: of the model, where they are not the bench's.
         layout: how ranks share the model; those that do have the sequences of all of them.
+        micro_batches: parts of a step's batch, which a pipeline has at once.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Variant:
     shard_size: int | None = None
     options: BenchOptions | None = None
     layout: Layout = DATA_PARALLEL
+    micro_batches: int = 1
 
     def build(
         self,
@@ -100,10 +102,12 @@ def variants(
     bucket_sizes_mb: Sequence[float | None],
     shard_size: int | None = None,
     layouts: Sequence[str] = (),
+    micro_batches: int = 1,
 ) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
 
-    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`.
+    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`; one with a pipeline has so many
+    micro-batches.
 
     Raises:
         ValueError: an unknown strategy.
@@ -116,7 +120,9 @@ def variants(
             name = f"{strategy.name}-{label}" if len(sizes) > 1 else strategy.name
             rows.append(Variant(name, strategy, size, shard_size))
     return rows + [
-        replace(row, name=f"{row.name}-{layout}", layout=layout)
+        replace(
+            row, name=f"{row.name}-{layout}", layout=layout, micro_batches=micro_batches if layout.pipeline > 1 else 1
+        )
         for layout in map(Layout.parse, layouts)
         for row in rows
         if row.strategy.synchronizes
@@ -208,7 +214,7 @@ class BenchOptions(ModelOptions):
         planned = [
             replace(
                 self.planned(row.strategy.name, shard_size=row.shard_size),
-                batch=self.batch * row.layout.ranks,
+                batch=-(-(row.options or self).batch * row.layout.ranks // row.micro_batches),
                 layout=row.layout,
             )
             for row in rows
@@ -263,7 +269,7 @@ class Trial:
         mark: Callable[[str], None] | None = None,
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
-        self._name = variant.name
+        self._name, self._parts = variant.name, variant.micro_batches
         task = options.task()
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.module, self.model, self.optimizer = build_training(
@@ -292,7 +298,7 @@ class Trial:
         try:
             if mode == "step":
                 train = self._train if mark is None else self._finely_marked(mark)
-                self.last_loss = train([batch])
+                self.last_loss = train(split(batch, self._parts))
             else:
                 self._part(mode, batch, mark or (lambda phase: None))
         except (RuntimeError, MemoryError) as error:
@@ -324,11 +330,14 @@ class Trial:
             return self._loss(self.model, self._batches[0] if batch is None else batch)
 
     def _finely_marked(self, mark: Callable[[str], None]) -> TrainStep:
-        """The step, whose phase of forward and backward is told apart where the loss is known."""
+        """The step, whose phase of forward and backward is told apart where the loss is known; a pipeline's, which
+        alternate, are all backward.
+        """
 
         def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
             loss = self._loss(model, batch)
-            mark("forward")
+            if self.model.pipeline is None:
+                mark("forward")
             return loss
 
         return TrainStep(
@@ -420,6 +429,11 @@ def shared_batches(task: Task, axes: Axes, rank: int, step: int, device: torch.d
     first = rank // ranks * ranks
     of_ranks = zip(*(task.batches(member, step, device) for member in range(first, first + ranks)), strict=True)
     return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
+
+
+def split(batch: Batch, parts: int) -> list[Batch]:
+    """The sequences of a batch in equal parts."""
+    return [batch] if parts == 1 else list(zip(*(each.chunk(parts) for each in batch), strict=True))
 
 
 @contextmanager
@@ -532,7 +546,7 @@ class Workbench:
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:
         for sample in samples:
-            sample["forward_backward"] = sample["forward"] + sample["backward"]
+            sample["forward_backward"] = sample.setdefault("forward", 0.0) + sample["backward"]
         for phase in PHASES:
             mine = [sample[phase] for sample in samples]
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))

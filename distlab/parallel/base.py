@@ -201,7 +201,8 @@ class ParallelModel(nn.Module, ABC):
             found = gather_cuts(found, self.cuts, self.tensor_group)
         if self.pipeline is None:
             return found
-        return dict(self.of_all_stages([(name, value.detach().cpu()) for name, value in found.items()]))
+        everyones = self.of_all_stages([(name, value.detach().cpu()) for name, value in found.items()])
+        return {name: value.to(self.device) for name, value in everyones}
 
     def sync_buffers(self) -> None:
         """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""

@@ -4,6 +4,7 @@ Trainer, benchmarks and simulation call it, so that all of them step the same th
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +62,8 @@ def build_training(
     """
     module = source
     if isinstance(source, ModelConfig):
+        if strategy.is_peer and options.get("layout", DATA_PARALLEL).ranks > 1:  # a Triton kernel takes no DTensor
+            source = replace(source, ops="torch", attention="sdpa")
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
         options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
     if options.get("layout", DATA_PARALLEL).context > 1:

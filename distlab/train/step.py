@@ -29,6 +29,11 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
     return cross_entropy(model(tokens_BT), targets_BT)
 
 
+def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The same, of a model that computes it in its head."""
+    return model(*batch)
+
+
 def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
     """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
 
@@ -36,7 +41,7 @@ def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFun
     which the others have no logits.
     """
     in_head = model.loss_in_head or layout.tensor > 1 or layout.pipeline > 1
-    return (lambda model, batch: model(*batch)) if in_head else next_token_loss
+    return loss_in_head if in_head else next_token_loss
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:

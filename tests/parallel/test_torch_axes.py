@@ -13,7 +13,7 @@ from distlab.parallel.schedules import SCHEDULES
 from distlab.testing import run_ranks
 from tests.parallel.test_pipeline import one_process, train
 
-TORCHS = replace(get_strategy("local"), name="torch", is_peer=True)
+TORCHS = replace(get_strategy("local"), is_peer=True)
 
 
 def differences(context: RankContext, layouts: list[str]) -> list[float]:

@@ -1,0 +1,267 @@
+"""What is the bubble of a pipeline, simulated and measured?
+
+    distlab run pipeline_schedules --nproc 2
+    distlab run pipeline_schedules --nproc 2 --size medium --dtype bf16 --micro-batches 4 16
+
+All ranks are the stages of one model. A row is a schedule with so many micro-batches, ours or torch's. Of ours every
+action is timed by itself, without its waiting: from these durations and the schedule's list the step is simulated, and
+stands beside the one that was measured. A micro-batch has the same size in every row.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from distlab.bench.reference import parameter_difference
+from distlab.bench.task import Task
+from distlab.bench.timing import BenchOptions, Trial, Variant
+from distlab.comm import collectives
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    TimingOptions,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import MIN_PAIRS
+from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
+from distlab.model import TransformerLM, preset
+from distlab.parallel import Layout, get_strategy
+from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
+from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error, row_of
+from distlab.train.data import SyntheticTokens
+from distlab.train.step import loss_in_head
+
+OURS = get_strategy("local")  # one rank has each stage
+TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
+REPEATS = 3  # steps whose actions are timed
+OVER_TORCH = Ratio("vs_torch", row_of("torch"))
+OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
+
+
+@dataclass(frozen=True)
+class SchedulesConfig(BenchOptions, TimingOptions):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    batch: int = option(1, "sequences of a micro-batch", least=1)
+    micro_batches: tuple[int, ...] = option((4, 8), "of a step, one or several (a row each)", least=1, kind=int)
+    schedules: tuple[str, ...] = option(tuple(SCHEDULES), "to compare", choices=tuple(SCHEDULES))
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+
+    def rows(self, ranks: int) -> list[Variant]:
+        """Each schedule with each number of micro-batches that it takes, ours and torch's."""
+        rows = []
+        for count in self.micro_batches:
+            for schedule in self.schedules:
+                options = replace(self, batch=-(-self.batch * count // ranks))
+                layout = Layout(pipeline=ranks, schedule=schedule)
+                for strategy in (OURS, TORCHS):
+                    owner = "torch" if strategy is TORCHS else "ours"
+                    name = f"{schedule}-{count}-{owner}"
+                    rows.append(Variant(name, strategy, options=options, layout=layout, micro_batches=count))
+        return rows
+
+
+def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
+    """Measure every row; call it on every rank.
+
+    Raises:
+        ValueError: micro-batches that a schedule does not take, or that ranks cannot share.
+        MemoryError: the model with this batch does not fit.
+    """
+    ranks = context.world_size
+    if ranks < 2 or any(config.batch * count % ranks for count in config.micro_batches):
+        raise ValueError(
+            f"pipeline_schedules: {ranks} ranks, micro-batches {config.micro_batches}: give two ranks or more, and "
+            "numbers that they divide"
+        )
+    rows = config.rows(ranks)
+    bench = config.workbench(context, rows, some=True)
+    differences = {}
+    for row in rows[: 2 * len(config.schedules)] if config.check_steps else []:
+        run.progress(f"checking {row.name} against one process")
+        differences[row.name] = parameter_difference(context, row, steps=config.check_steps, task=small(ranks))
+    seen: dict[str, list[dict[Action, float]]] = {}  # row → durations of each of a rank's actions, in ms
+
+    def watch(row: Variant, attached: Trial) -> None:
+        if row.strategy is OURS and row.name not in seen:
+            seen[row.name] = [timed_actions(attached, context) for _ in range(REPEATS)]
+
+    timings = bench.time_rounds(
+        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=watch
+    )
+    facts = config.facts(context)
+    for row in rows:
+        metrics = timings[row.name].metrics()
+        if not timings[row.name].out_of_memory:
+            metrics |= {"step_samples_ms": [*timings[row.name].phases["step"]]}
+            metrics["max_abs_param_diff"] = differences.get(row.name)
+            if row.strategy is OURS:
+                window = metrics["forward_backward_p50_ms"]
+                metrics |= bubble(row, collectives.gather_objects(seen[row.name], context.group), window)
+        schedule, owner = row.layout.schedule, row.name.rpartition("-")[2]
+        more = {"schedule": schedule, "micro_batches": row.micro_batches, "owner": owner, "batch": config.batch}
+        run.add(f"{schedule} × {row.micro_batches}" + " (torch)" * (owner == "torch"), metrics, **facts | more)
+
+
+def small(ranks: int) -> Task:
+    """A model of as many blocks as every schedule can divide among the ranks."""
+    layers = ranks * max(CHUNKS.values())
+    config = replace(preset("tiny"), context_length=32, num_layers=layers, d_model=64, d_ff=128)
+
+    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
+        return [SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device).batch(step)]
+
+    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
+
+
+def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
+    """What each action of this rank takes in one step, without its waiting, in ms."""
+    moments: dict[Action, tuple[Instant, Instant]] = {}
+    pipeline = attached.model.pipeline
+    unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
+    try:
+        attached()
+    finally:
+        pipeline.observe = unobserved
+    synchronize(context.device)
+    return {action: elapsed_ms(*ends) for action, ends in moments.items()}
+
+
+@contextmanager
+def observed(moments: dict[Action, tuple[Instant, Instant]], device: torch.device, action: Action) -> Iterator[None]:
+    """Note when an action's computation begins and ends."""
+    begin = instant(device)
+    yield
+    moments[action] = begin, instant(device)
+
+
+def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> dict[str, Any]:
+    """What a schedule leaves idle: by the closed form, simulated from its actions' durations, and measured.
+
+    Args:
+        seen: of each rank, of some steps, the durations of its actions.
+        window_ms: forward and backward of the slowest rank, as it was timed.
+    """
+    durations = {action: median(step[action] for step in rank) for rank in seen for action in rank[0]}
+    ranks, count = len(seen), row.micro_batches
+    schedule = SCHEDULES[row.layout.schedule](ranks, count)
+    timeline = simulate(schedule, durations.__getitem__)
+    busy = sum(durations.values()) / ranks
+    chunks = CHUNKS.get(row.layout.schedule, 1)
+    return {
+        "closed_form_idle_pct": 100 * closed_form(row.layout.schedule, ranks, count, chunks, durations),
+        "simulated_idle_pct": 100 * idle_share(timeline),
+        "idle_pct": 100 * (1 - busy / window_ms),
+        "simulated_ms": max(steps[-1].end for steps in timeline),
+        "held": max(map(held, schedule)) / chunks,
+    }
+
+
+def closed_form(
+    name: str, ranks: int, count: int, chunks: int, durations: Mapping[Action, float]
+) -> float:
+    """The idle share where every stage takes the same time: (p − 1)/(v·m + p − 1); of ZB-H1 by F, B and W."""
+    if name != "zero-bubble":
+        return (ranks - 1) / (chunks * count + ranks - 1)
+    mean = {kind: median(ms for action, ms in durations.items() if action.kind == kind) for kind in "FBW"}
+    idle = (ranks - 1) * (mean["F"] + mean["B"] - mean["W"])
+    return idle / (count * sum(mean.values()) + idle)
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Hold ours against torch's of the same schedule and number of micro-batches."""
+    pairs: dict[tuple[str, int], dict[str, Record]] = {}
+    for record in records:
+        key = record.config["schedule"], record.config["micro_batches"]
+        pairs.setdefault(key, {})[record.config["owner"]] = record
+    for pair in pairs.values():
+        if len(pair) == 2 and (found := OVER_TORCH.of(pair["ours"], pair["torch"])):
+            names = (OVER_TORCH.name, f"{OVER_TORCH.name}_low", f"{OVER_TORCH.name}_high")
+            pair["ours"].metrics.update(zip(names, found, strict=True))
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """Rows whose parameters are not those of one process, a line each."""
+    return [
+        f"{record.variant}: parameters differ from one process by {difference:.1e}"
+        for record in records
+        if (difference := record.metrics.get("max_abs_param_diff")) is not None and not difference < 1e-5
+    ]
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """The idle share against the number of micro-batches: points measured, lines simulated."""
+    series = []
+    mine = [r for r in records if "idle_pct" in r.metrics]
+    for schedule in dict.fromkeys(r.config["schedule"] for r in mine):
+        rows = [r for r in mine if r.config["schedule"] == schedule]
+        x = [r.config["micro_batches"] for r in rows]
+        series.append(Series(schedule, x, [r.metrics["idle_pct"] for r in rows]))
+        simulated = [r.metrics["simulated_idle_pct"] for r in rows]
+        series.append(Series(f"{schedule}, simulated", x, simulated, line="-", like=schedule))
+    lines(path, [Panel("", "micro-batches", "idle (%)", series, log_x=2)], title=headline(records))
+
+
+headline = headline_from(
+    "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}"
+)
+
+VIEW = View(
+    columns=[
+        Column("variant", "schedule × micro-batches"),
+        Column("metrics.step_p50_ms", "step ms", ".1f"),
+        NOISE,
+        Column("metrics.forward_backward_p50_ms", "fwd+bwd ms", ".1f"),
+        Column("metrics.simulated_ms", "simulated ms", ".1f", missing=""),
+        OFF,
+        Column("metrics.idle_pct", "idle %", ".1f", missing=""),
+        Column("metrics.simulated_idle_pct", "simulated %", ".1f", missing=""),
+        Column("metrics.closed_form_idle_pct", "closed form %", ".1f", missing=""),
+        Column("metrics.held", "micro-batches held", ".1f", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        OVER_TORCH.column("÷ torch's", missing=""),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+    ],
+    headline=headline,
+    derive=compare,
+    terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
+    pictures={"bubble.png": draw},
+    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
+    "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
+    "same of the schedule's list, each action taking what it was measured to take and messages nothing. The closed "
+    "form is of stages that take equally long. Held are the most micro-batches whose activations lie on a rank, in "
+    "those of a whole stage.",
+    prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
+)
+
+QUICK = {"size": "tiny", "layers": 8, "dtype": "fp32", "warmup": 1, "steps": 4, "rounds": 1, "micro_batches": (4,)}
+EXPERIMENT = Experiment(
+    SchedulesConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "dtype": "bf16", "context": 2048, "batch": 2, "micro_batches": (4, 8, 16),
+                "warmup": 3, "steps": 6, "rounds": 3, "compile": "off"},
+        "cpu": {"size": "tiny", "layers": 8, "context": 128, "batch": 2, "rounds": 3, "steps": 4},
+        "quick": QUICK,
+        "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "steps": 5},
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip
