@@ -125,9 +125,7 @@ def variants(
         )
         for layout in map(Layout.parse, layouts)
         for row in rows
-        if row.strategy.synchronizes
-        and row.strategy.takes_layout
-        and not (row.strategy.is_peer and layout.pipeline > 1)
+        if row.strategy.synchronizes and row.strategy.refusal(layout) is None
     ]
 
 

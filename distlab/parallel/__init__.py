@@ -111,6 +111,22 @@ class Strategy:
     needs_gpu: bool = False
     does: str = ""
 
+    def refusal(self, layout: Layout) -> str | None:
+        """Why it does not work where ranks share a model in this way, in a sentence; None if it does."""
+        if layout.ranks > 1 and not self.takes_layout:
+            return (
+                f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
+                "bucketed, zero1 or fsdp, or fsdp2 of torch's"
+            )
+        if layout.pipeline > 1 and self.casts_parameters and layout.schedule == "zero-bubble":
+            return (
+                f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
+                "1f1b or interleaved, or a strategy that keeps parameters whole"
+            )
+        if layout.pipeline > 1 and self.is_peer and self.synchronizes:
+            return f"{self.name} with layout {layout}: torch's pipelines are measured without data ranks"
+        return None
+
     def build(
         self,
         module: nn.Module,
@@ -145,21 +161,11 @@ class Strategy:
                 `device` for one that has its values; a layout that does not fit the ranks, the model or the strategy.
         """
         axes = layout.axes(group)
+        if refusal := self.refusal(layout):
+            raise ValueError(refusal)
         by_torch = self.is_peer and layout.ranks > 1
-        if layout.ranks > 1 and not self.takes_layout:
-            raise ValueError(
-                f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
-                "bucketed, zero1 or fsdp, or fsdp2 of torch's"
-            )
         pipeline = None
         if axes.pipeline is not None:
-            if self.casts_parameters and layout.schedule == "zero-bubble":
-                raise ValueError(
-                    f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: "
-                    "take 1f1b or interleaved, or a strategy that keeps parameters whole"
-                )
-            if by_torch and self.synchronizes:
-                raise ValueError(f"{self.name} with layout {layout}: torch's pipelines are measured without data ranks")
             if by_torch:
                 pipeline = TorchPipeline(axes.pipeline, module, layout.schedule, layout.stages)
             else:
