@@ -145,6 +145,9 @@ class TorchPipeline:
         self.mine = range(group.rank(), len(self.stages), group.size())
         self.last = len(self.stages) - 1
         model.keep_blocks([self.stages[stage] for stage in self.mine])
+        for module in model.modules():
+            if hasattr(module, "multiply"):
+                module.multiply = nn.functional.linear  # torch's zero-bubble cannot split a backward of our own
         self._runs: dict[int, Any] = {}  # torch's schedule, by the number of micro-batches
 
     def run(
