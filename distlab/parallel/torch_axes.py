@@ -106,6 +106,8 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes", contexts: ExitStack) ->
         "blocks.*.feed_forward.w3": ColwiseParallel(),
         "blocks.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
+    ops = model.operations()
+    model.replace_ops(linear_cross_entropy=lambda x, weight, targets: ops.cross_entropy(ops.logits(x, weight), targets))
     parallelize_module(model, mesh["tensor"], plan)
     contexts.enter_context(loss_parallel())
     return mesh["data"], moved
