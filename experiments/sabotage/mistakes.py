@@ -2,12 +2,13 @@
 
 A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
 subclass that stands for a training loop that makes it. Those in the data or in the task need no code of their own.
-Those where ranks share a model replace a function of the layout while the ranks run.
+Those where ranks share a model replace a function of the layout or of the pipeline while the ranks run.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -40,7 +41,9 @@ from distlab.parallel import (
 from distlab.parallel.buckets import GradientBucket
 from distlab.parallel.exchange import AllReduce
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.regions import Share
+from distlab.parallel.schedules import Action, gpipe, zero_bubble
 from distlab.train.data import SyntheticTokens
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
@@ -173,6 +176,15 @@ class StaleSums(FlatDDP):
         super()._synchronize()
 
 
+class SendsEachMicroBatch(BucketedDDP):
+    """`no_sync()` averages as well: the gradient is right, since a mean that is averaged once more stays the same."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.finish_gradient_synchronization()
+
+
 # -- sharding --------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +262,30 @@ def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
 def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
     """The first rank has the first two chunks, which see the fewest keys, and the last rank the last two."""
     return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------
+
+run_schedule = Pipeline.run
+
+
+def not_divided(pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float) -> Tensor:
+    """Gradients are those of the sum of the micro-batches' losses; the printed loss is their mean."""
+    return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
+
+
+def first_backwards_exchanged(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The first rank takes up the activations of micro-batch 1 for the gradient of micro-batch 0, and the reverse."""
+    actions = gpipe(pipeline.ranks, batches)[pipeline.rank]
+    if pipeline.rank == 0:  # behind all forwards, of which there are `batches`
+        actions[batches], actions[batches + 1] = actions[batches + 1], actions[batches]
+    return actions
+
+
+def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The loop ends with the last B, although each of two ranks has a W left."""
+    actions = zero_bubble(pipeline.ranks, batches)[pipeline.rank]
+    return [action for action in actions if (action.kind, action.batch) != ("W", batches - 1)]
 
 
 # -- attention -------------------------------------------------------------------------------------------------
@@ -411,10 +447,16 @@ _ADAMW = (torch.optim.AdamW, 3e-3)
 _SHARED = Task(lambda seed, device: _LM.build(seed, device).double(), tokens, lambda model, batch: model(*batch))
 
 
+# Ranks of a pipeline keep their stages' weights as each has drawn them, so all draw from one seed.
+_ACCUMULATED = dataclasses.replace(
+    _SHARED, build=lambda seed, device: _SHARED.build(0, device), batches=partial(tokens, micro_batches=4)
+)
+
+
 def _shared(name: str, layout: str, symptom: str, check: str = EQUALITY, **options: Any) -> Mistake:
     """A mistake where ranks share the model."""
     shared = {"task": _SHARED, "learner": _ADAMW, "layout": Layout.parse(layout)}
-    return Mistake(name, check, symptom, "bucketed", **shared, **options)
+    return Mistake(name, check, symptom, "bucketed", **(shared | options))
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -446,6 +488,8 @@ MISTAKES: dict[str, Mistake] = {
                 candidate=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
+        Mistake("sent every micro-batch", VOLUME, "none but time: as many exchanges as micro-batches", "bucketed",
+                SendsEachMicroBatch, task=_ACCUMULATED, learner=_ADAMW),
         Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
                 optimizer=WaitsInOwnersForward, task=Task(partial(_seeded, ReadsTheHead), tokens)),
         Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp", ForgetsToFinish),
@@ -466,5 +510,11 @@ MISTAKES: dict[str, Mistake] = {
                 replaced=(context_parallel, "_merge", merged_in_bf16)),
         _shared("no zig-zag", "cp2", "none but time: all wait for the rank with the last chunks", PAIRS,
                 replaced=(context_parallel, "zigzag_chunks", chunks_in_order)),
+        _shared("not divided", "pp2", "none under AdamW; SGD and clipping see the gradient times the micro-batches",
+                task=_ACCUMULATED, replaced=(Pipeline, "run", not_divided)),
+        _shared("another's activations", "pp2-gpipe", "little in the loss; the first stage mixes two micro-batches",
+                task=_ACCUMULATED, replaced=(Pipeline, "actions", first_backwards_exchanged)),
+        _shared("weights forgotten", "pp2-zero-bubble", "hardly any in the loss; matrices never see a micro-batch",
+                task=_ACCUMULATED, replaced=(Pipeline, "actions", last_weights_forgotten)),
     )
 }  # fmt: skip
