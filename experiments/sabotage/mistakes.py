@@ -488,7 +488,7 @@ MISTAKES: dict[str, Mistake] = {
                 candidate=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
                 StaleSums, task=language_model(micro_batches=4)),
-        Mistake("sent every micro-batch", VOLUME, "none but time: as many exchanges as micro-batches", "bucketed",
+        Mistake("sent every micro-batch", VOLUME, "none but time: every bucket is sent once a micro-batch", "bucketed",
                 SendsEachMicroBatch, task=_ACCUMULATED, learner=_ADAMW),
         Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
                 optimizer=WaitsInOwnersForward, task=Task(partial(_seeded, ReadsTheHead), tokens)),
@@ -510,11 +510,11 @@ MISTAKES: dict[str, Mistake] = {
                 replaced=(context_parallel, "_merge", merged_in_bf16)),
         _shared("no zig-zag", "cp2", "none but time: all wait for the rank with the last chunks", PAIRS,
                 replaced=(context_parallel, "zigzag_chunks", chunks_in_order)),
-        _shared("not divided", "pp2", "none under AdamW; SGD and clipping see the gradient times the micro-batches",
+        _shared("not divided", "pp2", "none under AdamW; SGD and clipping see the sum, not the mean",
                 task=_ACCUMULATED, replaced=(Pipeline, "run", not_divided)),
         _shared("another's activations", "pp2-gpipe", "little in the loss; the first stage mixes two micro-batches",
                 task=_ACCUMULATED, replaced=(Pipeline, "actions", first_backwards_exchanged)),
-        _shared("weights forgotten", "pp2-zero-bubble", "hardly any in the loss; matrices never see a micro-batch",
+        _shared("weights forgotten", "pp2-zero-bubble", "hardly any in the loss; the last micro-batch is lost to matrices",
                 task=_ACCUMULATED, replaced=(Pipeline, "actions", last_weights_forgotten)),
     )
 }  # fmt: skip
