@@ -514,7 +514,8 @@ MISTAKES: dict[str, Mistake] = {
                 task=_ACCUMULATED, replaced=(Pipeline, "run", not_divided)),
         _shared("another's activations", "pp2-gpipe", "little in the loss; the first stage mixes two micro-batches",
                 task=_ACCUMULATED, replaced=(Pipeline, "actions", first_backwards_exchanged)),
-        _shared("weights forgotten", "pp2-zero-bubble", "hardly any in the loss; the last micro-batch is lost to matrices",
+        _shared("weights forgotten", "pp2-zero-bubble",
+                "hardly any in the loss; the last micro-batch is lost to matrices",
                 task=_ACCUMULATED, replaced=(Pipeline, "actions", last_weights_forgotten)),
     )
 }  # fmt: skip
