@@ -79,7 +79,7 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             continue
         run.progress(name)
         mistake = MISTAKES[name]
-        steps = (config.check_steps, config.steps)
+        steps = config.check_steps, config.steps
         try:
             healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
         except RanksFailed as failure:
@@ -169,11 +169,11 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     """All checks and the curve of one run, with the mistake or without; call it on every rank."""
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
-    tasks = {"task": mistake.task, "candidate": mistake.trained}
     with patch.object(*mistake.replaced) if mistake.replaced else nullcontext():
         difference = parameter_difference(
-            context, variant, steps=check_steps, max_grad_norm=mistake.max_grad_norm, **tasks
-        )
+            context, variant, steps=check_steps, task=mistake.task, candidate=mistake.trained,
+            max_grad_norm=mistake.max_grad_norm,
+        )  # fmt: skip
         # `ddp_bench --layouts` holds what a layout sends against its closed form.
         calls, size = volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
         losses, apart = loss_curve(context, mistake, steps)

@@ -2,12 +2,13 @@
 
 A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
 subclass that stands for a training loop that makes it. Those in the data or in the task need no code of their own.
-Those where ranks share a model replace a function of the layout while the ranks run.
+Those where ranks share a model replace a function of the layout or of the pipeline while the ranks run.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -40,7 +41,9 @@ from distlab.parallel import (
 from distlab.parallel.buckets import GradientBucket
 from distlab.parallel.exchange import AllReduce
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.regions import Share
+from distlab.parallel.schedules import Action, gpipe, zero_bubble
 from distlab.train.data import SyntheticTokens
 from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
 
@@ -83,8 +86,8 @@ class AllButTheLast(AllReduce):
 class LastBucketStays(BucketedDDP):
     """`BucketedDDP` with that exchange."""
 
-    def __init__(self, module: nn.Module, *args: Any, **options: Any):
-        super().__init__(module, *args, **options)
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
         self.lay_out(AllButTheLast(self.process_group, self.all_reduce))
 
 
@@ -128,11 +131,10 @@ class SumsTiedTwice(NaiveDDP):
     """Sums over names, under which a tied weight stands twice; divides over parameters, where it stands once."""
 
     def _synchronize(self) -> None:
-        ranks = self.process_group.size()
         for _, parameter in self.module.named_parameters(remove_duplicate=False):
             parameter.grad.copy_(collectives.sum_tensor(parameter.grad, self.process_group))
         for parameter in self.trainable:
-            parameter.grad.div_(ranks)
+            parameter.grad.div_(self.process_group.size())
 
 
 class HookOrder(OverlapDDP):
@@ -147,30 +149,38 @@ class HookOrder(OverlapDDP):
 class KeepsItsShard(ShardedOptimizer):
     """Each rank updates its parameters, and none is sent."""
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> Any:
         with patch.object(
             collectives, "broadcast_coalesced", lambda owned, group, source: _NothingToWaitFor()
         ):
-            return super().step(closure, **kwargs)
+            return super().step(*args, **kwargs)
 
 
 class StaleSums(FlatDDP):
-    """The buffer is filled by the first micro-batch's hooks; later micro-batches add to `.grad`, which it replaces."""
+    """The buffer is filled by the first micro-batch; later micro-batches add to `.grad`, which it replaces."""
 
-    def __init__(self, module: nn.Module, **options: Any):
-        super().__init__(module, **options)
-        self._packed: dict[nn.Parameter, Tensor] = {}
-        for parameter in self.trainable:
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._pack))
+    _packed: Sequence[Tensor] = ()
 
-    def _pack(self, parameter: nn.Parameter) -> None:
-        self._packed.setdefault(parameter, parameter.grad.clone())
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            yield
+        self._packed = self._packed or [parameter.grad.clone() for parameter in self.trainable]
 
     def _synchronize(self) -> None:
-        for parameter, stale in self._packed.items():
+        for parameter, stale in zip(self.trainable, self._packed, strict=True):
             parameter.grad.copy_(stale)
-        self._packed = {}
+        self._packed = ()
         super()._synchronize()
+
+
+class SendsEachMicroBatch(BucketedDDP):
+    """`no_sync()` averages as well: the gradient is right, since a mean that is averaged once more stays the same."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.finish_gradient_synchronization()
 
 
 # -- sharding --------------------------------------------------------------------------------------------------
@@ -183,13 +193,12 @@ class WaitsInOwnersForward(ZeroOptimizer):
     back until the wait, as on a slow network.
     """
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    def step(self, *args: Any, **kwargs: Any) -> None:
         gather = collectives.all_gather
-        with patch.object(collectives, "all_gather", lambda *args: _SlowGather(gather, *args)):
-            result = super().step(closure, **kwargs)
+        with patch.object(collectives, "all_gather", lambda *sent: _SlowGather(gather, *sent)):
+            super().step(*args, **kwargs)
         for parameter in self._ddp.trainable:
             parameter.__class__ = nn.Parameter  # reading one, from whatever place, waits no more
-        return result
 
 
 class _SlowGather:
@@ -252,6 +261,30 @@ def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
     return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
 
 
+# -- pipelines -------------------------------------------------------------------------------------------------
+
+run_schedule = Pipeline.run
+
+
+def not_divided(pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float) -> Tensor:
+    """Gradients are those of the sum of the micro-batches' losses; the printed loss is their mean."""
+    return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
+
+
+def first_backwards_exchanged(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The first rank takes up the activations of micro-batch 1 for the gradient of micro-batch 0, and the reverse."""
+    actions = gpipe(pipeline.ranks, batches)[pipeline.rank]
+    if pipeline.rank == 0:  # behind all forwards, of which there are `batches`
+        actions[batches], actions[batches + 1] = actions[batches + 1], actions[batches]
+    return actions
+
+
+def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The loop ends with the last B, although each of two ranks has a W left."""
+    actions = zero_bubble(pipeline.ranks, batches)[pipeline.rank]
+    return [action for action in actions if (action.kind, action.batch) != ("W", batches - 1)]
+
+
 # -- attention -------------------------------------------------------------------------------------------------
 
 
@@ -284,7 +317,7 @@ def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def language_model(
-    *, attention: Attention = naive_attention, tied: bool = False, logits: float = 1.0, micro_batches: int = 1
+    *, attention: Attention = naive_attention, tied: bool = False, logits: float = 1.0
 ) -> Task:
     """The small Transformer on synthetic tokens.
 
@@ -292,7 +325,6 @@ def language_model(
         attention: for every block.
         tied: whether the head uses the embedding's matrix.
         logits: by how much attention's scores are multiplied, as queries and keys grow in long trainings.
-        micro_batches: per rank and step.
     """
 
     def build(seed: int, device: torch.device) -> nn.Module:
@@ -303,13 +335,21 @@ def language_model(
                 block.attention.qkv.weight[: 2 * MODEL.d_model] *= math.sqrt(logits)
         return model
 
-    return Task(build, lambda rank, step, device: tokens(rank, step, device, micro_batches))
+    return Task(build, tokens)
 
 
 def tokens(rank: int, step: int, device: torch.device, micro_batches: int = 1) -> list[Any]:
     """A rank's micro-batches of a step; the stream of each rank is its own."""
     data = SyntheticTokens(MODEL.vocab_size, BATCH, MODEL.context_length, seed=0, rank=rank, device=device)
     return [data.batch(micro_batches * step + number) for number in range(micro_batches)]
+
+
+_LM = language_model()
+_FOUR = partial(tokens, micro_batches=4)
+# In fp64, so that any difference from one process is a mistake; the loss is computed in the head.
+_SHARED = Task(lambda seed, device: _LM.build(seed, device).double(), tokens, lambda model, batch: model(*batch))
+# Ranks of a pipeline keep their stages' weights as each has drawn them, so all draw from one seed.
+_PIPED = Task(lambda seed, device: _SHARED.build(0, device), _FOUR, _SHARED.loss_fn)
 
 
 class TwoExperts(nn.Module):
@@ -381,7 +421,7 @@ class Mistake:
     healthy: str
     wrap: Callable[..., ParallelModel] | None = None
     optimizer: Callable[..., torch.optim.Optimizer] | None = None
-    task: Task = dataclasses.field(default_factory=language_model)
+    task: Task = _LM
     candidate: Task | None = None
     attention: Attention | None = None
     learner: tuple[type[torch.optim.Optimizer], float] = (torch.optim.SGD, 1.0)
@@ -405,16 +445,13 @@ class Mistake:
         return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None)
 
 
-_LM = language_model()
 _ADAMW = (torch.optim.AdamW, 3e-3)
-# In fp64, so that any difference from one process is a mistake; the loss is computed in the head.
-_SHARED = Task(lambda seed, device: _LM.build(seed, device).double(), tokens, lambda model, batch: model(*batch))
 
 
 def _shared(name: str, layout: str, symptom: str, check: str = EQUALITY, **options: Any) -> Mistake:
     """A mistake where ranks share the model."""
     shared = {"task": _SHARED, "learner": _ADAMW, "layout": Layout.parse(layout)}
-    return Mistake(name, check, symptom, "bucketed", **shared, **options)
+    return Mistake(name, check, symptom, "bucketed", **(shared | options))
 
 
 MISTAKES: dict[str, Mistake] = {
@@ -445,7 +482,9 @@ MISTAKES: dict[str, Mistake] = {
                 task=language_model(attention=healthy_attention),
                 candidate=language_model(attention=sees_one_ahead), attention=sees_one_ahead, learner=_ADAMW),
         Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
-                StaleSums, task=language_model(micro_batches=4)),
+                StaleSums, task=dataclasses.replace(_LM, batches=_FOUR)),
+        Mistake("sent every micro-batch", VOLUME, "none but time: every bucket is sent once a micro-batch", "bucketed",
+                SendsEachMicroBatch, task=_PIPED, learner=_ADAMW),
         Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
                 optimizer=WaitsInOwnersForward, task=Task(partial(_seeded, ReadsTheHead), tokens)),
         Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp", ForgetsToFinish),
@@ -466,5 +505,12 @@ MISTAKES: dict[str, Mistake] = {
                 replaced=(context_parallel, "_merge", merged_in_bf16)),
         _shared("no zig-zag", "cp2", "none but time: all wait for the rank with the last chunks", PAIRS,
                 replaced=(context_parallel, "zigzag_chunks", chunks_in_order)),
+        _shared("not divided", "pp2", "none under AdamW; SGD and clipping see the sum, not the mean",
+                task=_PIPED, replaced=(Pipeline, "run", not_divided)),
+        _shared("another's activations", "pp2-gpipe", "little in the loss; the first stage mixes two micro-batches",
+                task=_PIPED, replaced=(Pipeline, "actions", first_backwards_exchanged)),
+        _shared("weights forgotten", "pp2-zero-bubble",
+                "hardly any in the loss; the last micro-batch is lost to matrices",
+                task=_PIPED, replaced=(Pipeline, "actions", last_weights_forgotten)),
     )
 }  # fmt: skip

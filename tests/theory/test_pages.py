@@ -7,8 +7,8 @@ import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
 WITH_EXAMPLES = (
-    "memory", "../long_context", "../tensor", "../context", "communication", "buckets", "compute", "limits",
-    "parallelisms",
+    "memory", "../long_context", "../tensor", "../context", "../pipeline", "communication", "buckets", "compute",
+    "limits", "parallelisms",
 )  # fmt: skip
 
 
