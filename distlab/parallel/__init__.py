@@ -23,6 +23,7 @@ from distlab.parallel.context_parallel import Parts, share_sequences
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
+from distlab.parallel.guards.optimizers import refuse_cut_matrices
 from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local import Local
 from distlab.parallel.meta import materialize, reset_parameters
@@ -60,8 +61,13 @@ __all__ = [
 ]
 
 
+def _split(model: ParallelModel, optimizer_cls: type[Optimizer]) -> list[dict[str, Any]] | None:
+    """The groups into which a class that treats parameters differently splits a model's; None: it treats all alike."""
+    return optimizer_cls.split(model) if hasattr(optimizer_cls, "split") else None
+
+
 def _over_parameters(model: ParallelModel, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    return optimizer_cls(model.parameters(), **options)
+    return optimizer_cls(_split(model, optimizer_cls) or model.parameters(), **options)
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,8 @@ class Strategy:
         wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
         sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets` of them, or `units`
             of parameters, and of their gradients; None where no closed form counts what it sends.
-        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters.
+        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters,
+            in groups where the class has a `split(model)`.
         has_buckets: whether a bucket size means anything to it.
         pads_buckets: whether buckets are padded to equal chunks for all ranks before they are all-reduced.
         after_backward: whether gradients are sent only once backward has ended.
@@ -140,8 +147,11 @@ class Strategy:
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
-                `device` for one that has its values; a layout that does not fit the ranks, the model or the strategy.
+                `device` for one that has its values; a layout that does not fit the ranks, the model, the strategy or
+                the optimizer.
         """
+        if layout.tensor > 1:
+            refuse_cut_matrices(optimizer_cls)
         axes = layout.axes(group)
         by_torch = self.is_peer and layout.ranks > 1
         if layout.ranks > 1 and self.takes_mesh:
@@ -196,7 +206,12 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
 
 
 def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(model.parameters(), optimizer_cls, model.process_group, **options)
+    parameters = _split(model, optimizer_cls) or model.parameters()
+    return ShardedOptimizer(parameters, optimizer_cls, model.process_group, **options)
+
+
+def _zero1(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ZeroOptimizer:
+    return ZeroOptimizer(model, optimizer_cls, params=_split(model, optimizer_cls), **options)
 
 
 _UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}
@@ -215,7 +230,7 @@ STRATEGIES: dict[str, Strategy] = {
                  does="buckets, moved by copy engines"),
         Strategy("sharded-optimizer", BucketedDDP, "buckets", _sharded, has_buckets=True, updates="owned",
                  does="each rank updates some parameters"),
-        Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
+        Strategy("zero1", BucketedDDP, "buckets", _zero1, has_buckets=True, updates="slices",
                  does="ZeRO-1: each updates 1/N of all"),
         Strategy("fsdp", FSDP, "units", **_UNITS, materializes=True, does="parameters sharded, too"),
         Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True,

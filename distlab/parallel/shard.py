@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class FlatLayout:
@@ -99,6 +100,37 @@ class Cut:
         assert self.dim == 0 or len(self.ranges) == 1, "several ranges of columns would alternate row by row"
         full = [(0, size) for size in self.shape]
         return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Which rank has how much of a parameter that is sharded, for an optimizer whose update takes all of it.
+
+    Sharded strategies leave it in the attribute `spread` of what their optimizer steps. Rank 0 has the first elements
+    in the order of the parameter's memory, rank 1 those behind them, and so on; some ranks may have none.
+
+    Attributes:
+        like: on meta, with the whole's shape and strides.
+        layout, index: where the ranks' slices end, and which of the layout's parameters it is.
+        group: the ranks.
+    """
+
+    like: Tensor
+    layout: FlatLayout
+    index: int
+    group: ProcessGroup
+
+    @property
+    def counts(self) -> list[int]:
+        """How many elements each rank has."""
+        ends = (self.layout.shard_range(self.index, rank) for rank in range(self.layout.world_size))
+        return [stop - start for start, stop in ends]
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Of the parameter that this is, or is a shard of."""
+    spread = getattr(parameter, "spread", None)
+    return parameter.shape if spread is None else spread.like.shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,216 @@
+"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks (Jordan et al. 2024).
+
+    buffer ← β·buffer + (1 − β)·gradient             element by element
+    update ← orthogonalize(gradient + β·(buffer − gradient))      U·Vᵀ, about, of a matrix U·S·Vᵀ
+    matrix ← (1 − lr·decay)·matrix − lr·factor·update
+
+It steps whole matrices under every data-parallel strategy, and shards of them under ZeRO-1 and FSDP, where
+`distlab.parallel.muon` says who orthogonalises, and what that sends. https://kellerjordan.github.io/posts/muon/
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from distlab.parallel.muon import PLACEMENTS
+from distlab.parallel.shard import local_part, whole_shape
+
+# What the learning rate is multiplied by, for a matrix of so many rows and columns.
+LR_FACTORS: dict[str | None, Callable[[int, int], float]] = {
+    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon`, right for shards too; groups with `orthogonalize=False` are stepped by AdamW.
+
+        optimizer = Muon(Muon.split(model), lr=1e-3, adjust_lr_fn="match_rms_adamw")
+
+    Args:
+        params: matrices, or groups; `Muon.split(model)` makes two.
+        lr, weight_decay: of both kinds of groups.
+        momentum, nesterov: of matrices.
+        ns_coefficients, eps, ns_steps: see `orthogonalize`.
+        adjust_lr_fn: one of `LR_FACTORS`. By `match_rms_adamw` an update is as large as AdamW's, so that one learning
+            rate serves both kinds of groups.
+        betas, adamw_eps: of AdamW.
+        placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
+
+    Raises:
+        ValueError: a negative rate, less than one step, a name that is none, or a parameter that is no matrix in a
+            group of matrices.
+    """
+
+    takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        placement: str = "exchange",
+    ):
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas, "adamw_eps": adamw_eps, "placement": placement, "orthogonalize": True,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def split(model: nn.Module) -> list[dict[str, Any]]:
+        """Two groups of a model's trainable parameters: the matrices of its blocks, and the rest, for AdamW.
+
+        Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside, and so does a matrix
+        of a block that is tied to theirs. Of a model under FSDP these are the shards.
+
+        Raises:
+            ValueError: no block has a matrix.
+        """
+        blocks = tuple(f"{name}." for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
+        named = list(model.named_parameters(remove_duplicate=False))
+        outside = {parameter for name, parameter in named if not name.startswith(blocks)}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = [p for p in trained if p not in outside and len(whole_shape(p)) == 2]
+        if not matrices:
+            raise ValueError("Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself")
+        chosen = set(matrices)
+        rest = [parameter for parameter in trained if parameter not in chosen]
+        return [{"params": matrices}, {"params": rest, "orthogonalize": False}]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; of sharded matrices, call it on every rank.
+
+        Returns:
+            The closure's value, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["orthogonalize"]:
+                self._step_matrices(stepped, group)
+            else:
+                self._step_elements(stepped, group)
+        return loss
+
+    def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
+        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}  # None: whole here
+        for matrix in matrices:
+            spread = getattr(matrix, "spread", None)
+            by_ranks.setdefault(None if spread is None else spread.group, []).append(matrix)
+        whole = partial(
+            orthogonalize, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
+        )
+        lr, factor = float(group["lr"]), LR_FACTORS[group["adjust_lr_fn"]]
+        for ranks, some in by_ranks.items():
+            updates: Iterable[Tensor] = (self._update(matrix, group) for matrix in some)
+            if ranks is None:
+                directions = map(whole, updates)  # one after another, so that none of them stays
+            else:
+                place = PLACEMENTS[group["placement"]]
+                directions = place(list(updates), [matrix.spread for matrix in some], whole)
+            for matrix, direction in zip(some, directions, strict=True):
+                matrix.mul_(1 - lr * group["weight_decay"])
+                matrix.add_(direction, alpha=-lr * factor(*whole_shape(matrix)))
+
+    def _update(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
+        state, momentum = self.state[matrix], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(matrix.grad, 1 - momentum)
+        return (matrix.grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+    def _step_elements(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                state["step"] = torch.zeros(())
+                state["exp_avg"] = torch.zeros_like(parameter)
+                state["exp_avg_sq"] = torch.zeros_like(parameter)
+        first, second, steps = ([state[k] for state in states] for k in ("exp_avg", "exp_avg_sq", "step"))
+        gradients = [parameter.grad for parameter in parameters]
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(parameters), gradients, first, second, [], steps, amsgrad=False, beta1=beta1, beta2=beta2,
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
+        )  # fmt: skip
+
+
+def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Bring all singular values of a matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
+
+    An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. torch's coefficients have a large slope at 0 and no
+    limit: after five of them values lie between about 0.7 and 1.2. All of it in bf16, which that bears.
+
+    Args:
+        matrix: `(rows, columns)`, of any dtype; divided by its norm first, as no singular value may exceed 1.
+        coefficients: a, b, c.
+        steps: iterations.
+        eps: the least number that is divided by.
+
+    Returns:
+        `(rows, columns)`, bf16, in the order of the matrix's memory.
+    """
+    a, b, c = coefficients
+    x = matrix.bfloat16()
+    is_tall = x.size(0) > x.size(1)
+    if is_tall:  # the products below are of the shorter side
+        x = x.T
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        squares = x @ x.T
+        polynomial = torch.addmm(squares, squares, squares, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if is_tall else x
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for a group that `Muon` cannot step."""
+    for name in ("lr", "weight_decay", "momentum"):
+        if not group[name] >= 0:
+            raise ValueError(f"Muon: {name}={group[name]}: must be at least 0")
+    if group["ns_steps"] < 1:
+        raise ValueError(f"Muon: ns_steps={group['ns_steps']}: nothing would be orthogonalised; give 1 or more")
+    for name, allowed in (("adjust_lr_fn", LR_FACTORS), ("placement", PLACEMENTS)):
+        if group[name] not in allowed:
+            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(repr, allowed))}")
+    if not group["orthogonalize"]:
+        return
+    for parameter in group["params"]:
+        shape = tuple(whole_shape(parameter))
+        if len(shape) != 2:
+            raise ValueError(
+                f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
+                "Muon.split(model) does"
+            )
+        if local_part(parameter) is not parameter:
+            raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, of torch's")
