@@ -20,11 +20,10 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS
-from distlab.parallel.shard import local_part, whole_shape
+from distlab.parallel.shard import whole_shape
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
-LR_FACTORS: dict[str | None, Callable[[int, int], float]] = {
-    None: lambda rows, columns: math.sqrt(max(1, rows / columns)),
+LR_FACTORS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
@@ -40,14 +39,13 @@ class Muon(Optimizer):
         lr, weight_decay: of both kinds of groups.
         momentum, nesterov: of matrices.
         ns_coefficients, eps, ns_steps: see `orthogonalize`.
-        adjust_lr_fn: one of `LR_FACTORS`. By `match_rms_adamw` an update is as large as AdamW's, so that one learning
-            rate serves both kinds of groups.
+        adjust_lr_fn: one of `LR_FACTORS`; None: the original. By `match_rms_adamw` an update is as large as AdamW's, so
+            that one learning rate serves both kinds of groups.
         betas, adamw_eps: of AdamW.
         placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
     Raises:
-        ValueError: a negative rate, less than one step, a name that is none, or a parameter that is no matrix in a
-            group of matrices.
+        ValueError: less than one step, a name that is none, or a parameter that is no matrix in a group of matrices.
     """
 
     takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
@@ -86,15 +84,13 @@ class Muon(Optimizer):
             ValueError: no block has a matrix.
         """
         blocks = tuple(f"{name}." for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
-        named = list(model.named_parameters(remove_duplicate=False))
-        outside = {parameter for name, parameter in named if not name.startswith(blocks)}
+        named = model.named_parameters(remove_duplicate=False)
+        others = {p for name, p in named if not name.startswith(blocks) or len(whole_shape(p)) != 2}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        matrices = [p for p in trained if p not in outside and len(whole_shape(p)) == 2]
+        matrices = [parameter for parameter in trained if parameter not in others]
         if not matrices:
             raise ValueError("Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself")
-        chosen = set(matrices)
-        rest = [parameter for parameter in trained if parameter not in chosen]
-        return [{"params": matrices}, {"params": rest, "orthogonalize": False}]
+        return [{"params": matrices}, {"params": [p for p in trained if p in others], "orthogonalize": False}]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
@@ -121,24 +117,24 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}  # None: whole here
-        for matrix in matrices:
-            spread = getattr(matrix, "spread", None)
-            by_ranks.setdefault(None if spread is None else spread.group, []).append(matrix)
-        whole = partial(
+        directions_of = partial(
             orthogonalize, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
         )
-        lr, factor = float(group["lr"]), LR_FACTORS[group["adjust_lr_fn"]]
+        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
+        for matrix in matrices:
+            spread = getattr(matrix, "spread", None)
+            by_ranks.setdefault(spread and spread.group, []).append(matrix)
         for ranks, some in by_ranks.items():
-            updates: Iterable[Tensor] = (self._update(matrix, group) for matrix in some)
-            if ranks is None:
-                directions = map(whole, updates)  # one after another, so that none of them stays
+            updates = (self._update(matrix, group) for matrix in some)
+            if ranks is None:  # whole here, and one after another, so that none of the updates stays
+                directions = map(directions_of, updates)
             else:
                 place = PLACEMENTS[group["placement"]]
-                directions = place(list(updates), [matrix.spread for matrix in some], whole)
+                directions = place(list(updates), [matrix.spread for matrix in some], directions_of)
             for matrix, direction in zip(some, directions, strict=True):
-                matrix.mul_(1 - lr * group["weight_decay"])
-                matrix.add_(direction, alpha=-lr * factor(*whole_shape(matrix)))
+                factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(direction, alpha=-group["lr"] * factor)
 
     def _update(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
         """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
@@ -150,18 +146,18 @@ class Muon(Optimizer):
         return (matrix.grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
 
     def _step_elements(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(
+                    step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                )
         states = [self.state[parameter] for parameter in parameters]
-        for parameter, state in zip(parameters, states, strict=True):
-            if not state:
-                state["step"] = torch.zeros(())
-                state["exp_avg"] = torch.zeros_like(parameter)
-                state["exp_avg_sq"] = torch.zeros_like(parameter)
-        first, second, steps = ([state[k] for state in states] for k in ("exp_avg", "exp_avg_sq", "step"))
-        gradients = [parameter.grad for parameter in parameters]
+        first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         beta1, beta2 = group["betas"]
         adamw(
-            list(parameters), gradients, first, second, [], steps, amsgrad=False, beta1=beta1, beta2=beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["adamw_eps"], maximize=False,
+            list(parameters), [parameter.grad for parameter in parameters], first, second, [], steps,
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"], maximize=False,
         )  # fmt: skip
 
 
@@ -195,22 +191,15 @@ def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
 
 def _check(group: dict[str, Any]) -> None:
     """Raise ValueError for a group that `Muon` cannot step."""
-    for name in ("lr", "weight_decay", "momentum"):
-        if not group[name] >= 0:
-            raise ValueError(f"Muon: {name}={group[name]}: must be at least 0")
     if group["ns_steps"] < 1:
         raise ValueError(f"Muon: ns_steps={group['ns_steps']}: nothing would be orthogonalised; give 1 or more")
-    for name, allowed in (("adjust_lr_fn", LR_FACTORS), ("placement", PLACEMENTS)):
+    for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
         if group[name] not in allowed:
-            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(repr, allowed))}")
-    if not group["orthogonalize"]:
-        return
-    for parameter in group["params"]:
-        shape = tuple(whole_shape(parameter))
+            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}")
+    shapes = [tuple(whole_shape(parameter)) for parameter in group["params"] if group["orthogonalize"]]
+    for shape in shapes:
         if len(shape) != 2:
             raise ValueError(
                 f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
                 "Muon.split(model) does"
             )
-        if local_part(parameter) is not parameter:
-            raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, of torch's")

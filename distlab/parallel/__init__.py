@@ -61,13 +61,10 @@ __all__ = [
 ]
 
 
-def _split(model: ParallelModel, optimizer_cls: type[Optimizer]) -> list[dict[str, Any]] | None:
-    """The groups into which a class that treats parameters differently splits a model's; None: it treats all alike."""
-    return optimizer_cls.split(model) if hasattr(optimizer_cls, "split") else None
-
-
-def _over_parameters(model: ParallelModel, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    return optimizer_cls(_split(model, optimizer_cls) or model.parameters(), **options)
+def _over_parameters(
+    model: ParallelModel, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> Optimizer:
+    return optimizer_cls(params or model.parameters(), **options)
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Strategy:
         sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets` of them, or `units`
             of parameters, and of their gradients; None where no closed form counts what it sends.
         optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters,
-            in groups where the class has a `split(model)`.
+            or the groups of its `split(model)`, which it is given as `params`.
         has_buckets: whether a bucket size means anything to it.
         pads_buckets: whether buckets are padded to equal chunks for all ranks before they are all-reduced.
         after_backward: whether gradients are sent only once backward has ended.
@@ -196,7 +193,10 @@ class Strategy:
         model.compute_dtype, model.cuts = compute_dtype, cuts
         model.tensor_group = None if by_torch else axes.tensor
         model.pipeline = pipeline
-        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
+        optimizer_options = dict(optimizer_options or {})
+        if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
+            optimizer_options["params"] = optimizer_cls.split(model)
+        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options)
         model.allocate()
         return model, optimizer
 
@@ -205,13 +205,10 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
-def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
-    parameters = _split(model, optimizer_cls) or model.parameters()
-    return ShardedOptimizer(parameters, optimizer_cls, model.process_group, **options)
-
-
-def _zero1(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ZeroOptimizer:
-    return ZeroOptimizer(model, optimizer_cls, params=_split(model, optimizer_cls), **options)
+def _sharded(
+    model: BucketedDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> ShardedOptimizer:
+    return ShardedOptimizer(params or model.parameters(), optimizer_cls, model.process_group, **options)
 
 
 _UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}
@@ -230,7 +227,7 @@ STRATEGIES: dict[str, Strategy] = {
                  does="buckets, moved by copy engines"),
         Strategy("sharded-optimizer", BucketedDDP, "buckets", _sharded, has_buckets=True, updates="owned",
                  does="each rank updates some parameters"),
-        Strategy("zero1", BucketedDDP, "buckets", _zero1, has_buckets=True, updates="slices",
+        Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
                  does="ZeRO-1: each updates 1/N of all"),
         Strategy("fsdp", FSDP, "units", **_UNITS, materializes=True, does="parameters sharded, too"),
         Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True,

@@ -17,7 +17,9 @@ of one: `gather` is for small matrices, or few ranks.
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
 from distlab.parallel.buckets import view_like
@@ -41,19 +43,15 @@ def gather(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: 
         This rank's part of each result, bf16, laid out like the updates.
     """
     group = spreads[0].group
-    counts = [spread.counts for spread in spreads]
-    largest = max(map(sum, zip(*counts, strict=True)))
-    own = updates[0].new_zeros(largest)
-    held = torch.cat([_flat(update) for update in updates])
-    own[: held.numel()] = held
-    gathered = own.new_empty(largest * group.size())
+    parts = _flattened(updates)
+    largest = max(elements(spreads, rank) for rank in range(group.size()))
+    gathered = parts.new_empty(group.size() * largest)
     order.send_begun(group)
-    collectives.wait(collectives.all_gather(gathered, own, group), group, "gathering updates of matrices")
-    results = []
-    for matrix, count, update in zip(_joined(gathered.chunk(group.size()), spreads), counts, updates, strict=True):
-        matrix.copy_(orthogonalize(matrix))
-        results.append(view_like(_flat(matrix).split(count)[group.rank()], update))
-    return results
+    work = collectives.all_gather(gathered, F.pad(parts, (0, largest - parts.numel())), group)
+    collectives.wait(work, group, "gathering matrices")
+    by_rank = gathered.chunk(group.size())
+    _orthogonalize_in_place(by_rank, spreads, orthogonalize)
+    return _unflattened(by_rank[group.rank()][: parts.numel()], updates)
 
 
 def exchange(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> list[Tensor]:
@@ -65,62 +63,66 @@ def exchange(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize
     Args, Returns: as of `gather`.
     """
     group = spreads[0].group
-    rank, ranks = group.rank(), range(group.size())
-    owner = owners(spreads, group.size())
-    by_owner = sorted(range(len(updates)), key=owner.__getitem__)  # what goes to rank 0 lies first
-    owned = [spread for spread, of in zip(spreads, owner, strict=True) if of == rank]
-    to_owner = [sum(u.numel() for u, of in zip(updates, owner, strict=True) if of == other) for other in ranks]
-    from_rank = [sum(spread.counts[other] for spread in owned) for other in ranks]
-
-    parts = torch.cat([_flat(updates[index]) for index in by_owner])
+    shares = divide(spreads, group.size())
+    owned = shares[group.rank()]
+    to_owners = [elements(share, group.rank()) for share in shares]
+    from_ranks = [elements(owned, rank) for rank in range(group.size())]
     order.send_begun(group)
-    received = _send(parts, to_owner, from_rank, spreads[0])
-    results = []
-    for matrix, spread in zip(_joined(received.split(from_rank), owned), owned, strict=True):
-        matrix.copy_(orthogonalize(matrix))
-        results.append(_flat(matrix).split(spread.counts))
-    answers = [result[other] for other in ranks for result in results]
-    returned = _send(torch.cat([parts[:0], *answers]), from_rank, to_owner, spreads[0])
-    sizes = [updates[index].numel() for index in by_owner]
-    part_of = dict(zip(by_owner, returned.split(sizes), strict=True))
-    return [view_like(part_of[index], update) for index, update in enumerate(updates)]
+    received = _send(_flattened(updates), to_owners, from_ranks, group)
+    _orthogonalize_in_place(received.split(from_ranks), owned, orthogonalize)
+    return _unflattened(_send(received, from_ranks, to_owners, group), updates)
 
 
 PLACEMENTS = {"gather": gather, "exchange": exchange}
 
 
-def owners(spreads: Sequence[Spread], ranks: int) -> list[int]:
-    """Which rank orthogonalises each matrix: those with most work first, each by the rank that has least to do.
+def divide(spreads: Sequence[Spread], ranks: int) -> list[list[Spread]]:
+    """Who owns which matrix: each rank some neighbours, with about an N-th of the work.
 
-    An iteration multiplies matrices of the shorter side with the matrix, in a time like that side times |m|.
+    An iteration multiplies with matrices of the shorter side, which takes that side times |m| multiplications, or so.
     """
     work = [spread.like.numel() * min(spread.like.shape) for spread in spreads]
-    load, owner = [0] * ranks, [0] * len(spreads)
-    for index in sorted(range(len(spreads)), key=lambda index: -work[index]):
-        owner[index] = load.index(min(load))
-        load[owner[index]] += work[index]
-    return owner
+    shares: list[list[Spread]] = [[] for _ in range(ranks)]
+    for index, spread in enumerate(spreads):
+        middle = sum(work[:index]) + work[index] / 2
+        shares[int(middle * ranks / sum(work))].append(spread)
+    return shares
 
 
-def _send(parts: Tensor, sent: list[int], received: list[int], spread: Spread) -> Tensor:
+def elements(spreads: Sequence[Spread], rank: int) -> int:
+    """How many a rank has of these matrices."""
+    return sum(spread.counts[rank] for spread in spreads)
+
+
+def _send(parts: Tensor, sent: list[int], received: list[int], group: ProcessGroup) -> Tensor:
     arriving = parts.new_empty(sum(received))
-    work = collectives.all_to_all(arriving, parts, spread.group, received, sent)
-    collectives.wait(work, spread.group, "exchanging updates of matrices")
+    work = collectives.all_to_all(arriving, parts, group, received, sent)
+    collectives.wait(work, group, "exchanging matrices")
     return arriving
 
 
-def _joined(by_rank: Sequence[Tensor], spreads: Sequence[Spread]) -> list[Tensor]:
-    """Whole matrices out of what each rank has of them: its parts one after another, perhaps with padding behind."""
-    parts = []
-    for rank, flat in enumerate(by_rank):
-        sizes = [spread.counts[rank] for spread in spreads]
-        parts.append(flat[: sum(sizes)].split(sizes))
-    return [
-        view_like(torch.cat([of_rank[index] for of_rank in parts]), spread.like)
-        for index, spread in enumerate(spreads)
-    ]
+def _orthogonalize_in_place(by_rank: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> None:
+    """Of whole matrices; in a rank's tensor its parts of them lie one after another."""
+    first = [0] * len(by_rank)
+    for spread in spreads:
+        last = list(map(sum, zip(first, spread.counts, strict=True)))
+        parts = [flat[start:stop] for flat, start, stop in zip(by_rank, first, last, strict=True)]
+        matrix = view_like(torch.cat(parts), spread.like)
+        matrix.copy_(orthogonalize(matrix))  # whose result may be laid out otherwise
+        for part, result in zip(parts, _flat(matrix).split(spread.counts), strict=True):
+            part.copy_(result)
+        first = last
 
 
 def _flat(tensor: Tensor) -> Tensor:
     """The elements of a tensor without holes, `(n,)`, in the order of its memory."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def _flattened(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([_flat(tensor) for tensor in tensors])
+
+
+def _unflattened(flat: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [view_like(part, tensor) for part, tensor in zip(parts, tensors, strict=True)]

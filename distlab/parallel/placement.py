@@ -21,7 +21,7 @@ from distlab.parallel.buckets import GradientBucket
 from distlab.parallel.gathering import Gathering
 from distlab.parallel.guards import order
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
-from distlab.parallel.shard import Shard, Spread, plain_name
+from distlab.parallel.shard import Shard, plain_name
 
 if TYPE_CHECKING:
     from distlab.parallel.bucketed import BucketedDDP
@@ -89,8 +89,7 @@ class Slices(Whole):
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
             values[parameter] = nn.Parameter(flat[here].view(shape))
-            like = torch.empty_like(parameter, device="meta")
-            values[parameter].spread = Spread(like, plan, position, self._group)
+            values[parameter].spread = plan.spread(position, parameter, self._group)
             if start < stop or parameter.ndim == 2:  # who orthogonalises matrices asks for those of other ranks, too
                 self._means.append((parameter, values[parameter], bucket.buffer[here].view(shape)))
             self.starts[parameter] = start

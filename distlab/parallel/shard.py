@@ -62,6 +62,12 @@ class FlatLayout:
         return first + shift, last + shift
 
 
+    def spread(self, index: int, parameter: Tensor, group: ProcessGroup) -> "Spread":
+        """Where the parameter at `index` lies, whose slices these ranks have."""
+        ranges = (self.shard_range(index, rank) for rank in range(self.world_size))
+        return Spread(torch.empty_like(parameter, device="meta"), [stop - start for start, stop in ranges], group)
+
+
 def round_up(number: int, multiple: int) -> int:
     """The least multiple that is not below `number`."""
     return -(-number // multiple) * multiple
@@ -111,20 +117,13 @@ class Spread:
 
     Attributes:
         like: on meta, with the whole's shape and strides.
-        layout, index: where the ranks' slices end, and which of the layout's parameters it is.
+        counts: how many elements each rank has.
         group: the ranks.
     """
 
     like: Tensor
-    layout: FlatLayout
-    index: int
+    counts: list[int]
     group: ProcessGroup
-
-    @property
-    def counts(self) -> list[int]:
-        """How many elements each rank has."""
-        ends = (self.layout.shard_range(self.index, rank) for rank in range(self.layout.world_size))
-        return [stop - start for start, stop in ends]
 
 
 def whole_shape(parameter: Tensor) -> torch.Size:

@@ -1,7 +1,5 @@
 """Muon steps shards as torch's steps whole matrices in one process, and sends what its placements' docstrings say."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,12 +8,10 @@ from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.optim import Muon
 from distlab.parallel import STRATEGIES, Layout, ParallelModel
-from distlab.parallel.muon import owners
-from distlab.parallel.shard import Spread
+from distlab.parallel.muon import divide, elements
 from tests.parallel.test_contract import run
 
 STEPS = 5
-SMALL = 2e-4  # MiB: 209 bytes, so that buckets and their slices end inside of matrices
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 CELLS = [
     ("naive", "all"), ("bucketed", "all"), ("sharded-optimizer", "owner"),
@@ -24,27 +20,24 @@ CELLS = [
 
 
 class Weighted(nn.Module):
-    """Matrices of blocks, beside an embedding, a head and biases; what it sums up is linear in all of them."""
+    """Matrices of blocks, one of them transposed, a head and biases; the loss is linear in all of them."""
 
     def __init__(self):
         super().__init__()
-        self.embedding = nn.Embedding(5, 4)
-        self.blocks = nn.ModuleList(nn.Linear(*sizes) for sizes in ((4, 7), (7, 3), (6, 6), (2, 9)))
-        transposed = nn.Linear(5, 8)
-        transposed.weight = nn.Parameter(torch.randn(5, 8).t())
-        self.blocks.append(transposed)
+        sizes = (4, 7), (7, 3), (6, 6), (2, 9), (5, 8)
+        self.blocks = nn.ModuleList(nn.Linear(*each) for each in sizes)
+        self.blocks[4].weight = nn.Parameter(self.blocks[4].weight.detach().t().contiguous().t())
         self.head = nn.Linear(4, 5)
 
-    def forward(self, generator: torch.Generator, times: int) -> Tensor:
-        """A loss whose gradients are whole numbers, so that their sums over ranks are exact in any order."""
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.randint(-3, 4, shape, generator=generator).float()
-
-        loss = (self.embedding(torch.arange(5)) * numbers(5, 4) * times).sum()
+    def forward(self, generator: torch.Generator) -> Tensor:
+        """The gradients are whole numbers, so that their sums over ranks are exact in any order."""
+        loss = torch.zeros(())
         for layer in [*self.blocks, self.head]:
-            rows, columns = layer.out_features, layer.in_features
-            loss = loss + (layer(numbers(3, columns)) * numbers(3, rows) * times).sum()
+            x, factors = (
+                torch.randint(-3, 4, (3, width), generator=generator).float()
+                for width in (layer.in_features, layer.out_features)
+            )
+            loss = loss + (layer(x) * factors).sum()
         return loss
 
 
@@ -54,43 +47,44 @@ def build() -> Weighted:
         return Weighted()
 
 
-def loss_of(model: nn.Module, rank: int, step: int, ranks: int) -> Tensor:
-    """A rank's, times the ranks: the mean over ranks divides by their number, exactly."""
-    return model(torch.Generator().manual_seed(100 * step + rank), ranks)
+def backward(model: nn.Module, rank: int, step: int, times: int = 1) -> None:
+    (times * model(torch.Generator().manual_seed(100 * step + rank))).backward()
 
 
 def in_one_process(ranks: int) -> list[Tensor]:
-    """Parameters after five steps of torch's own optimizers, on gradients added up over the ranks' data."""
+    """Parameters after torch's own optimizers have stepped, on the sum over the ranks' data."""
     model = build()
     matrices = [layer.weight for layer in model.blocks]
-    rest = [p for p in model.parameters() if not any(p is matrix for matrix in matrices)]
+    rest = [*(layer.bias for layer in model.blocks), *model.head.parameters()]
     optimizers = [torch.optim.Muon(matrices, **OPTIONS), torch.optim.AdamW(rest, **OPTIONS)]
     for step in range(STEPS):
         model.zero_grad()
         for rank in range(ranks):
-            loss_of(model, rank, step, 1).backward()
+            backward(model, rank, step)
         for optimizer in optimizers:
             optimizer.step()
     return list(model.parameters())
 
 
-def make(context: RankContext, strategy: str, placement: str) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def train(context: RankContext, strategy: str, placement: str) -> tuple[ParallelModel, torch.optim.Optimizer]:
+    """Whole numbers stay such in a mean over ranks of so many times the loss. Slices end inside of matrices."""
     options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
-    return STRATEGIES[strategy].build(build(), context.group, Muon, options, bucket_size_mb=SMALL)
+    model, optimizer = STRATEGIES[strategy].build(build(), context.group, Muon, options, bucket_size_mb=2e-4)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, context.rank, step, context.world_size)
+        model.finish_gradient_synchronization()
+        optimizer.step()
+    return model, optimizer
 
 
-def differences(context: RankContext) -> dict[str, float]:
-    expected = in_one_process(context.world_size)
-    found = {}
+def unequal(context: RankContext) -> list[str]:
+    expected, found = in_one_process(context.world_size), []
     for strategy, placement in CELLS:
-        model, optimizer = make(context, strategy, placement)
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            loss_of(model, context.rank, step, context.world_size).backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
+        model, _ = train(context, strategy, placement)
         for (name, mine), other in zip(model.full_parameters().items(), expected, strict=True):
-            found[f"{strategy} {placement} {name}"] = (mine - other).abs().max().item()
+            if not torch.equal(mine, other):
+                found.append(f"{strategy} {placement} {name}: {(mine - other).abs().max()}")
         model.close(restore=False)
     return found
 
@@ -98,108 +92,76 @@ def differences(context: RankContext) -> dict[str, float]:
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
     """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
-    for found in run(differences, world_size):
-        assert not {where: difference for where, difference in found.items() if difference}
+    assert run(unequal, world_size) == [[]] * world_size
 
 
 def sent(context: RankContext) -> None:
-    ranks = range(context.world_size)
     for strategy, placement in CELLS:
-        model, optimizer = make(context, strategy, placement)
-        loss_of(model, context.rank, 0, context.world_size).backward()
-        model.finish_gradient_synchronization()
+        model, optimizer = train(context, strategy, placement)
         with CollectiveRecorder() as recorder:
             optimizer.step()
-        held = optimizer.local if strategy == "zero1" else optimizer
-        expected = []
-        if placement == "owner":
+        if placement in ("all", "owner"):
             total = 4 * sum(parameter.numel() for parameter in model.parameters())
-            assert sum(call.bytes for call in recorder.calls) == total and recorder.count == context.world_size
-            recorder.calls.clear()
-        elif placement != "all":
-            spreads = [matrix.spread for matrix in held.param_groups[0]["params"]]
-            wholes = [spread.like.numel() for spread in spreads]
-            of_rank = [sum(spread.counts[rank] for spread in spreads) for rank in ranks]
-            assert sum(of_rank) == sum(wholes)
-            owner = owners(spreads, context.world_size)
-            owned = sum(whole for whole, rank in zip(wholes, owner, strict=True) if rank == context.rank)
-            expected = {
-                "gather": [("all_gather", 2 * context.world_size * max(of_rank))],
-                "exchange": [("all_to_all", 2 * of_rank[context.rank]), ("all_to_all", 2 * owned)],
-            }[placement]
-        gathers = strategy == "zero1"  # its parameters, too
-        calls = [(call.op, call.bytes) for call in recorder.calls if not (gathers and call.dtype == torch.float32)]
-        assert calls == expected, (strategy, placement)
-        model.close(restore=False)
+            assert recorder.total_bytes == (total if placement == "owner" else 0)
+            continue
+        spreads = [p.spread for p in getattr(optimizer, "local", optimizer).param_groups[0]["params"]]
+        held = [elements(spreads, rank) for rank in range(context.world_size)]
+        owned = sum(spread.like.numel() for spread in divide(spreads, context.world_size)[context.rank])
+        calls = [call.bytes for call in recorder.calls if call.dtype == torch.bfloat16]  # ZeRO-1 gathers fp32, too
+        gather, exchange = [2 * context.world_size * max(held)], [2 * held[context.rank], 2 * owned]
+        assert calls == (gather if placement == "gather" else exchange)
 
 
 def test_what_a_step_sends_is_the_closed_form():
     run(sent, 3)
 
 
-def spread(rows: int, columns: int) -> Spread:
-    return Spread(torch.empty(rows, columns, device="meta"), None, 0, None)
-
-
-def test_work_is_divided_evenly():
-    """The largest alone, the others together: 8·8·8 beside three of 4·4·8."""
-    assert owners([spread(4, 8), spread(8, 8), spread(4, 8), spread(8, 4)], 2) == [1, 0, 1, 1]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}, {"ns_steps": 3, "momentum": 0.5}], ids=str
-)
-def test_one_process_is_bit_for_bit_torch(options, dtype):
-    """But torch divides a bf16 momentum by its norm, without Nesterov, so that it is right for one step there."""
-    matrices = [torch.randn(shape).to(dtype) for shape in ((8, 6), (6, 9), (5, 5), (1, 4))]
+@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+def test_one_process_is_bit_for_bit_torch(options):
+    matrices = [torch.randn(shape) for shape in ((8, 6), (6, 9), (5, 5), (1, 4))]
     others = [matrix.clone() for matrix in matrices]
+    for matrix, other in zip(matrices, others, strict=True):
+        matrix.grad = other.grad = torch.randn(matrix.shape)
     mine, reference = Muon(matrices, **OPTIONS, **options), torch.optim.Muon(others, **OPTIONS, **options)
-    steps = 1 if options == {"nesterov": False} and dtype == torch.bfloat16 else STEPS
-    for _ in range(steps):
-        for matrix, other in zip(matrices, others, strict=True):
-            matrix.grad = torch.randn(matrix.shape).to(dtype)
-            other.grad = matrix.grad.clone()
+    for _ in range(STEPS):
         mine.step()
         reference.step()
     assert all(map(torch.equal, matrices, others))
 
 
-def test_momentum_is_left_alone_by_what_is_orthogonalised():
+def test_orthogonalising_leaves_momentum_alone():
+    """torch's, of bf16 parameters and without Nesterov, is divided by its norm."""
     matrix = torch.ones(2, 2, dtype=torch.bfloat16)
-    matrix.grad = torch.full((2, 2), 4.0, dtype=torch.bfloat16)
+    matrix.grad = 4 * matrix
     optimizer = Muon([matrix], momentum=0.5, nesterov=False)
     optimizer.step()
-    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], torch.full_like(matrix, 2.0))
+    assert torch.equal(optimizer.state[matrix]["momentum_buffer"], matrix.grad / 2)
 
 
-def test_blocks_are_split_from_the_rest():
+def test_a_matrix_tied_to_the_head_is_the_heads():
     model = Weighted()
-    model.blocks.append(nn.Linear(4, 5))
-    model.blocks[-1].weight = model.head.weight  # tied: it is the head's
-    model.blocks[0].weight.requires_grad_(False)
+    model.blocks[0] = model.head
     matrices, rest = Muon.split(model)
-    assert set(matrices["params"]) == {layer.weight for layer in model.blocks[1:5]}
-    assert not rest["orthogonalize"]
-    assert len(matrices["params"]) + len(rest["params"]) + 1 == len(list(model.parameters()))
+    assert set(matrices["params"]) == {layer.weight for layer in model.blocks[1:]}
+    assert {*matrices["params"], *rest["params"]} == {*model.parameters()} and not rest["orthogonalize"]
 
 
-def test_mistakes_are_refused():
-    vector, matrix = torch.ones(3), torch.ones(3, 3)
-    refused = {
-        r"shape \(3,\) is no matrix.*orthogonalize=False": partial(Muon, [vector]),
-        "ns_steps=0": partial(Muon, [matrix], ns_steps=0),
-        "momentum=-1": partial(Muon, [matrix], momentum=-1),
-        "adjust_lr_fn='none': give one of": partial(Muon, [matrix], adjust_lr_fn="none"),
-        "placement='all': give one of 'gather'": partial(Muon, [matrix], placement="all"),
-        "no child of an nn.ModuleList": partial(Muon.split, nn.Linear(2, 2)),
-        "Muon is not known to be element-wise.*layout tp": partial(
-            STRATEGIES["naive"].build, Weighted(), None, Muon, layout=Layout(tensor=2)
-        ),
-    }
-    for message, mistake in refused.items():
-        with pytest.raises(ValueError, match=message):
-            mistake()
-    optimizer = Muon([matrix])
-    with pytest.raises(ValueError, match="is no matrix"):
-        optimizer.add_param_group({"params": [vector]})
+@pytest.mark.parametrize(
+    ("message", "params", "options"),
+    [
+        (r"shape \(3,\) is no matrix.*orthogonalize=False", [torch.ones(3)], {}),
+        ("ns_steps=0", [torch.ones(3, 3)], {"ns_steps": 0}),
+        ("adjust_lr_fn='none': give one of None, original", [torch.ones(3, 3)], {"adjust_lr_fn": "none"}),
+        ("placement='all': give one of gather", [torch.ones(3, 3)], {"placement": "all"}),
+    ],
+)
+def test_mistakes_are_refused(message, params, options):
+    with pytest.raises(ValueError, match=message):
+        Muon(params, **options)
+
+
+def test_models_without_whole_matrices_in_blocks_are_refused():
+    with pytest.raises(ValueError, match="has a matrix"):
+        Muon.split(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"Muon is not known to be element-wise.*layout tp"):
+        STRATEGIES["naive"].build(Weighted(), None, Muon, layout=Layout(tensor=2))

@@ -27,7 +27,6 @@ from distlab.parallel.fsdp.entry import Entry
 from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.parallel.fsdp.units import UnitPlan
 from distlab.parallel.guards.shards import NotGathered
-from distlab.parallel.shard import Spread
 
 
 class FlatParam:
@@ -67,8 +66,7 @@ class FlatParam:
         shards = [self.master.as_strided(*place) for place in self._places_in_slice]
         self.shards = [nn.Parameter(shard, self.trainable) for shard in shards]
         for index, shard in enumerate(self.shards):
-            like = torch.empty_like(entries[index].parameter, device="meta")
-            shard.spread = Spread(like, layout, index, group)
+            shard.spread = layout.spread(index, entries[index].parameter, group)
         self._storage, self._num_bytes = self.buffer.untyped_storage(), self.buffer.nbytes
         self._storage.resize_(0)
         self._gathering: tuple[Work, Tensor] | None = None
