@@ -10,7 +10,6 @@ It steps whole matrices under every data-parallel strategy, and shards of them u
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS
-from distlab.parallel.shard import whole_shape
+from distlab.parallel.shard import local_part, whole_shape
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
 LR_FACTORS = {
@@ -45,7 +44,8 @@ class Muon(Optimizer):
         placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
     Raises:
-        ValueError: less than one step, a name that is none, or a parameter that is no matrix in a group of matrices.
+        ValueError: less than one step, a name that is none, or, in a group of matrices, a parameter that is none or a
+            DTensor.
     """
 
     takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
@@ -83,7 +83,8 @@ class Muon(Optimizer):
         Raises:
             ValueError: no block has a matrix.
         """
-        blocks = tuple(f"{name}." for name, each in model.named_modules() if isinstance(each, nn.ModuleList))
+        modules = model.named_modules(remove_duplicate=False)
+        blocks = tuple(f"{name}." for name, module in modules if isinstance(module, nn.ModuleList))
         named = model.named_parameters(remove_duplicate=False)
         others = {p for name, p in named if not name.startswith(blocks) or len(whole_shape(p)) != 2}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -117,9 +118,7 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        directions_of = partial(
-            orthogonalize, coefficients=group["ns_coefficients"], steps=group["ns_steps"], eps=group["eps"]
-        )
+        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
         by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
         for matrix in matrices:
             spread = getattr(matrix, "spread", None)
@@ -127,10 +126,10 @@ class Muon(Optimizer):
         for ranks, some in by_ranks.items():
             updates = (self._update(matrix, group) for matrix in some)
             if ranks is None:  # whole here, and one after another, so that none of the updates stays
-                directions = map(directions_of, updates)
+                directions = (orthogonalize(update, *options) for update in updates)
             else:
-                place = PLACEMENTS[group["placement"]]
-                directions = place(list(updates), [matrix.spread for matrix in some], directions_of)
+                place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
+                directions = place(list(updates), spreads, lambda matrix: orthogonalize(matrix, *options))
             for matrix, direction in zip(some, directions, strict=True):
                 factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
                 matrix.mul_(1 - group["lr"] * group["weight_decay"])
@@ -174,19 +173,18 @@ def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps
         eps: the least number that is divided by.
 
     Returns:
-        `(rows, columns)`, bf16, in the order of the matrix's memory.
+        `(rows, columns)`, bf16, in row-major order, or in column-major order where there are more rows than columns.
     """
+    if matrix.size(0) > matrix.size(1):  # what is multiplied below is of the shorter side
+        return orthogonalize(matrix.T, coefficients, steps, eps).T
     a, b, c = coefficients
     x = matrix.bfloat16()
-    is_tall = x.size(0) > x.size(1)
-    if is_tall:  # the products below are of the shorter side
-        x = x.T
     x = x / x.norm().clamp(min=eps)
     for _ in range(steps):
         squares = x @ x.T
         polynomial = torch.addmm(squares, squares, squares, beta=b, alpha=c)
         x = torch.addmm(x, polynomial, x, beta=a)
-    return x.T if is_tall else x
+    return x
 
 
 def _check(group: dict[str, Any]) -> None:
@@ -196,10 +194,12 @@ def _check(group: dict[str, Any]) -> None:
     for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
         if group[name] not in allowed:
             raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}")
-    shapes = [tuple(whole_shape(parameter)) for parameter in group["params"] if group["orthogonalize"]]
-    for shape in shapes:
+    for parameter in group["params"] if group["orthogonalize"] else ():
+        shape = tuple(whole_shape(parameter))
         if len(shape) != 2:
             raise ValueError(
                 f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
                 "Muon.split(model) does"
             )
+        if local_part(parameter) is not parameter:
+            raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's")
