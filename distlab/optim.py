@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS
-from distlab.parallel.shard import local_part, whole_shape
+from distlab.parallel.shard import local_part, spread_of, whole_shape
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
 LR_FACTORS = {
@@ -121,7 +121,7 @@ class Muon(Optimizer):
         options = group["ns_coefficients"], group["ns_steps"], group["eps"]
         by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
         for matrix in matrices:
-            spread = getattr(matrix, "spread", None)
+            spread = spread_of(matrix)
             by_ranks.setdefault(spread and spread.group, []).append(matrix)
         for ranks, some in by_ranks.items():
             updates = (self._update(matrix, group) for matrix in some)

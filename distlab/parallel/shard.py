@@ -9,6 +9,7 @@ world size, without gathering.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -112,8 +113,8 @@ class Cut:
 class Spread:
     """Which rank has how much of a parameter that is sharded, for an optimizer whose update takes all of it.
 
-    Sharded strategies leave it in the attribute `spread` of what their optimizer steps. Rank 0 has the first elements
-    in the order of the parameter's memory, rank 1 those behind them, and so on; some ranks may have none.
+    Sharded strategies leave it in the attribute `spread` of what their optimizer steps (`spread_of`). Rank 0 has the
+    first elements in the order of the parameter's memory, rank 1 those behind them, and so on; some ranks may have none.
 
     Attributes:
         like: on meta, with the whole's shape and strides.
@@ -125,10 +126,19 @@ class Spread:
     counts: list[int]
     group: ProcessGroup
 
+    def __reduce__(self) -> Any:
+        """Pickle as something empty that `torch.load` takes: a shard that was stored belongs to no ranks."""
+        return torch.Size, ()
+
+
+def spread_of(parameter: Tensor) -> Spread | None:
+    """Where the rest of a shard lies; None of what is whole here."""
+    return getattr(parameter, "spread", None) or None
+
 
 def whole_shape(parameter: Tensor) -> torch.Size:
     """Of the parameter that this is, or is a shard of."""
-    spread = getattr(parameter, "spread", None)
+    spread = spread_of(parameter)
     return parameter.shape if spread is None else spread.like.shape
 
 

@@ -1,5 +1,7 @@
 """Muon steps shards as torch's steps whole matrices in one process, and sends what its placements' docstrings say."""
 
+import io
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -7,8 +9,9 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.optim import Muon
-from distlab.parallel import STRATEGIES, Layout, ParallelModel
+from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
 from distlab.parallel.muon import divide, elements
+from distlab.parallel.shard import spread_of
 from tests.parallel.test_contract import run
 
 STEPS = 5
@@ -120,6 +123,18 @@ def recorder_of_halves(recorder: CollectiveRecorder) -> list[tuple[str, int]]:
 
 def test_what_a_step_sends_is_the_closed_form():
     run(sent, 3)
+
+
+def stored(context: RankContext) -> None:
+    file = io.BytesIO()
+    torch.save(FSDP(nn.Linear(4, 4), process_group=context.group).module.weight, file)
+    file.seek(0)
+    assert spread_of(torch.load(file)) is None
+
+
+def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own():
+    """By `torch.load` as it comes, which takes few classes, and no group of ranks."""
+    run(stored, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
