@@ -114,7 +114,7 @@ class Spread:
     """Which rank has how much of a parameter that is sharded, for an optimizer whose update takes all of it.
 
     Sharded strategies leave it in the attribute `spread` of what their optimizer steps (`spread_of`). Rank 0 has the
-    first elements in the order of the parameter's memory, rank 1 those behind them, and so on; some ranks may have none.
+    first elements in the order of the parameter's memory, rank 1 those behind them, and so on; some have none.
 
     Attributes:
         like: on meta, with the whole's shape and strides.
