@@ -13,7 +13,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/comm": 9,  # sums, and passing on round a group
     "distlab/measure": 18,
     "distlab/model": 8,  # stages of a pipeline
-    "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
+    "distlab/parallel": 42.3,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
     "distlab/report": 14,  # derived columns, which experiments computed
     "distlab/theory": 30.2,  # what a rank of a layout sends, holds and takes
     "distlab/train": 12,

@@ -1,8 +1,8 @@
 """Where Muon orthogonalises: that takes whole matrices, of which a rank may have a part.
 
     placement   a rank has        orthogonalises     what is sent in a step
-    all         all matrices      all of them        nothing
-    owner       all matrices      those it owns      their new values; `ShardedOptimizer` does it
+    all         all matrices      all of them        nothing: 0 bytes
+    owner       all matrices      those it owns      all bytes of all parameters, broadcast by `ShardedOptimizer`
     gather      a part of each    all of them        the parts, to everybody
     exchange    a part of each    those it owns      the parts to their owners, and orthogonalised parts back
 
