@@ -26,7 +26,7 @@ def test_names_are_unique():
 
 LEAST = {  # whoever rewrites the target of a mutation ports it: no number falls
     "attention": 11, "averaging": 25, "axes": 10, "buckets": 6, "commands": 17, "data": 18, "experiments": 9,
-    "guards": 41, "kernels": 17, "measuring": 61, "optimizer": 15, "pipelines": 10, "reports": 31, "resume": 29,
+    "guards": 41, "kernels": 17, "measuring": 61, "optimizer": 20, "pipelines": 10, "reports": 31, "resume": 29,
     "schedule": 5, "sharding": 30, "simulation": 13, "theory": 40,
 }  # fmt: skip
 

@@ -7,13 +7,13 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 21,  # runs.py and compare.py, which stood in report and notebook; check.py
+    "distlab/*.py": 22.2,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
     "distlab/bench": 7,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
     "distlab/comm": 9,  # sums, and passing on round a group
     "distlab/measure": 18,
     "distlab/model": 8,  # stages of a pipeline
-    "distlab/parallel": 40,  # layouts and pipelines; refusals have files; strategies' facts stand in entries
+    "distlab/parallel": 42.3,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
     "distlab/report": 14,  # derived columns, which experiments computed
     "distlab/theory": 30.2,  # what a rank of a layout sends, holds and takes
     "distlab/train": 12,

@@ -18,7 +18,7 @@ from distlab.parallel.base import ParallelModel, stepped
 from distlab.parallel.shard import Shard, plain_name, whole
 
 # How a step is computed, not what it computes: a checkpoint does not carry these over.
-NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable"}
+NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable", "placement"}
 
 
 def model_state(model: ParallelModel) -> list[Shard]:

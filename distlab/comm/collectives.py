@@ -140,16 +140,25 @@ def scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     return dist.scatter(output, parts, group=group, group_src=0, async_op=True)
 
 
-def all_to_all(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
-    """Send the r-th of N equal slices of `input` `(N·n,)` to rank r; those that arrive make `output` `(N·n,)`."""
-    return dist.all_to_all_single(output, input, group=group, async_op=True)
+def all_to_all(
+    output: Tensor,
+    input: Tensor,
+    group: ProcessGroup,
+    received: Sequence[int] | None = None,
+    sent: Sequence[int] | None = None,
+) -> Work:
+    """Send the r-th of N slices of `input` to rank r; those that arrive make `output`, in rank order.
+
+    `received` and `sent` are the slices' elements, by rank; by default all slices are equal.
+    """
+    return dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
 
 
 def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Send `input` `(n,)` to the next rank of the group; `output` `(n,)` is what the one before has sent."""
     rank, ranks = group.rank(), group.size()
     to, come = ([output.numel() * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
-    return dist.all_to_all_single(output, input, come, to, group=group, async_op=True)
+    return all_to_all(output, input, group, come, to)
 
 
 def send(tensor: Tensor, group: ProcessGroup) -> Work:

@@ -23,6 +23,7 @@ from distlab.parallel.context_parallel import Parts, share_sequences
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
+from distlab.parallel.guards.optimizers import refuse_cut_matrices
 from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local import Local
 from distlab.parallel.meta import materialize, reset_parameters
@@ -60,8 +61,10 @@ __all__ = [
 ]
 
 
-def _over_parameters(model: ParallelModel, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
-    return optimizer_cls(model.parameters(), **options)
+def _over_parameters(
+    model: ParallelModel, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> Optimizer:
+    return optimizer_cls(params or model.parameters(), **options)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,8 @@ class Strategy:
         wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
         sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets` of them, or `units`
             of parameters, and of their gradients; None where no closed form counts what it sends.
-        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters.
+        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters,
+            or the groups of its `split(model)`, which it is given as `params`.
         has_buckets: whether a bucket size means anything to it.
         pads_buckets: whether buckets are padded to equal chunks for all ranks before they are all-reduced.
         after_backward: whether gradients are sent only once backward has ended.
@@ -158,8 +162,11 @@ class Strategy:
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
-                `device` for one that has its values; a layout that does not fit the ranks, the model or the strategy.
+                `device` for one that has its values; a layout that does not fit the ranks, the model, the strategy or
+                the optimizer.
         """
+        if layout.tensor > 1:
+            refuse_cut_matrices(optimizer_cls)
         axes = layout.axes(group)
         if refusal := self.refusal(layout):
             raise ValueError(refusal)
@@ -199,7 +206,10 @@ class Strategy:
         model.compute_dtype, model.cuts = compute_dtype, cuts
         model.tensor_group = None if by_torch else axes.tensor
         model.pipeline = pipeline
-        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options or {})
+        optimizer_options = dict(optimizer_options or {})
+        if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
+            optimizer_options["params"] = optimizer_cls.split(model)
+        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options)
         model.allocate()
         return model, optimizer
 
@@ -208,8 +218,10 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
-def _sharded(model: BucketedDDP, optimizer_cls: type[Optimizer], **options: Any) -> ShardedOptimizer:
-    return ShardedOptimizer(model.parameters(), optimizer_cls, model.process_group, **options)
+def _sharded(
+    model: BucketedDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> ShardedOptimizer:
+    return ShardedOptimizer(params or model.parameters(), optimizer_cls, model.process_group, **options)
 
 
 _UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}

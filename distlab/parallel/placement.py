@@ -89,7 +89,8 @@ class Slices(Whole):
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
             values[parameter] = nn.Parameter(flat[here].view(shape))
-            if start < stop:
+            values[parameter].spread = plan.spread(position, parameter, self._group)
+            if start < stop or parameter.ndim == 2:  # who orthogonalises matrices asks for those of other ranks, too
                 self._means.append((parameter, values[parameter], bucket.buffer[here].view(shape)))
             self.starts[parameter] = start
         return flat

@@ -9,9 +9,11 @@ world size, without gathering.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 
 class FlatLayout:
@@ -61,6 +63,12 @@ class FlatLayout:
         return first + shift, last + shift
 
 
+    def spread(self, index: int, parameter: Tensor, group: ProcessGroup) -> "Spread":
+        """Where the parameter at `index` lies, whose slices these ranks have."""
+        ranges = (self.shard_range(index, rank) for rank in range(self.world_size))
+        return Spread(torch.empty_like(parameter, device="meta"), [stop - start for start, stop in ranges], group)
+
+
 def round_up(number: int, multiple: int) -> int:
     """The least multiple that is not below `number`."""
     return -(-number // multiple) * multiple
@@ -99,6 +107,39 @@ class Cut:
         assert self.dim == 0 or len(self.ranges) == 1, "several ranges of columns would alternate row by row"
         full = [(0, size) for size in self.shape]
         return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Which rank has how much of a parameter that is sharded, for an optimizer whose update takes all of it.
+
+    Sharded strategies leave it in the attribute `spread` of what their optimizer steps (`spread_of`). Rank 0 has the
+    first elements in the order of the parameter's memory, rank 1 those behind them, and so on; some have none.
+
+    Attributes:
+        like: on meta, with the whole's shape and strides.
+        counts: how many elements each rank has.
+        group: the ranks.
+    """
+
+    like: Tensor
+    counts: list[int]
+    group: ProcessGroup
+
+    def __reduce__(self) -> Any:
+        """Pickle as something empty that `torch.load` takes: a shard that was stored belongs to no ranks."""
+        return torch.Size, ()
+
+
+def spread_of(parameter: Tensor) -> Spread | None:
+    """Where the rest of a shard lies; None of what is whole here."""
+    return getattr(parameter, "spread", None) or None
+
+
+def whole_shape(parameter: Tensor) -> torch.Size:
+    """Of the parameter that this is, or is a shard of."""
+    spread = spread_of(parameter)
+    return parameter.shape if spread is None else spread.like.shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -80,12 +80,12 @@ def tuned_torch_ddp(
     return TorchDDP(module, process_group=process_group, **options)
 
 
-def torch_zero(model: TorchDDP, optimizer_cls: type[Optimizer], **options: Any) -> Optimizer:
+def torch_zero(model: TorchDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any) -> Optimizer:
     """torch's ZeroRedundancyOptimizer; its `state` is that of the parameters that this rank steps."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
 
     group = model.process_group
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_cls, process_group=group, **options)
+    optimizer = ZeroRedundancyOptimizer(params or model.parameters(), optimizer_cls, process_group=group, **options)
     optimizer.state = optimizer.optim.state
     return optimizer
 

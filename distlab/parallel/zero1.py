@@ -9,7 +9,8 @@ a reduce-scatter and an all-gather are the two halves of the all-reduce they rep
 updated parameters runs under the next forward, in the order in which forward needs them; see `gathering.py`.
 
 Parameters live in flat buffers laid out like the gradient buckets; a rank has the same slice of both. Its local
-optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise.
+optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise, or know what to do
+with shards (`muon.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -25,13 +26,13 @@ from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
 from distlab.parallel.exchange import ReduceScatter
-from distlab.parallel.guards.optimizers import check_zero, refuse_other_groups
+from distlab.parallel.guards.optimizers import check_zero, refuse_other_groups, takes_shards
 from distlab.parallel.placement import Slices
 from distlab.parallel.shard import Shard
 
 
 class ZeroOptimizer(LocalOptimizer):
-    """An element-wise optimizer over this rank's slices of a `BucketedDDP`'s parameters.
+    """An element-wise optimizer, or `distlab.optim.Muon`, over this rank's slices of a `BucketedDDP`'s parameters.
 
     Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in this rank's shard and
     leftovers elsewhere. So it must be zeroed before every step's first backward, the norm is clipped by
@@ -45,7 +46,8 @@ class ZeroOptimizer(LocalOptimizer):
 
     Args:
         ddp: its bucket plan is taken over; from now on it reduce-scatters.
-        optimizer_cls: such as `torch.optim.AdamW`.
+        optimizer_cls: such as `torch.optim.AdamW`. Where its body says `takes_shards = True`, it is given this rank's
+            shards of all parameters, empty ones too, and reads in their attribute `spread` where the rest lies.
         params: parameters or groups of the wrapped module; default: all that are trainable, in one group.
         elementwise: a class that is none of torch's treats every element by itself, too; so says
             `elementwise = True` in its body.
@@ -67,6 +69,7 @@ class ZeroOptimizer(LocalOptimizer):
         **kwargs: Any,
     ):
         check_zero(ddp, optimizer_cls, elementwise)
+        self._takes_shards = takes_shards(optimizer_cls)
         ddp.placement.close()  # that of an optimizer before this one
         ddp.lay_out(ReduceScatter(ddp.process_group, ddp.device))
         ddp.allocate()
@@ -171,9 +174,10 @@ class ZeroOptimizer(LocalOptimizer):
         shards = self._slices.shard_of
         if any(parameter not in shards for parameter in group["params"]):
             raise ValueError("a parameter is not among those that the wrapped module trains")
-        return group | {
-            "params": [shard.tensor for shard in self.shards(shards[p] for p in group["params"])]
-        }
+        held = [shards[parameter] for parameter in group["params"]]
+        if not self._takes_shards:
+            held = self.shards(held)
+        return group | {"params": [shard.tensor for shard in held]}
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
         name_of = {parameter: name for name, parameter in self._named}

@@ -9,6 +9,7 @@ from distlab.options import SEED, Options, did_you_mean, option
 from distlab.parallel import STRATEGIES, Layout, check_shard_size
 from distlab.train.build import check_layout
 from distlab.train.schedule import WarmupCosine
+from distlab.train.step import OPTIMIZERS
 
 TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
 # What decides the sequence of losses, besides the model and the data.
@@ -67,7 +68,8 @@ class TrainConfig(ModelOptions):
     lr: float = option(1e-3, "largest learning rate", above=0)
     lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", least=0, most=1)
     warmup: int = option(10, "steps until the largest learning rate", least=0)
-    weight_decay: float = option(0.1, "of AdamW", least=0)
+    optimizer: str = option("adamw", "muon: of blocks' matrices; the rest by AdamW", choices=tuple(OPTIMIZERS))
+    weight_decay: float = option(0.1, "of the optimizer", least=0)
     beta2: float = option(0.95, "of AdamW", least=0)
     clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
     seed: int = option(0, "of parameters, data order and dropout", **SEED)

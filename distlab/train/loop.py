@@ -29,7 +29,7 @@ from distlab.train.memory_budget import settled, training_step
 from distlab.train.metrics import GatheredMetrics, NonFiniteLoss, StepMetrics
 from distlab.train.scaler import LossScaler
 from distlab.train.signals import StopSignals
-from distlab.train.step import TrainStep, adamw, loss_function
+from distlab.train.step import OPTIMIZERS, TrainStep, loss_function
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Trainer:
         keeps = settled(training_step(config, context.world_size), context)
         if config.checkpointing == "auto":
             progress(f"checkpointing auto: blocks keep {keeps}")
-        optimizer_cls, options = adamw(config.ops)
+        optimizer_cls, options = OPTIMIZERS[config.optimizer](config.ops)
         options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}
         _, self.wrapper, self.optimizer = build_training(
             config.model(),

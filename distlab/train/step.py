@@ -16,6 +16,7 @@ from distlab.comm import RankContext, collectives
 from distlab.model.config import ModelConfig
 from distlab.model.ops import cross_entropy
 from distlab.model.transformer import TransformerLM
+from distlab.optim import Muon
 from distlab.parallel import Layout, ParallelModel
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.train.scaler import LossScaler
@@ -55,6 +56,14 @@ def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
     from kernels.adamw import AdamW
 
     return AdamW, {}
+
+
+def muon(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, str]]:
+    """Muon, with updates as large as AdamW's, so that a learning rate of AdamW's serves it; `ops` changes nothing."""
+    return Muon, {"adjust_lr_fn": "match_rms_adamw"}
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Module:

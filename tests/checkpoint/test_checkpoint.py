@@ -88,6 +88,15 @@ def test_resumed_at_another_world_size_losses_are_those_of_the_uninterrupted_run
     assert_continued(losses, world_size, each_after_another(1), root, UNCLIPPED)
 
 
+def test_muons_momentum_is_stored_by_rows_and_continued_by_slices(tmp_path):
+    """Bit for bit; and AdamW, whose state it is not, refuses it."""
+    changes = UNCLIPPED | {"optimizer": "muon"}
+    losses = run_ranks(train_and_save, 2, str(tmp_path), ["fsdp"], changes)[0]
+    assert run_ranks(resume, 2, [("fsdp", "zero1")], str(tmp_path), changes)[0] == [losses["fsdp"]]
+    with pytest.raises(RanksFailed, match="holds the state of Muon, not of AdamW"):
+        run_ranks(resume, 2, [("fsdp", "zero1")], str(tmp_path), UNCLIPPED)
+
+
 ON_A_MESH = {"shard_size": 2} | UNCLIPPED  # two shard groups of two ranks
 
 

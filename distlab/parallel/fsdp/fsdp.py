@@ -49,7 +49,7 @@ class FSDP(ParallelModel):
     rank's rows of each matrix, `(rows, …)` with its number of dimensions and perhaps no rows, and the replicated
     vectors. `state_dict()` holds exactly these and the buffers: a sharded state, to be loaded on the same rank at
     the same world size; `gather_full_params()` and `load_full_params()` are for any other. Build the optimizer after
-    wrapping, of a kind that works element by element (SGD, Adam, AdamW).
+    wrapping, of a kind that works element by element (SGD, Adam, AdamW), or `distlab.optim.Muon`.
 
     Args:
         module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.

@@ -65,6 +65,8 @@ class FlatParam:
         # `(rows, …)` with the parameter's dimensions, perhaps empty.
         shards = [self.master.as_strided(*place) for place in self._places_in_slice]
         self.shards = [nn.Parameter(shard, self.trainable) for shard in shards]
+        for index, shard in enumerate(self.shards):
+            shard.spread = layout.spread(index, entries[index].parameter, group)
         self._storage, self._num_bytes = self.buffer.untyped_storage(), self.buffer.nbytes
         self._storage.resize_(0)
         self._gathering: tuple[Work, Tensor] | None = None

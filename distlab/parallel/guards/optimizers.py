@@ -26,6 +26,11 @@ def is_elementwise(optimizer_cls: type[Optimizer]) -> bool:
     return optimizer_cls in ELEMENTWISE or vars(optimizer_cls).get("elementwise") is True
 
 
+def takes_shards(optimizer_cls: type[Optimizer]) -> bool:
+    """Whether its own class body says `takes_shards = True`: it brings together what it needs of other ranks itself."""
+    return vars(optimizer_cls).get("takes_shards") is True
+
+
 def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bool) -> None:
     """Check that ZeRO stage 1 can take over a wrapper, with this optimizer over parts of parameters.
 
@@ -36,7 +41,7 @@ def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bo
     """
     if not isinstance(ddp, BucketedDDP):
         raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
-    if not (elementwise or is_elementwise(optimizer_cls)):
+    if not (elementwise or is_elementwise(optimizer_cls) or takes_shards(optimizer_cls)):
         raise ValueError(
             f"{optimizer_cls.__name__} is not known to be element-wise, and here it sees parts of parameters: give "
             "elementwise=True if every element's update depends on that element alone, else use ShardedOptimizer, "
@@ -55,6 +60,17 @@ def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bo
                 f"ZeroOptimizer: '{name}' renormalises its rows in forward (max_norm), each rank those of its own "
                 "batch, which the next step loses: leave max_norm out, and renormalise after optimizer.step()"
             )
+
+
+def refuse_cut_matrices(optimizer_cls: type[Optimizer]) -> None:
+    """Raise ValueError for an optimizer that is not known to be element-wise, where each rank's model has a part of
+    every matrix.
+    """
+    if not is_elementwise(optimizer_cls):
+        raise ValueError(
+            f"{optimizer_cls.__name__} is not known to be element-wise, and ranks that share matrices (layout tp) "
+            "would each step a part as if it were the whole: take AdamW, or a layout without tp"
+        )
 
 
 def refuse_lbfgs(optimizer_cls: type[Optimizer]) -> None:

@@ -20,7 +20,7 @@ from distlab.parallel.guards import hooks
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.guards.gradients import find_edited
 from distlab.parallel.guards.module import check_unchanged, the_device
-from distlab.parallel.guards.optimizers import is_elementwise
+from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
@@ -144,7 +144,7 @@ class ShardGuard:
         ]
         self.pending = self.unfinished = False
         self._editing = False  # inside elementwise_edits()
-        self._treats_elements: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
+        self._takes_shards: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
         self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
         self._after: list[RemovableHandle] = []  # of optimizers' steps
         hooks.watch(self, fsdp.trainable)
@@ -231,7 +231,7 @@ class ShardGuard:
         """Called before every step of an optimizer that holds parameters of the wrapper.
 
         Raises:
-            ValueError: an optimizer that is not element-wise.
+            ValueError: an optimizer that is neither element-wise nor takes shards.
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
@@ -240,8 +240,8 @@ class ShardGuard:
             self._check_last[optimizer].remove()
         else:
             self._after.append(optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self))))
-            self._treats_elements[optimizer] = is_elementwise(type(optimizer))
-        if not self._treats_elements[optimizer]:
+            self._takes_shards[optimizer] = is_elementwise(type(optimizer)) or takes_shards(type(optimizer))
+        if not self._takes_shards[optimizer]:
             refuse_matrices(optimizer)
         # Behind the optimizer's own hooks, which may edit gradients.
         self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))

@@ -1,0 +1,206 @@
+"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks (Jordan et al. 2024).
+
+    buffer ← β·buffer + (1 − β)·gradient
+    update ← β·buffer + (1 − β)·gradient            once more, by Nesterov
+    matrix ← (1 − lr·decay)·matrix − lr·factor·orthogonalize(update)
+
+Momentum is element by element; orthogonalising, which makes about U·Vᵀ of U·S·Vᵀ, takes a whole matrix. `Muon` steps
+whole matrices under every data-parallel strategy, and shards of them under ZeRO-1 and FSDP: `distlab.parallel.muon`
+says who orthogonalises there, and what that sends. https://kellerjordan.github.io/posts/muon/
+"""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+from torch.optim.adamw import adamw
+
+from distlab.parallel.muon import PLACEMENTS
+from distlab.parallel.shard import local_part, spread_of, whole_shape
+
+# What the learning rate is multiplied by, for a matrix of so many rows and columns.
+LR_FACTORS = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class Muon(Optimizer):
+    """`torch.optim.Muon`, right for shards too; groups with `orthogonalize=False` are stepped by AdamW.
+
+        optimizer = Muon(Muon.split(model), lr=1e-3, adjust_lr_fn="match_rms_adamw")
+
+    Args:
+        params: matrices, or groups; `Muon.split(model)` makes two.
+        lr, weight_decay: of both kinds of groups.
+        momentum, nesterov: of matrices.
+        ns_coefficients, eps, ns_steps: see `orthogonalize`.
+        adjust_lr_fn: one of `LR_FACTORS`; None: the original. By `match_rms_adamw` an update is as large as AdamW's, so
+            that one learning rate serves both kinds of groups.
+        betas, adamw_eps: of AdamW.
+        placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
+
+    Raises:
+        ValueError: `ns_steps` below 1, an unknown name, or, in a group of matrices, a parameter that is not 2-D or is a
+            DTensor.
+    """
+
+    takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
+
+    def __init__(
+        self,
+        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        lr: float = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: tuple[float, float, float] = (3.4445, -4.7750, 2.0315),
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        betas: tuple[float, float] = (0.9, 0.999),
+        adamw_eps: float = 1e-8,
+        placement: str = "exchange",
+    ):
+        defaults = {
+            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas, "adamw_eps": adamw_eps, "placement": placement, "orthogonalize": True,
+        }  # fmt: skip
+        super().__init__(params, defaults)
+
+    @staticmethod
+    def split(model: nn.Module) -> list[dict[str, Any]]:
+        """Two groups of a model's trainable parameters: the matrices of its blocks, and the rest, for AdamW.
+
+        Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside, and so does a matrix
+        of a block that is tied to theirs. Of a model under FSDP these are the shards.
+
+        Raises:
+            ValueError: no block has a matrix.
+        """
+        modules = model.named_modules(remove_duplicate=False)
+        blocks = tuple(f"{name}." for name, module in modules if isinstance(module, nn.ModuleList))
+        named = model.named_parameters(remove_duplicate=False)
+        others = {p for name, p in named if not name.startswith(blocks) or len(whole_shape(p)) != 2}
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter not in others]
+        if not matrices:
+            raise ValueError("Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself")
+        return [{"params": matrices}, {"params": [p for p in trained if p in others], "orthogonalize": False}]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
+        super().add_param_group(param_group)
+        _check(self.param_groups[-1])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient; of sharded matrices, call it on every rank.
+
+        Returns:
+            The closure's value, or None.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if group["orthogonalize"]:
+                self._step_matrices(stepped, group)
+            else:
+                self._step_elements(stepped, group)
+        return loss
+
+    def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
+        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
+        for matrix in matrices:
+            spread = spread_of(matrix)
+            by_ranks.setdefault(spread and spread.group, []).append(matrix)
+        for ranks, some in by_ranks.items():
+            updates = (self._update(matrix, group) for matrix in some)
+            if ranks is None:  # whole here, and one after another, so that none of the updates stays
+                directions = (orthogonalize(update, *options) for update in updates)
+            else:
+                place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
+                directions = place(list(updates), spreads, lambda matrix: orthogonalize(matrix, *options))
+            for matrix, direction in zip(some, directions, strict=True):
+                factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
+                matrix.mul_(1 - group["lr"] * group["weight_decay"])
+                matrix.add_(direction, alpha=-group["lr"] * factor)
+
+    def _update(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+        """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
+        state, momentum = self.state[matrix], group["momentum"]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
+        buffer = state["momentum_buffer"]
+        buffer.lerp_(matrix.grad, 1 - momentum)
+        return (matrix.grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+
+    def _step_elements(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+        for parameter in parameters:
+            if not self.state[parameter]:
+                self.state[parameter].update(
+                    step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                )
+        states = [self.state[parameter] for parameter in parameters]
+        first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        beta1, beta2 = group["betas"]
+        adamw(
+            list(parameters), [parameter.grad for parameter in parameters], first, second, [], steps,
+            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"], maximize=False,
+        )  # fmt: skip
+
+
+def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Bring all singular values of a matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
+
+    An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a large slope at 0, and
+    do not converge: five iterations bring values from 0.002 on between 0.68 and 1.21. For so rough a result bf16 does.
+
+    Args:
+        matrix: `(rows, columns)`, of any dtype; divided by its norm first, as no singular value may exceed 1.
+        coefficients: a, b, c.
+        steps: iterations.
+        eps: the least number that is divided by.
+
+    Returns:
+        `(rows, columns)`, bf16, in row-major order, or in column-major order where there are more rows than columns.
+    """
+    if matrix.size(0) > matrix.size(1):  # what is multiplied below is of the shorter side
+        return orthogonalize(matrix.T, coefficients, steps, eps).T
+    a, b, c = coefficients
+    x = matrix.bfloat16()
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        squares = x @ x.T
+        polynomial = torch.addmm(squares, squares, squares, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _check(group: dict[str, Any]) -> None:
+    """Raise ValueError for a group that `Muon` cannot step."""
+    if group["ns_steps"] < 1:
+        raise ValueError(f"Muon: ns_steps={group['ns_steps']}: nothing would be orthogonalised; give 1 or more")
+    for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
+        if group[name] not in allowed:
+            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}")
+    for parameter in group["params"] if group["orthogonalize"] else ():
+        shape = tuple(whole_shape(parameter))
+        if len(shape) != 2:
+            raise ValueError(
+                f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
+                "Muon.split(model) does"
+            )
+        if local_part(parameter) is not parameter:
+            raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's")
