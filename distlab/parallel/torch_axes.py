@@ -147,9 +147,10 @@ class TorchPipeline:
         self.mine = range(group.rank(), len(self.stages), group.size())
         self.last = len(self.stages) - 1
         model.keep_blocks([self.stages[stage] for stage in self.mine])
-        for module in model.modules():
+        for module in model.modules():  # torch's zero-bubble cannot split the backward of a Function in Python
             if hasattr(module, "multiply"):
-                module.multiply = nn.functional.linear  # torch's zero-bubble cannot split a backward of our own
+                module.multiply = nn.functional.linear
+        model.replace_ops(logits=nn.functional.linear)
         self._runs: dict[int, Any] = {}  # torch's schedule, by the number of micro-batches
 
     def run(
