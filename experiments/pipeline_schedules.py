@@ -252,7 +252,7 @@ VIEW = View(
     prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
 )
 
-QUICK = {"size": "tiny", "layers": 8, "dtype": "fp32", "warmup": 1, "steps": 4, "rounds": 1, "micro_batches": (4,)}
+QUICK = {"size": "tiny", "layers": 8, "dtype": "fp32", "warmup": 1, "steps": 5, "rounds": 1, "micro_batches": (4,)}
 EXPERIMENT = Experiment(
     SchedulesConfig, measure, VIEW,
     presets={
@@ -260,7 +260,7 @@ EXPERIMENT = Experiment(
                 "warmup": 3, "steps": 6, "rounds": 3, "compile": "off"},
         "cpu": {"size": "tiny", "layers": 8, "context": 128, "batch": 2, "rounds": 3, "steps": 4},
         "quick": QUICK,
-        "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "steps": 5},
+        "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
     },
     ranks="many",
     wrong=wrong_rows,

@@ -175,13 +175,13 @@ class Pipeline:
                     kept[stage, batch] = taken, get_gradient_edge(result)
                 elif kind == "B":
                     x, edge = kept.pop((stage, batch))
-                    self._later = later[stage, batch] = []
+                    self._later = []
                     torch.autograd.backward(edge, taken)
+                    later[stage, batch], self._later = self._later, []
                     if stage > 0:
                         self._messages.send(x.grad, to=-1)
                 else:
-                    for weight, gradient in later.pop((stage, batch)):
-                        torch.autograd.backward(weight, gradient())
+                    make_gradients(later.pop((stage, batch)))
         self._messages.finish()
         return collectives.sum_tensor(total.double(), self.group)  # which the other ranks' zeros are, too
 
@@ -219,6 +219,13 @@ class Pipeline:
 
     def _put_off(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
         self._later.append((weight, gradient))
+
+
+def make_gradients(put_off: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
+    """Make what a backward has put off, and let go of what each was made of."""
+    while put_off:
+        weight, gradient = put_off.pop(0)
+        torch.autograd.backward(weight, gradient())
 
 
 class Messages:
