@@ -237,16 +237,11 @@ class Workload:
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
-    @property
-    def _copies(self) -> int:
-        """Matrices of the embedding's size."""
-        return 1 if self.shape.tie_embeddings else 2
-
     def _ends_forward(self) -> Iterator[Compute]:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
         d, nv = self.shape.d_model, n * self.shape.words
         yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
-        ends = [unit for _ in range(self._copies) for unit in self._unit(self.shape.embedding_parameters)]
+        ends = [unit for _ in range(self.shape.vocabularies) for unit in self._unit(self.shape.embedding_parameters)]
         ends += [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
         ends.append(self._matmul(d, self.shape.words))
         if self.fused_loss:
@@ -271,7 +266,7 @@ class Workload:
         ends += self._norm_backward()
         written = (r if self.shards is not None else FP32) * shape.embedding_parameters
         ends.append(("embedding_backward", 0, written + r * n * shape.d_model))
-        for _ in range(self._copies):
+        for _ in range(self.shape.vocabularies):
             ends += self._unit(shape.embedding_parameters, backward=True)
         yield from (Compute(*each, "backward") for each in ends)
 

@@ -24,6 +24,7 @@ from distlab.model.config import (
 )
 from distlab.parallel import STRATEGIES, Layout
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.schedules import CHUNKS
 from distlab.theory.memory.activations import Sharing
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
@@ -102,6 +103,13 @@ class PlannedStep:
         batch, context = self.batch * self.batch_option, self.model.context_length
         size = f"{self.model.num_parameters / 1e6:,.1f} M parameters"
         return f"{size} with batch {batch:,} × context {context:,} in {self.dtype} under {self.strategy}"
+
+
+def shapes_of(model: ModelConfig, layout: Layout) -> list[ModelShape]:
+    """What the ranks of a pipeline have of a model, in order; without one, what every rank has."""
+    stages = layout.pipeline * CHUNKS.get(layout.schedule, 1) if layout.pipeline > 1 else 1
+    blocks = layout.stages or [model.num_layers // stages] * stages
+    return ModelShape.of(model, layout.tensor).of_pipeline(layout.pipeline, blocks)
 
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:

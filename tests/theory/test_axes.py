@@ -1,5 +1,7 @@
 """What a layout sends, and what its ranks hold, against the strategies' own code on fake ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from distlab.hardware import cluster
@@ -13,7 +15,7 @@ from distlab.theory.memory.activations import Precision
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
-from distlab.train.memory_budget import PlannedStep
+from distlab.train.memory_budget import PlannedStep, shapes_of
 
 CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
 LAYOUTS = ["tp2", "cp2", "tp2,cp2"]
@@ -30,6 +32,31 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
             sharing=layout.context, itemsize=2, casts_parameters=entry.casts_parameters,
         )  # fmt: skip
         assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), layout
+
+
+PIPELINES = {  # ranks of each of their stages send other things
+    "bucketed": ["pp2-zero-bubble", "pp2-interleaved,tp2"],
+    "fsdp": ["pp2-interleaved,tp2", "pp2,cp2-ring"],
+}
+DEEP, RANKS, MICRO_BATCHES = replace(CONFIG, num_layers=4), 8, 2
+
+
+@pytest.mark.parametrize("strategy", PIPELINES)
+def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
+    """In bf16; in fp32, and under more schedules, on ranks that do send: tests/parallel/test_pipeline.py."""
+    entry = get_strategy(strategy)
+    for layout in map(Layout.parse, PIPELINES[strategy]):
+        for place, shape in enumerate(shapes_of(DEEP, layout)):
+            rank = place * RANKS // layout.pipeline
+            step = simulate_training(
+                DEEP, strategy, batch=1, world_size=RANKS, layout=layout, micro_batches=MICRO_BATCHES, rank=rank
+            )
+            said = layout_volume(
+                entry, shape, batch=layout.ranks, context=512, world_size=RANKS, sharing=layout.context,
+                how=layout.attention, itemsize=2, casts_parameters=entry.casts_parameters,
+                micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
+            )  # fmt: skip
+            assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), f"{layout}: rank {rank}"
 
 
 def _error(config: ModelConfig, strategy: str, layout: str, dtype: str) -> float:

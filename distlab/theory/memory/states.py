@@ -105,7 +105,7 @@ class Setting:
         if not self.pads:
             return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))
         whole = self.shape.num_parameters
-        norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
+        norms = self.shape.norms * self.shape.d_model
         kept = norms + (padded_parameters(self.shape, self.world_size) - norms) // self.world_size
         return FP32 * -(-numel * kept // whole)
 
