@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.hardware import ClusterSpec, by_alias, cluster
-from distlab.model import ModelConfig, kept_levels, model_of, preset
+from distlab.model import ModelConfig, model_of, preset
 from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL
@@ -29,6 +29,7 @@ from distlab.theory.memory.peak import Breakdown, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import KERNELS
 from distlab.theory.step_time import StepTime, sharding_group
+from distlab.train.memory_budget import RankPart, rank_parts
 
 FULL = "full"  # what publications call it where every block is recomputed: `block`
 
@@ -100,8 +101,13 @@ class Case:
     @property
     def shards(self) -> int:
         """GPUs over which parameters, or a GPU's part of them, are divided."""
-        ranks, host = (gpus // self.layout.tensor for gpus in (self.cluster.gpus, self.cluster.gpus_per_host))
-        return sharding_group(get_strategy(self.strategy), ranks, host, self.group)
+        host = self.cluster.gpus_per_host // self.layout.tensor
+        return sharding_group(get_strategy(self.strategy), self.averaging, host, self.group)
+
+    @property
+    def averaging(self) -> int:
+        """GPUs over which a strategy averages: data × context."""
+        return self.cluster.gpus // (self.layout.tensor * self.layout.pipeline)
 
     @property
     def tokens(self) -> float:
@@ -228,27 +234,32 @@ def step(case: Case) -> StepTime:
 
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
-    """The moments of a step, (phase, bytes)."""
-    layout, strategy = case.layout, get_strategy(case.strategy)
-    shape = ModelShape.of(case.model, layout.tensor)
+    """The moments of a step on the fullest rank, (phase, bytes)."""
+    parts = rank_parts(case.model, case.layout, case.checkpointing, case.micro_batches)
+    return max((_moments(case, part) for part in parts), key=lambda moments: max(each.total for _, each in moments))
+
+
+def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
+    layout, strategy, shape = case.layout, get_strategy(case.strategy), part.shape
     moments = step_memory(
         shape,
         batch=case.batch,
         context=case.model.context_length // layout.context,
         strategy=strategy,
-        world_size=case.shards if strategy.takes_mesh else case.cluster.gpus // layout.tensor,
+        world_size=case.shards if strategy.takes_mesh else case.averaging,
         precision="fp32" if case.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast",
-        checkpointing=kept_levels(case.checkpointing, shape.num_layers),
+        checkpointing=part.keeps,
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
-        accumulates=case.micro_batches > 1,
+        accumulates=part.accumulates,
         fused=case.compiled or case.kernels == "fused",
         compiled=case.compiled,
         sharing=Sharing(layout.context, layout.attention),
+        micro_batches_held=part.held,
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
     # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
-    ends = (1 if shape.tie_embeddings else 2) * shape.embedding_parameters
+    ends = shape.vocabularies * shape.embedding_parameters
     unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
     return [(phase, replace(moment, gathered=unsharded) if "loss" in phase else moment) for phase, moment in moments]
 

@@ -88,7 +88,7 @@ def memory(
         choice.strategy,
         dtype,
         checkpointing=choice.recompute,
-        accumulates=choice.micro_batches > 1,
+        micro_batches=choice.micro_batches,
         compiled=compiled,
         shard_size=choice.group,
         layout=choice.layout,

@@ -19,7 +19,7 @@ from distlab.testing import run_ranks
 from distlab.theory.axes import layout_volume
 from distlab.theory.volume import CommunicationVolume
 from distlab.train.build import build_training, check_layout
-from distlab.train.memory_budget import shapes_of
+from distlab.train.memory_budget import rank_parts
 from distlab.train.step import TrainStep, loss_function
 from tests.parallel.test_layouts import ON_GPUS, assembled, pieces, rms
 
@@ -215,9 +215,10 @@ def counted(context: RankContext, rows: list[Row]) -> list[tuple[bool, str]]:
         step(micro_batches(0))  # an order is learned
         with CollectiveRecorder() as recorder:
             step(micro_batches(1))
-        shape = shapes_of(CONFIG, layout)[layout.axes(context.group).pipeline.rank()]
+        parts = rank_parts(CONFIG, layout, micro_batches=MICRO_BATCHES)
         said = layout_volume(
-            strategy, shape, batch=ROWS, context=CONFIG.context_length, world_size=context.world_size,
+            strategy, parts[layout.axes(context.group).pipeline.rank()].shape, batch=ROWS,
+            context=CONFIG.context_length, world_size=context.world_size,
             bucket_size_mb=0.01, micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
         )  # fmt: skip
         sent = CommunicationVolume(recorder.count, recorder.total_bytes)
