@@ -79,14 +79,14 @@ class PlannedStep:
         strategy = STRATEGIES[self.strategy]
         precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
         layout = self.layout
+        ranks = layout.tensor * layout.pipeline  # that have different parameters
         in_chunks = self.model.loss_in_head and layout.tensor == 1  # ranks that share the words have all their logits
         return step_memory(
             part.shape,
             batch=self.batch,
             context=-(-self.model.context_length // layout.context),
             strategy=strategy,
-            world_size=(strategy.takes_mesh and self.shard_size)
-            or max(1, world_size // (layout.tensor * layout.pipeline)),
+            world_size=(strategy.takes_mesh and self.shard_size) or max(1, world_size // ranks),
             precision=precision,
             attention=self.model.attention,
             checkpointing=part.keeps,
@@ -130,6 +130,11 @@ class RankPart(NamedTuple):
     accumulates: bool
 
 
+def stages_of(layout: Layout) -> int:
+    """Stages of all ranks of a pipeline."""
+    return layout.pipeline * CHUNKS.get(layout.schedule, 1) if layout.pipeline > 1 else 1
+
+
 def rank_parts(
     model: ModelConfig, layout: Layout, checkpointing: Checkpointing = False, micro_batches: int = 1
 ) -> list[RankPart]:
@@ -138,8 +143,7 @@ def rank_parts(
     Raises:
         ValueError: a number of micro-batches that the schedule does not take.
     """
-    ranks = layout.pipeline
-    stages = ranks * CHUNKS.get(layout.schedule, 1) if ranks > 1 else 1
+    ranks, stages = layout.pipeline, stages_of(layout)
     sizes = layout.stages or [model.num_layers // stages] * stages
     shapes = ModelShape.of(model, layout.tensor).of_pipeline(ranks, sizes)
     plan = checkpoint_plan(checkpointing, model.num_layers)

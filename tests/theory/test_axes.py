@@ -8,10 +8,10 @@ from distlab.hardware import cluster
 from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate import replay
-from distlab.simulate.estimate import estimate_step, machine_on
+from distlab.simulate.estimate import estimate_step, machine_on, stage_time
 from distlab.simulate.step import simulate_training
 from distlab.theory.axes import layout_volume
-from distlab.theory.memory.activations import Precision
+from distlab.theory.memory.activations import PRECISIONS, Precision
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
@@ -140,6 +140,36 @@ def test_axes_add_to_what_a_strategy_takes(strategy):
         step = simulate_training(WIDE, strategy, batch=1, world_size=16, layout=shared, checkpointing=keep)
         found = estimate_step(WIDE, strategy, machine, batch=4, ranks=16, layout=shared, checkpointing=keep)
         assert 0.8 < 1e3 * found.device / replay(step, machine).step_ms <= 1, keep
+
+
+EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally long
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [("pp4", 3 / 8), ("pp4-gpipe", 3 / 8), ("pp4-interleaved", 3 / 16), ("pp4-zero-bubble", 1 / 8), ("pp4,tp2", 3 / 8)],
+)
+def test_a_pipeline_waits_as_its_schedule_says(layout, share):
+    """For (p − 1)/m of its work, interleaved a half of it, zero-bubble a third where B takes twice F's time; each
+    message on the way costs a little more."""
+    machine, shared = machine_on(cluster("dgx-h200:2x8")), Layout.parse(layout)
+    sizes = {"batch": 4 * shared.ranks, "ranks": 16, "micro_batches": 8, "kernels": "fused"}
+    alone = estimate_step(EVEN, "local", machine, **sizes, layout=replace(shared, pipeline=1, schedule="1f1b"))
+    found = estimate_step(EVEN, "local", machine, **sizes, layout=shared)
+    inside = (alone.compute + alone.overhead) / 4  # with the messages among ranks that share matrices
+    waited = found.compute + found.overhead - inside
+    assert share * inside < waited < 1.2 * share * inside
+
+
+def test_ranks_of_a_pipeline_compute_what_their_operators_take():
+    """Embedding and head are on the first and the last; within 8 % as above."""
+    machine, layout = machine_on(cluster("dgx-h200:2x8")), Layout.parse("pp2")
+    for place, part in enumerate(rank_parts(WIDE, layout)):
+        step = simulate_training(WIDE, "local", batch=1, world_size=16, layout=layout, rank=8 * place)
+        seen = sum(machine.device.seconds(each) for each in step.operators)
+        work = Workload(part.shape, 2, 1024, PRECISIONS["bf16-autocast"], fused_loss=WIDE.loss_in_head)
+        found = stage_time(work, ("none",), machine, layout, "bf16").compute
+        assert found.forward + found.backward + found.optimizer == pytest.approx(seen, rel=0.08), place
 
 
 def test_ranks_that_share_a_model_divide_its_work():
