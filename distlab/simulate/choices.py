@@ -64,7 +64,8 @@ def choices(
     recomputation: Sequence[str] = RECOMPUTATION,
     layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
-    """Every strategy with every micro-batch that divides a rank's sequences; with small and large buckets where it has
+    """Every strategy with every micro-batch that divides a rank's sequences (of a pipeline, into a multiple of its ranks,
+    as interleaved schedules take them and others need to be busy); with small and large buckets where it has
     any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
 
     `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the sequences of a model.
@@ -74,7 +75,8 @@ def choices(
     for strategy in strategies:
         sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
-        for (group, recompute, size), micro in product(ways, sorted(divisors(per_rank), reverse=True)):
+        micros = [micro for micro in divisors(per_rank)[::-1] if per_rank // micro % layout.pipeline == 0]
+        for (group, recompute, size), micro in product(ways, micros):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 
 

@@ -10,6 +10,7 @@ import socket
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -135,6 +136,11 @@ def stages_of(layout: Layout) -> int:
     return layout.pipeline * CHUNKS.get(layout.schedule, 1) if layout.pipeline > 1 else 1
 
 
+@cache
+def _most_held(schedule: str, ranks: int, micro_batches: int) -> list[int]:
+    return [held(actions) for actions in SCHEDULES[schedule](ranks, micro_batches)]
+
+
 def rank_parts(
     model: ModelConfig, layout: Layout, checkpointing: Checkpointing = False, micro_batches: int = 1
 ) -> list[RankPart]:
@@ -152,7 +158,7 @@ def rank_parts(
         ends = list(itertools.accumulate(sizes))
         of_stages = [plan[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         keeps = [sum(of_stages[rank::ranks], ()) for rank in range(ranks)]
-    most = [held(actions) for actions in SCHEDULES[layout.schedule](ranks, micro_batches)]
+    most = _most_held(layout.schedule, ranks, micro_batches)
     forwards = micro_batches * stages // ranks
     return [RankPart(*part, part[-1] < forwards) for part in zip(shapes, keeps, most, strict=True)]
 
