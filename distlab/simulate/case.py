@@ -45,7 +45,8 @@ class Case:
         batch: sequences at once on a GPU, or on all GPUs that share a model.
         micro_batches: accumulated in a step.
         group: with a mesh, GPUs that share a copy of the parameters; None for a host.
-        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,cp2`.
+        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,pp2`; there `stages` are the
+            blocks of each stage of a pipeline, unless equally many.
         recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
             this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
@@ -134,7 +135,7 @@ def from_json(known: Mapping[str, Any]) -> Case:
     Raises:
         ValueError: a field that is missing, unknown or not allowed, with what is.
     """
-    names = [field.name for field in fields(Case)]
+    names = [*(field.name for field in fields(Case)), "stages"]
     missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
     unknown = [name for name in known if name not in names]
     if missing or unknown:
@@ -142,7 +143,8 @@ def from_json(known: Mapping[str, Any]) -> Case:
                          f"{', '.join(names)}")  # fmt: skip
     named = isinstance(known["model"], str)
     model = preset(known["model"]) if named else model_of(known["model"])
-    layout = Layout.parse(known.get("layout", ""))
+    layout = Layout.parse(known.get("layout", ""), known.get("stages", ()))
+    known = {name: value for name, value in known.items() if name != "stages"}
     return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout})
 
 

@@ -64,8 +64,8 @@ def choices(
     recomputation: Sequence[str] = RECOMPUTATION,
     layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
-    """Every strategy with every micro-batch that divides a rank's sequences (of a pipeline, into a multiple of its ranks,
-    as interleaved schedules take them and others need to be busy); with small and large buckets where it has
+    """Every strategy with every micro-batch that divides a rank's sequences, of a pipeline into a multiple of its ranks
+    (so interleaved schedules take them, and others need as many to be busy); with small and large buckets where it has
     any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
 
     `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the sequences of a model.
