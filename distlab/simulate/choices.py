@@ -24,6 +24,7 @@ STRATEGIES = tuple(
 )
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
 BUCKET_SIZES_MB = (25.0, 400.0)
+MOST_MICRO_BATCHES = 4  # for each rank of a pipeline: beyond them a fifth of its time at most is idle
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,10 @@ def choices(
     for strategy in strategies:
         sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
-        micros = [micro for micro in divisors(per_rank)[::-1] if per_rank // micro % layout.pipeline == 0]
+        micros = divisors(per_rank)[::-1]
+        if layout.pipeline > 1:
+            counts = range(layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline)
+            micros = [micro for micro in micros if per_rank // micro in counts]
         for (group, recompute, size), micro in product(ways, micros):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 

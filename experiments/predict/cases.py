@@ -88,7 +88,7 @@ PUBLISHED += [
 UNCOVERED = (
     "Tensor parallelism's messages, which AsyncTP covers in part, are {} s of the step, and matmuls count in bf16 where"
     " Float8 ran: without the former it is {:+} %. Interleaved is predicted 1.43 times as fast as 1F1B, and 1.28 were "
-    "published: with as many micro-batches in both (the source does not say) it would be 1.2. Memory lacks what "
+    "published: with as many micro-batches in both (the source does not say) it would be 1.17. Memory lacks what "
     "torchtitan keeps unsharded between the micro-batches of a pipeline, 12 GiB of parameters"
 )
 
