@@ -5,15 +5,16 @@
 
 Every strategy is tried with every micro-batch that divides a rank's share of the batch, hybrid sharding with groups of
 one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full, in every layout that the model
-and the cluster allow: data × context × tensor, tensor within a node. Memory comes from
-`distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
-predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test
+and the cluster allow: data × pipeline × context × tensor, tensor within a node, a stage on one node or several. Memory
+comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave:
+all are predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test
 holds the first choice against others, simulated.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
 from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import GPU_HOURS_BETWEEN_FAILURES, Failures
+from distlab.train.memory_budget import stages_of
 from experiments._own_model import num_parameters, simulated
 
 WIDEST = 8  # ranks along an axis that is offered
@@ -95,7 +97,11 @@ class PlanConfig(MachineOptions):
         if self.layouts:
             return [Layout.parse(text) for text in self.layouts]
         powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
-        layouts = [Layout(context=context, tensor=tensor) for context in powers for tensor in powers]
+        pipelines = [(1, "1f1b"), *product(powers[1:], ("1f1b", "interleaved"))]
+        layouts = [
+            Layout(ranks, context, tensor, schedule=schedule)
+            for (ranks, schedule), context, tensor in product(pipelines, powers, powers)
+        ]
         return [layout for layout in layouts if mismatch(self, layout) is None]
 
     @property
@@ -152,9 +158,17 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
         return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
     if layout.ranks == 1:
         return None
+    if layout.pipeline > 1 and count // layout.pipeline < nodes:
+        return f"{layout.pipeline} stages of {count} devices are less than a node of {nodes} each"
     if layout.tensor > min(nodes, count):
         return f"{layout.tensor} ranks that share matrices do not fit a node of {nodes} devices"
     shape = config.shape()
+    if layout.pipeline > 1 and shape.tie_embeddings:
+        return "the head shares the embedding's matrix, which lies on another stage"
+    if shape.num_layers % stages_of(layout):
+        return f"{shape.num_layers} blocks are no {stages_of(layout)} equal stages"
+    if layout.schedule == "interleaved" and config.batch // (count // layout.ranks) % layout.pipeline:
+        return f"{config.batch * layout.ranks // count} sequences are no multiple of {layout.pipeline} ranks"
     for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
         uneven = [size for size in split.sizes if size % layout.tensor]
         if uneven:
@@ -181,8 +195,8 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         choice
         for layout in config.offered()
         for choice in choices(
-            ranks // layout.tensor, max(1, nodes // layout.tensor), config.batch * layout.ranks // ranks, strategies,
-            recomputation, layout,
+            ranks // (layout.tensor * layout.pipeline), max(1, nodes // layout.tensor),
+            config.batch * layout.ranks // ranks, strategies, recomputation, layout,
         )
     )  # fmt: skip
     for choice in tried:

@@ -96,7 +96,7 @@ def _predict(
     network = config.machine().network
     sharing = sharding_group(get_strategy(strategy), ranks, network.devices_per_node, group)
     memory = PlannedStep(
-        model, micro, strategy, config.dtype, checkpointing=config.recompute, accumulates=micro_batches > 1,
+        model, micro, strategy, config.dtype, checkpointing=config.recompute, micro_batches=micro_batches,
         compiled=config.compile != "off", shard_size=sharing,
     ).memory(ranks)  # fmt: skip
     tokens = ranks * micro * micro_batches * model.context_length

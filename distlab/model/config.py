@@ -214,6 +214,9 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-70B": ModelConfig(
         8192, 28672, 80, 64, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
     ),
+    "llama-405B": ModelConfig(
+        16_384, 53_248, 126, 128, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+    ),
     # Llama 2 (Touvron et al. 2023), and models for plans of many hosts. GPT-3's two matrices of d × 4d have the
     # parameters and FLOPs of three of d × 8d/3.
     "llama2-7B": ModelConfig(4096, 11008, 32, 32, vocab_size=32_000, context_length=4096),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.hardware import ClusterSpec, by_alias, cluster
-from distlab.model import ModelConfig, kept_levels, model_of, preset
+from distlab.model import ModelConfig, model_of, preset
 from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL
@@ -29,6 +29,7 @@ from distlab.theory.memory.peak import Breakdown, step_memory
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import KERNELS
 from distlab.theory.step_time import StepTime, sharding_group
+from distlab.train.memory_budget import RankPart, rank_parts
 
 FULL = "full"  # what publications call it where every block is recomputed: `block`
 
@@ -44,7 +45,8 @@ class Case:
         batch: sequences at once on a GPU, or on all GPUs that share a model.
         micro_batches: accumulated in a step.
         group: with a mesh, GPUs that share a copy of the parameters; None for a host.
-        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,cp2`.
+        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,pp2`; there `stages` are the
+            blocks of each stage of a pipeline, unless equally many.
         recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
             this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
@@ -100,8 +102,13 @@ class Case:
     @property
     def shards(self) -> int:
         """GPUs over which parameters, or a GPU's part of them, are divided."""
-        ranks, host = (gpus // self.layout.tensor for gpus in (self.cluster.gpus, self.cluster.gpus_per_host))
-        return sharding_group(get_strategy(self.strategy), ranks, host, self.group)
+        host = self.cluster.gpus_per_host // self.layout.tensor
+        return sharding_group(get_strategy(self.strategy), self.averaging, host, self.group)
+
+    @property
+    def averaging(self) -> int:
+        """GPUs over which a strategy averages: data × context."""
+        return self.cluster.gpus // (self.layout.tensor * self.layout.pipeline)
 
     @property
     def tokens(self) -> float:
@@ -128,7 +135,7 @@ def from_json(known: Mapping[str, Any]) -> Case:
     Raises:
         ValueError: a field that is missing, unknown or not allowed, with what is.
     """
-    names = [field.name for field in fields(Case)]
+    names = [*(field.name for field in fields(Case)), "stages"]
     missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
     unknown = [name for name in known if name not in names]
     if missing or unknown:
@@ -136,7 +143,8 @@ def from_json(known: Mapping[str, Any]) -> Case:
                          f"{', '.join(names)}")  # fmt: skip
     named = isinstance(known["model"], str)
     model = preset(known["model"]) if named else model_of(known["model"])
-    layout = Layout.parse(known.get("layout", ""))
+    layout = Layout.parse(known.get("layout", ""), known.get("stages", ()))
+    known = {name: value for name, value in known.items() if name != "stages"}
     return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout})
 
 
@@ -228,27 +236,32 @@ def step(case: Case) -> StepTime:
 
 
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
-    """The moments of a step, (phase, bytes)."""
-    layout, strategy = case.layout, get_strategy(case.strategy)
-    shape = ModelShape.of(case.model, layout.tensor)
+    """The moments of a step on the fullest rank, (phase, bytes)."""
+    parts = rank_parts(case.model, case.layout, case.checkpointing, case.micro_batches)
+    return max((_moments(case, part) for part in parts), key=lambda moments: max(each.total for _, each in moments))
+
+
+def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
+    layout, strategy, shape = case.layout, get_strategy(case.strategy), part.shape
     moments = step_memory(
         shape,
         batch=case.batch,
         context=case.model.context_length // layout.context,
         strategy=strategy,
-        world_size=case.shards if strategy.takes_mesh else case.cluster.gpus // layout.tensor,
+        world_size=case.shards if strategy.takes_mesh else case.averaging,
         precision="fp32" if case.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast",
-        checkpointing=kept_levels(case.checkpointing, shape.num_layers),
+        checkpointing=part.keeps,
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
-        accumulates=case.micro_batches > 1,
+        accumulates=part.accumulates,
         fused=case.compiled or case.kernels == "fused",
         compiled=case.compiled,
         sharing=Sharing(layout.context, layout.attention),
+        micro_batches_held=part.held,
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
     # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
-    ends = (1 if shape.tie_embeddings else 2) * shape.embedding_parameters
+    ends = shape.vocabularies * shape.embedding_parameters
     unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
     return [(phase, replace(moment, gathered=unsharded) if "loss" in phase else moment) for phase, moment in moments]
 

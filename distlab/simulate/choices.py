@@ -24,6 +24,7 @@ STRATEGIES = tuple(
 )
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
 BUCKET_SIZES_MB = (25.0, 400.0)
+MOST_MICRO_BATCHES = 4  # for each rank of a pipeline: beyond them a fifth of its time at most is idle
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,8 @@ def choices(
     recomputation: Sequence[str] = RECOMPUTATION,
     layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
-    """Every strategy with every micro-batch that divides a rank's sequences; with small and large buckets where it has
+    """Every strategy with every micro-batch that divides a rank's sequences, of a pipeline into a multiple of its ranks
+    (so interleaved schedules take them, and others need as many to be busy); with small and large buckets where it has
     any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
 
     `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the sequences of a model.
@@ -74,7 +76,11 @@ def choices(
     for strategy in strategies:
         sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
-        for (group, recompute, size), micro in product(ways, sorted(divisors(per_rank), reverse=True)):
+        micros = divisors(per_rank)[::-1]
+        if layout.pipeline > 1:
+            counts = range(layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline)
+            micros = [micro for micro in micros if per_rank // micro in counts]
+        for (group, recompute, size), micro in product(ways, micros):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 
 
@@ -88,7 +94,7 @@ def memory(
         choice.strategy,
         dtype,
         checkpointing=choice.recompute,
-        accumulates=choice.micro_batches > 1,
+        micro_batches=choice.micro_batches,
         compiled=compiled,
         shard_size=choice.group,
         layout=choice.layout,

@@ -6,27 +6,31 @@ runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_
 
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
 from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
-from distlab.model import PRESETS, ModelConfig, kept_levels, model_of, preset
+from distlab.model import PRESETS, ModelConfig, model_of, preset
 from distlab.model.config import Checkpointing, ModelChanges
 from distlab.options import option
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.schedules import SCHEDULES, Action, simulate
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
-from distlab.theory.axes import context_volume, tensor_volume
+from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
+from distlab.train.memory_budget import rank_parts, stages_of
 
 FP32 = 4
 USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
@@ -51,48 +55,54 @@ ATTENTION_SHARE = {"cudnn": {64: 0.43, 128: 0.53}, "flash": {64: 0.27, 128: 0.31
 STATIC_POWER_SHARE, POWER_EXPONENT = 1 / 7, 0.5
 
 
-def compute_time(
-    config: ModelConfig,
-    batch: int,
-    device: DeviceModel,
-    *,
-    dtype: str = "bf16",
-    checkpointing: Checkpointing = False,
-    shards: int | None = None,
-    kernels: str | None = None,
-    fused_loss: bool | None = None,
-    layout: Layout = DATA_PARALLEL,
-) -> tuple[ComputeTime, int]:
-    """Forward, backward and optimizer of one micro-batch without communication, and how many operators that is.
+class Stage(NamedTuple):
+    """Seconds of one micro-batch in a stage of a pipeline, or in the whole model.
+
+    Args:
+        compute: without communication; the optimizer's is of a step.
+        operators: how many that is.
+        sent, returned: of the messages between ranks that share a model, forward and backward.
+        calls: number of these.
+    """
+
+    compute: ComputeTime
+    operators: int
+    sent: float
+    returned: float
+    calls: int
+
+    def seconds(self, action: Action, splits: bool) -> float:
+        """Of an action; where backward is `splits`, W is half of its computation."""
+        if action.kind == "F":
+            return self.compute.forward + self.sent
+        backward = self.compute.backward / (2 if splits else 1)
+        return backward + (self.returned if action.kind == "B" else 0.0)
+
+
+def stage_time(work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str) -> Stage:
+    """The time of a stage's part of a model.
 
     Attention is torch's, whichever the model names.
 
     Args:
-        checkpointing: what blocks keep, see `model.kept_levels`.
-        shards: over which the strategy shards parameters, which then arrive in `dtype` (FSDP); None if it does not.
-        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
-        layout: how ranks share the model; `batch` counts the sequences of all that do.
+        work: of its shape.
+        levels: what its blocks keep.
     """
-    shape = ModelShape.of(config, layout.tensor)
-    precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16-autocast" if shards is None else "bf16"]
-    kernels = kernels or ("eager" if config.ops == "torch" else "fused")
-    fused_loss = config.loss_in_head if fused_loss is None else fused_loss
-    work = Workload(
-        shape, batch, config.context_length // layout.context, precision, kernels,
-        fused_loss=fused_loss and layout.tensor == 1, shards=shards, sharing=layout.context,
-    )  # fmt: skip
+    shape, device = work.shape, machine.device
     spent, count = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}, 0
-    blocks = Counter(kept_levels(checkpointing, shape.num_layers))
-    some = [(replace(work, keep=keep).block(), count) for keep, count in blocks.items()]
+    some = [(replace(work, keep=keep).block(), times) for keep, times in Counter(levels).items()]
     for operators, times in ((work.outside(), 1), *some):
         for operator in operators:
             spent[operator.phase] += times * device.seconds(operator)
             count += times
     copied = shape.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
-        head = 0 if shape.tie_embeddings else shape.embedding_parameters
+        head = (shape.has_head and not shape.tie_embeddings) * shape.embedding_parameters
         copied -= shape.num_layers * sum(shape.matrices_per_block) + head
-    return ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s), count  # read and written
+    compute = ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
+    inside, calls = _inside_blocks(work, layout, machine)
+    recomputes = any(level != "none" for level in levels)
+    return Stage(compute, count, inside / 2, inside / 2 * (2 if recomputes else 1), calls)
 
 
 def estimate_step(
@@ -112,65 +122,77 @@ def estimate_step(
     reduced_bytes: int = FP32,
     layout: Layout = DATA_PARALLEL,
 ) -> StepTime:
-    """The time of a step; arguments as `compute_time`, and
+    """The time of a step, of the rank of a pipeline that takes longest.
+
+    Attention is torch's, whichever the model names.
 
     Args:
         name: of a strategy.
-        batch: sequences per rank and micro-batch.
+        batch: sequences per micro-batch of a rank, or of all ranks that share a model.
         ranks: all of them; the strategy's are data × context.
+        checkpointing: what blocks keep, see `model.kept_levels`.
         micro_batches: accumulated in a step.
         group: with a mesh, ranks that share a copy of the parameters; default a node.
+        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
         reduced_bytes: per element of the gradients that are sent.
+        layout: how ranks share a model.
 
     Raises:
-        ValueError: an unknown strategy or dtype, a size below one, or a group that does not divide the ranks.
+        ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the ranks, or a number
+            of micro-batches that the schedule does not take.
     """
-    strategy, averaging = get_strategy(name), ranks // layout.tensor
+    strategy, averaging = get_strategy(name), ranks // (layout.tensor * layout.pipeline)
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
     inner = sharding_group(strategy, averaging, network.devices_per_node, group)
-    once, operators = compute_time(
-        config,
-        batch,
-        machine.device,
-        dtype=dtype,
-        checkpointing=checkpointing,
-        shards=inner if strategy.casts_parameters else None,
-        kernels=kernels,
-        fused_loss=fused_loss,
-        layout=layout,
-    )
-    compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
-    time = step_time(
-        strategy,
-        compute,
-        messages(config, dtype, bucket_size_mb, inner, reduced_bytes, layout.tensor),
-        network,
-        averaging,
-        contention=machine.contention,
-        micro_batches=micro_batches,
-        group=group,
-    )
-    recomputes = any(level != "none" for level in kept_levels(checkpointing, config.num_layers))
-    inside, calls = _inside_blocks(config, layout, machine, batch, dtype)
-    seconds, calls = micro_batches * inside * (1.5 if recomputes else 1), time.calls + micro_batches * calls
-    return replace(
-        time, overhead=time.overhead + seconds, communication=time.communication + seconds, calls=calls,
-        host=host_time(micro_batches * operators, calls),
-    )  # fmt: skip
+    fused_loss = config.loss_in_head if fused_loss is None else fused_loss
+    precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"]
+    stages = []
+    every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
+    for part in rank_parts(config, every_stage, checkpointing, micro_batches):
+        work = Workload(
+            part.shape, batch, config.context_length // layout.context, precision,
+            kernels or ("eager" if config.ops == "torch" else "fused"),
+            fused_loss=fused_loss and layout.tensor == 1, shards=inner if strategy.casts_parameters else None,
+            sharing=layout.context,
+        )  # fmt: skip
+        levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
+        stages.append(stage_time(work, levels, machine, layout, dtype))
+    schedule = SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
+    splits = any(action.kind == "W" for actions in schedule for action in actions)
+    activation = precision.residual * work.residual
+    message = machine.network.across(ranks // layout.pipeline).seconds(activation, 2, 1, "broadcast")
+    timeline = simulate(schedule, lambda action: stages[action.stage].seconds(action, splits), message)
+    parts = rank_parts(config, layout, checkpointing, micro_batches)
+    times = []
+    for rank, (steps, part) in enumerate(zip(timeline, parts, strict=True)):
+        mine = stages[rank :: layout.pipeline]
+        once = sum((stage.compute for stage in mine), ComputeTime(0.0, 0.0, 0.0))
+        compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
+        sent = messages(part.shape, dtype, bucket_size_mb, inner, reduced_bytes)
+        time = step_time(
+            strategy, compute, sent, network, averaging, contention=machine.contention, micro_batches=micro_batches,
+            group=group,
+        )  # fmt: skip
+        waited = steps[-1].end - compute.forward - compute.backward
+        inside = micro_batches * sum(stage.sent + stage.returned for stage in mine)
+        between = pipeline_volume(part.shape, batch=batch, context=work.context, micro_batches=micro_batches)
+        calls = time.calls + micro_batches * sum(stage.calls for stage in mine) + between.collectives
+        host = host_time(micro_batches * sum(stage.operators for stage in mine), calls)
+        overhead, communication = time.overhead + waited, time.communication + inside
+        times.append(replace(time, overhead=overhead, communication=communication, calls=calls, host=host))
+    return max(times, key=lambda time: time.step)
 
 
-def _inside_blocks(
-    config: ModelConfig, layout: Layout, machine: Machine, batch: int, dtype: str
-) -> tuple[float, int]:
-    """Seconds and number of the messages between ranks that share a model, forward and backward of a micro-batch.
+def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[float, int]:
+    """Seconds and number of the messages between ranks that share matrices or sequences, forward and backward of a
+    micro-batch.
 
     Compute waits for each, and copies it once; a recomputed block sends those of its forward, half of them, again.
     """
-    shape, compute = ModelShape.of(config, layout.tensor), DTYPES[dtype]
-    itemsize, context = FP32 if compute is None else compute.itemsize, config.context_length
-    tensor = tensor_volume(shape, batch=batch, context=context // layout.context, itemsize=itemsize)
+    sizes = {"batch": work.batch, "itemsize": work.precision.compute}
+    tensor = tensor_volume(work.shape, context=work.context, **sizes)
     sequences = context_volume(
-        shape, batch=batch, context=context, ranks=layout.context, how=layout.attention, itemsize=itemsize
+        work.shape, context=work.context * layout.context, ranks=layout.context, how=layout.attention, **sizes
     )
     both, network = tensor + sequences, machine.network
     seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
@@ -186,23 +208,20 @@ def host_time(operators: int, calls: int) -> float:
 
 
 def messages(
-    config: ModelConfig, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32,
-    tensor: int = 1,
-) -> Messages:  # fmt: skip
+    shape: ModelShape, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
+) -> Messages:
     """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
     the computation.
 
     Args:
         shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
-        tensor: ranks that share every matrix.
     """
-    shape, compute = ModelShape.of(config, tensor), DTYPES[dtype]
-    numels = shape.parameter_numels()
+    compute, numels = DTYPES[dtype], shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
-    total, units = sum(numels), shape.num_layers + 2
+    total, units = sum(numels), shape.num_layers + shape.vocabularies
     if shards > 1:
         total = padded_parameters(shape, shards)
-        units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + 2
+        units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + shape.vocabularies
     gathered = total * (FP32 if compute is None else compute.itemsize)
     return Messages(reduced_bytes * total, gathered, len(numels) + 1, len(buckets), units)
 

@@ -151,6 +151,7 @@ def simulate_training(
     micro_batches: int = 1,
     shard_size: int | None = None,
     layout: Layout = DATA_PARALLEL,
+    rank: int = 0,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
@@ -166,6 +167,7 @@ def simulate_training(
         micro_batches: accumulated in a step, of `batch` sequences each.
         shard_size: ranks of a shard group, for strategies on a mesh; None for all.
         layout: how ranks share the model; those that do have `batch` sequences for each of them.
+        rank: whose step it is; those of a pipeline differ.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -188,6 +190,7 @@ def simulate_training(
             config,
             make_step,
             world_size=world_size,
+            rank=rank,
             bucket_size_mb=bucket_size_mb,
             shard_size=shard_size,
             checkpointing=checkpointing,

@@ -6,14 +6,16 @@ for the time of the simulation:
 
 - objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
 - which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
-- groups of other ranks, which are not made.
+- groups of other ranks, which are not made;
+- whether a message has left, which the fake group never says: it has, and its memory is free.
 
 On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -56,6 +58,7 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
             mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
             mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
             mock.patch.object(subgroups, "_new_group", own_group),
+            mock.patch.object(collectives, "send", partial(_sent, collectives.send)),
             FakeTensorMode(),
             # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
             mock.patch.object(F, "rms_norm", _rms_norm),
@@ -64,6 +67,19 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     finally:
         dist.destroy_process_group()
         sys.excepthook = excepthook
+
+
+class _Sent(dist.Work):
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, *timeout: Any) -> bool:
+        return True
+
+
+def _sent(send: Callable[[Tensor, dist.ProcessGroup], dist.Work], x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+    send(x, group)
+    return _Sent()
 
 
 def _rms_norm(

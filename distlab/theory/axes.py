@@ -1,8 +1,9 @@
-"""What tensor and context parallelism send in a step, forward and backward, in closed form.
+"""What tensor, context and pipeline parallelism send, forward and backward, in closed form.
 
 Bytes are payload as in `volume`: the full output of an all-gather, the full input of a reduce-scatter, what one rank
-contributes to an all-to-all. B sequences of T tokens are those of one group of ranks that share a model, and
-recomputation adds what the repeated forward sends.
+contributes to an all-to-all; a message between neighbours counts where it leaves and where it arrives. B sequences of
+T tokens are those of one micro-batch of the ranks that share a model, and recomputation adds what the repeated forward
+sends.
 """
 
 from distlab.theory.checks import at_least_one
@@ -11,6 +12,7 @@ from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import CommunicationVolume, step_volume
 
 FP32 = 4  # bytes of a number of the loss, and of a norm's gradient: see `tensor_volume`
+FP64 = 8  # of the loss that a pipeline's ranks share
 
 
 def layout_volume(
@@ -26,23 +28,27 @@ def layout_volume(
     casts_parameters: bool = False,
     bucket_size_mb: float | None = 25.0,
     shard_size: int | None = None,
+    micro_batches: int = 1,
+    pipeline: int = 1,
 ) -> CommunicationVolume | None:
-    """All that a rank sends in a step: the data strategy's messages of the matrices that the tensor axis leaves it, and
-    those of both axes; None where no closed form says the strategy's.
+    """All that a rank sends in a step: the data strategy's messages of the matrices that the other axes leave it, and
+    those of these axes; None where no closed form says the strategy's.
 
     Args:
-        shape: of the model, with the ranks that share its matrices.
+        shape: of what this rank has of the model.
         batch, context: B sequences of a group of ranks that share a model, and T tokens of each, whole.
         world_size: all ranks.
         sharing: ranks that share sequences; `how` as in `context_volume`.
         itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters arrive in it (FSDP).
         bucket_size_mb, shard_size: as in `step_volume`.
+        micro_batches: of a step.
+        pipeline: ranks that have the stages.
     """
     numels = shape.parameter_numels()
     of_strategy = step_volume(
         strategy, numels, [FP32] * len(numels), units=shape.parameter_units(), shapes=shape.parameter_shapes(),
-        world_size=world_size // shape.tensor, compute_itemsize=itemsize, bucket_size_mb=bucket_size_mb,
-        shard_size=shard_size,
+        world_size=world_size // (shape.tensor * pipeline), compute_itemsize=itemsize, bucket_size_mb=bucket_size_mb,
+        shard_size=shard_size, micro_batches=micro_batches,
     )  # fmt: skip
     if of_strategy is None:
         return None
@@ -51,7 +57,10 @@ def layout_volume(
         shape, batch=batch, context=context // sharing, itemsize=itemsize, embedding_itemsize=embedding
     )
     of_context = context_volume(shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize)
-    return of_strategy + of_tensor + of_context
+    of_pipeline = pipeline_volume(
+        shape, batch=batch, context=context // sharing, micro_batches=micro_batches, itemsize=embedding
+    )
+    return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 
 
 def tensor_volume(
@@ -62,7 +71,8 @@ def tensor_volume(
     Forward a reduce-scatter behind the embedding, per block two all-gathers and two reduce-scatters, an all-gather
     before the head, all of B·T·d elements, and three all-reduces of B·T fp32 numbers for the loss; backward the same
     transfers the other way, and an all-reduce of d fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever
-    the logits come in, and norms keep fp32 weights under every strategy, so that neither depends on `itemsize`.
+    the logits come in, and norms keep fp32 weights under every strategy, so that neither depends on `itemsize`. A rank
+    of a pipeline without the embedding, or without the head, sends nothing of it.
 
     Args:
         context: T, of this rank: a part of the sequence where ranks share sequences, too.
@@ -71,11 +81,11 @@ def tensor_volume(
     at_least_one(batch=batch, context=context)
     if shape.tensor == 1:
         return CommunicationVolume(0, 0)
-    layers, d = shape.num_layers, shape.d_model
-    inner, outer, norms = 2 * (4 * layers + 1), 2, 2 * layers + 1
-    tokens = batch * context
-    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (3 * tokens + norms * d)
-    return CommunicationVolume(inner + outer + 3 + norms, sent)
+    d, tokens = shape.d_model, batch * context
+    inner, outer = 2 * (4 * shape.num_layers + shape.has_head), 2 * shape.has_embedding
+    losses = 3 * shape.has_head
+    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (losses * tokens + shape.norms * d)
+    return CommunicationVolume(inner + outer + losses + shape.norms, sent)
 
 
 def context_volume(
@@ -103,3 +113,24 @@ def context_volume(
         "ring": (3 * ranks - 2, 2 * (ranks - 1) * pair * itemsize + ranks * pair * max(FP32, itemsize)),
     }[how]
     return CommunicationVolume(shape.num_layers * calls, shape.num_layers * sent)
+
+
+def pipeline_volume(
+    shape: ModelShape, *, batch: int, context: int, micro_batches: int, itemsize: int = 4
+) -> CommunicationVolume:
+    """Of a rank of a pipeline: of each of its stages and micro-batches, an activation and a gradient of B·T·d elements
+    at either end that has a neighbour; and the loss, an all-reduce of one fp64 number.
+
+    Over all ranks and both counts of a message, 4·m·(p·v − 1) messages.
+
+    Args:
+        context: T, of this rank, as in `tensor_volume`.
+        itemsize: bytes of an element of the residual stream.
+    """
+    at_least_one(batch=batch, context=context, micro_batches=micro_batches)
+    boundaries = 2 * shape.stages - shape.has_embedding - shape.has_head
+    if not boundaries:
+        return CommunicationVolume(0, 0)
+    activation = batch * context // shape.tensor * shape.d_model * itemsize
+    messages = 2 * micro_batches * boundaries
+    return CommunicationVolume(messages + 1, messages * activation + FP64)

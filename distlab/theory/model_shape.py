@@ -5,10 +5,13 @@ anything that has attributes of these names.
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from distlab.theory.checks import at_least_one
+
+OF_A_RANK = ("tensor", "stages", "has_embedding", "has_head")  # which no model says
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,9 @@ class ModelShape:
             "GQA"); None for one each. Must divide H.
         tensor: T ranks that share every matrix and the sequence between blocks; then all that follows from the widths
             is what one of them has: its heads, columns and words, and whole norms. The widths above stay the model's.
+        stages: of a pipeline that this rank has; `num_layers` then counts their blocks (`of_pipeline`).
+        has_embedding, has_head: of a rank of a pipeline, whether the first stage is its, and the last, which has the
+            final norm too.
 
     Raises:
         ValueError: a size below one, heads that do not divide the width (with the nearest that do), or ranks that do
@@ -40,9 +46,12 @@ class ModelShape:
     tie_embeddings: bool = False
     num_kv_heads: int | None = None
     tensor: int = 1
+    stages: int = 1
+    has_embedding: bool = True
+    has_head: bool = True
 
     def __post_init__(self) -> None:
-        sizes = {name: size for name, size in vars(self).items() if name != "tie_embeddings" and size is not None}
+        sizes = {name: size for name, size in vars(self).items() if not isinstance(size, bool) and size is not None}
         at_least_one(**sizes)
         for part, whole in (("num_heads", "d_model"), ("num_kv_heads", "num_heads")):
             if part in sizes and sizes[whole] % sizes[part]:
@@ -57,8 +66,21 @@ class ModelShape:
     @staticmethod
     def of(config: Any, tensor: int = 1) -> "ModelShape":
         """The shape of any object with attributes of these names, such as a model's configuration."""
-        names = [field.name for field in fields(ModelShape) if field.name != "tensor"]
+        names = [field.name for field in fields(ModelShape) if field.name not in OF_A_RANK]
         return ModelShape(**{name: getattr(config, name) for name in names}, tensor=tensor)
+
+    def of_pipeline(self, ranks: int, blocks: Sequence[int]) -> list["ModelShape"]:
+        """What each rank of a pipeline has; stage s, of `blocks[s]` blocks, lies on rank s mod `ranks`."""
+        return [
+            replace(
+                self,
+                num_layers=sum(blocks[rank::ranks]),
+                stages=len(blocks) // ranks,
+                has_embedding=rank == 0,
+                has_head=rank == ranks - 1,
+            )
+            for rank in range(ranks)
+        ]
 
     @property
     def heads(self) -> int:
@@ -107,26 +129,36 @@ class ModelShape:
         return self.words * self.d_model
 
     @property
+    def vocabularies(self) -> int:
+        """Matrices of the embedding's size: it, and a head that is not tied to it."""
+        return self.has_embedding + (self.has_head and not self.tie_embeddings)
+
+    @property
+    def norms(self) -> int:
+        """Two of each block, and the final one."""
+        return 2 * self.num_layers + self.has_head
+
+    @property
     def num_parameters(self) -> int:
         """All distinct parameters: embeddings (once or twice V·d), L blocks, final norm d."""
-        copies = 1 if self.tie_embeddings else 2
-        return copies * self.embedding_parameters + self.num_layers * self.block_parameters + self.d_model
+        norm = self.has_head * self.d_model
+        return self.vocabularies * self.embedding_parameters + self.num_layers * self.block_parameters + norm
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of every parameter in registration order, a tied one once."""
         qkv, output, w1, w3, w2 = self.matrix_shapes_per_block
         norm, embedding = (self.d_model,), (self.words, self.d_model)
         block = [norm, qkv, output, norm, w1, w3, w2]
-        head = [] if self.tie_embeddings else [embedding]
-        return [embedding, *(block * self.num_layers), norm, *head]
+        ends = [norm] if self.tie_embeddings else [norm, embedding]
+        return [embedding] * self.has_embedding + block * self.num_layers + ends * self.has_head
 
     def parameter_units(self) -> list[str | None]:
         """Which unit gathers each parameter, in registration order: a block, the embedding or the head; None for norms,
         which nobody gathers.
         """
         blocks = [None if at in (0, 3) else f"block {block}" for block in range(self.num_layers) for at in range(7)]
-        head = [] if self.tie_embeddings else ["head"]
-        return ["embedding", *blocks, None, *head]
+        ends = [None] if self.tie_embeddings else [None, "head"]
+        return ["embedding"] * self.has_embedding + blocks + ends * self.has_head
 
     def parameter_numels(self) -> list[int]:
         """Elements of every parameter in registration order, a tied one once."""

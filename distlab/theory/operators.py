@@ -237,17 +237,16 @@ class Workload:
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
-    @property
-    def _copies(self) -> int:
-        """Matrices of the embedding's size."""
-        return 1 if self.shape.tie_embeddings else 2
-
     def _ends_forward(self) -> Iterator[Compute]:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
         d, nv = self.shape.d_model, n * self.shape.words
-        yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
-        ends = [unit for _ in range(self._copies) for unit in self._unit(self.shape.embedding_parameters)]
-        ends += [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
+        if self.shape.has_embedding:
+            yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
+        units = [unit for _ in range(self.shape.vocabularies) for unit in self._unit(self.shape.embedding_parameters)]
+        yield from (Compute(*each, "forward") for each in units)
+        if not self.shape.has_head:
+            return
+        ends = [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
         ends.append(self._matmul(d, self.shape.words))
         if self.fused_loss:
             ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.words)]
@@ -263,15 +262,17 @@ class Workload:
         c, r, n = self.precision.compute, self.precision.residual, self.tokens
         shape, nv = self.shape, n * self.shape.words
         ends = []
-        if not self.fused_loss:
+        if shape.has_head and not self.fused_loss:
             ends = [("nll_loss_backward", 0, 2 * FP32 * nv), ("_log_softmax_backward", 0, 3 * FP32 * nv)]
             ends += [("add", 0, 3 * FP32 * nv)] * (self.shape.tensor > 1)
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
             ends += self._both_gradients(shape.d_model, shape.words)
-        ends += self._norm_backward()
-        written = (r if self.shards is not None else FP32) * shape.embedding_parameters
-        ends.append(("embedding_backward", 0, written + r * n * shape.d_model))
-        for _ in range(self._copies):
+        if shape.has_head:
+            ends += self._norm_backward()
+        if shape.has_embedding:
+            written = (r if self.shards is not None else FP32) * shape.embedding_parameters
+            ends.append(("embedding_backward", 0, written + r * n * shape.d_model))
+        for _ in range(self.shape.vocabularies):
             ends += self._unit(shape.embedding_parameters, backward=True)
         yield from (Compute(*each, "backward") for each in ends)
 

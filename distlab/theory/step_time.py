@@ -22,7 +22,7 @@ How many buckets? docs/learn/theory/buckets.md has the closed form for buckets o
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from distlab.theory.collective_time import further_hops, link_share
 from distlab.theory.forms import Form
@@ -96,6 +96,9 @@ class ComputeTime:
     backward: float
     optimizer: float
     pack: float = 0.0
+
+    def __add__(self, other: "ComputeTime") -> "ComputeTime":
+        return ComputeTime(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,9 @@ class CommunicationVolume:
     def __add__(self, other: "CommunicationVolume") -> "CommunicationVolume":
         return CommunicationVolume(self.collectives + other.collectives, self.bytes + other.bytes)
 
+    def __mul__(self, times: int) -> "CommunicationVolume":
+        return CommunicationVolume(self.collectives * times, self.bytes * times)
+
 
 Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs of each
 
@@ -216,6 +219,7 @@ def fsdp(
     world_size: int,
     replicas: int = 1,
     compute_itemsize: int,
+    micro_batches: int = 1,
     shapes: Sequence[Sequence[int]] | None = None,
     dtypes: Sequence[Hashable] | None = None,
 ) -> CommunicationVolume:
@@ -224,13 +228,15 @@ def fsdp(
     A unit's parameters lie one after another in one buffer, or in one for each length of rows (`sharded_buffers`),
     padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes per element, reductions the masters'
     `itemsizes`. Replicated parameters (norms, biases) travel in one all-reduce with a flag each. For U buffers:
-    3·U + 1 calls. Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more.
+    3·U + 1 calls. Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more. Every further
+    micro-batch of a step gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
 
     Args:
         units: of each parameter, the unit that it is gathered with; None for a replicated one.
         world_size: ranks that a buffer is divided among: all, or those of a shard group in hybrid sharding.
         replicas: of a shard group, in hybrid sharding.
         compute_itemsize: bytes per element in which parameters are sent.
+        micro_batches: accumulated in a step.
         shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
 
     Raises:
@@ -245,11 +251,11 @@ def fsdp(
     buffers = [numel for each in of_unit.values() for numel in sharded_buffers(each, world_size)]
     small = [numel for numel, unit in zip(numels, units, strict=True) if unit is None]
     master = max(itemsizes, default=4)
-    at_least_one(replicas=replicas)
-    gathers, reductions = 2 * sum(buffers) * compute_itemsize, sum(buffers) * master
+    at_least_one(replicas=replicas, micro_batches=micro_batches)
+    gathers, reductions = 2 * micro_batches * sum(buffers) * compute_itemsize, sum(buffers) * master
     between = sum(buffers) // world_size * master if replicas > 1 else 0
     return CommunicationVolume(
-        (3 + (replicas > 1)) * len(buffers) + bool(small),
+        (2 * micro_batches + 1 + (replicas > 1)) * len(buffers) + bool(small),
         gathers + reductions + between + (sum(small) + len(small)) * master,
     )
 
@@ -266,6 +272,7 @@ def step_volume(
     units: Sequence[Hashable | None] | None = None,
     shapes: Sequence[Sequence[int]] | None = None,
     compute_itemsize: int = 4,
+    micro_batches: int = 1,
 ) -> CommunicationVolume | None:
     """What a strategy sends; None where no closed form says it: of torch's FSDP, say.
 
@@ -273,7 +280,7 @@ def step_volume(
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
         shard_size: ranks of a shard group, for strategies with a mesh; None: all.
-        units, shapes, compute_itemsize: see `fsdp`, which has no closed form without units.
+        units, shapes, compute_itemsize, micro_batches: see `fsdp`, which has no closed form without units.
 
     Raises:
         ValueError: as `each_gradient`, or a `shard_size` that does not divide the ranks.
@@ -289,8 +296,8 @@ def step_volume(
     if strategy.sends == "gradients":
         return each_gradient(mesh=mesh, **sizes)
     if strategy.sends == "units" and units is not None and not strategy.is_peer:
-        return fsdp(units=units, shapes=shapes, compute_itemsize=compute_itemsize, world_size=shard_size,
-                    replicas=mesh[0], **sizes)  # fmt: skip
+        return fsdp(units=units, shapes=shapes, compute_itemsize=compute_itemsize,
+                    micro_batches=micro_batches, world_size=shard_size, replicas=mesh[0], **sizes)  # fmt: skip
     if strategy.sends not in ("all", "buckets"):
         return None
     if strategy.is_peer:
@@ -372,8 +379,7 @@ def padded_parameters(shape: ModelShape, world_size: int) -> int:
     block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
     padding = sum(sharded_buffers(block, world_size)) - sum(shape.matrices_per_block)
     of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
-    copies = 1 if shape.tie_embeddings else 2
-    return shape.num_parameters + shape.num_layers * padding + copies * of_embedding
+    return shape.num_parameters + shape.num_layers * padding + shape.vocabularies * of_embedding
 
 
 def _row(shape: Sequence[int], world_size: int) -> int:

@@ -10,6 +10,8 @@ import socket
 from bisect import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
 
 import torch
 
@@ -19,11 +21,13 @@ from distlab.model.config import (
     KEPT,
     LOGITS_AT_ONCE,
     LOGITS_CHUNK,
+    Checkpointing,
     ModelConfig,
     checkpoint_plan,
 )
 from distlab.parallel import STRATEGIES, Layout
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.schedules import CHUNKS, SCHEDULES, held
 from distlab.theory.memory.activations import Sharing
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
 from distlab.theory.model_shape import ModelShape
@@ -45,7 +49,7 @@ class PlannedStep:
         strategy: a name of the registry.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
         checkpointing: as the option; `auto` for what needs least memory.
-        accumulates: several micro-batches per step.
+        micro_batches: of a step, of `batch` sequences each.
         compiled: the model or its blocks.
         mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
         batch_option: what `--batch` would be for one sequence at once on each rank.
@@ -58,7 +62,7 @@ class PlannedStep:
     strategy: str = "local"
     dtype: str = "fp32"
     checkpointing: str = "none"
-    accumulates: bool = False
+    micro_batches: int = 1
     compiled: bool = False
     mode: str = "step"
     batch_option: int = 1
@@ -66,27 +70,34 @@ class PlannedStep:
     layout: Layout = DATA_PARALLEL
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
-        """The closed form of a rank's memory in a full step; libraries take theirs on a GPU."""
+        """The closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
+        choice = "block" if self.checkpointing == "auto" else self.checkpointing
+        parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
+        return max((self.of_rank(part, world_size, on_gpu) for part in parts), key=lambda memory: memory.peak.total)
+
+    def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
+        """The same of a rank that has this part."""
         strategy = STRATEGIES[self.strategy]
         precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
-        choice = "block" if self.checkpointing == "auto" else self.checkpointing
         layout = self.layout
+        ranks = layout.tensor * layout.pipeline  # that have different parameters
         in_chunks = self.model.loss_in_head and layout.tensor == 1  # ranks that share the words have all their logits
         return step_memory(
-            ModelShape.of(self.model, layout.tensor),
+            part.shape,
             batch=self.batch,
             context=-(-self.model.context_length // layout.context),
             strategy=strategy,
-            world_size=(strategy.takes_mesh and self.shard_size) or max(1, world_size // layout.tensor),
+            world_size=(strategy.takes_mesh and self.shard_size) or max(1, world_size // ranks),
             precision=precision,
             attention=self.model.attention,
-            checkpointing=checkpoint_plan(choice, self.model.num_layers),
+            checkpointing=part.keeps,
             loss_chunk=LOGITS_CHUNK if in_chunks else None,
-            accumulates=self.accumulates,
+            accumulates=part.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
             fused=self.compiled or (on_gpu and self.model.ops != "torch"),
             compiled=self.compiled,
             sharing=Sharing(layout.context, layout.attention),
+            micro_batches_held=part.held,
         )
 
     def least_bytes(self, world_size: int, *, on_gpu: bool) -> int:
@@ -104,6 +115,54 @@ class PlannedStep:
         return f"{size} with batch {batch:,} × context {context:,} in {self.dtype} under {self.strategy}"
 
 
+class RankPart(NamedTuple):
+    """What a rank has of a model and does in a step; the ranks of a stage have and do the same.
+
+    Args:
+        shape: of its blocks.
+        keeps: what these keep for backward, as `distlab.theory.memory` takes it.
+        held: activations of a stage for a micro-batch, the most at once.
+        accumulates: whether gradients of earlier micro-batches are there when so many are.
+    """
+
+    shape: ModelShape
+    keeps: int | tuple[str, ...]
+    held: int
+    accumulates: bool
+
+
+def stages_of(layout: Layout) -> int:
+    """Stages of all ranks of a pipeline."""
+    return layout.pipeline * CHUNKS.get(layout.schedule, 1) if layout.pipeline > 1 else 1
+
+
+@cache
+def _most_held(schedule: str, ranks: int, micro_batches: int) -> list[int]:
+    return [held(actions) for actions in SCHEDULES[schedule](ranks, micro_batches)]
+
+
+def rank_parts(
+    model: ModelConfig, layout: Layout, checkpointing: Checkpointing = False, micro_batches: int = 1
+) -> list[RankPart]:
+    """A part for each rank of a pipeline, in order; without one, that of every rank.
+
+    Raises:
+        ValueError: a number of micro-batches that the schedule does not take.
+    """
+    ranks, stages = layout.pipeline, stages_of(layout)
+    sizes = layout.stages or [model.num_layers // stages] * stages
+    shapes = ModelShape.of(model, layout.tensor).of_pipeline(ranks, sizes)
+    plan = checkpoint_plan(checkpointing, model.num_layers)
+    keeps = [plan] * ranks
+    if isinstance(plan, tuple):
+        ends = list(itertools.accumulate(sizes))
+        of_stages = [plan[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+        keeps = [sum(of_stages[rank::ranks], ()) for rank in range(ranks)]
+    most = _most_held(layout.schedule, ranks, micro_batches)
+    forwards = micro_batches * stages // ranks
+    return [RankPart(*part, part[-1] < forwards) for part in zip(shapes, keeps, most, strict=True)]
+
+
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
     """A step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
     layout = Layout.parse(config.layout)
@@ -114,7 +173,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         config.strategy,
         config.dtype,
         checkpointing=config.checkpointing,
-        accumulates=config.accumulate > 1,
+        micro_batches=config.accumulate,
         compiled=config.compile != "off",
         batch_option=parts,
         shard_size=config.shard_size,

@@ -79,14 +79,16 @@ def test_layouts_are_offered_where_a_model_can_be_shared():
     """
     fields = {"model": "llama-8B", "batch": 1024, "device": "h100:1024"}
     offered = {str(layout) for layout in PlanConfig(**fields).offered()}
-    axes = itertools.product(("", "cp2", "cp4", "cp8"), ("", "tp2", "tp4", "tp8"))
+    pipelines = ("", *(f"pp{ranks}{how}" for ranks in (2, 4, 8) for how in ("", "-interleaved")))
+    axes = itertools.product(pipelines, ("", "cp2", "cp4", "cp8"), ("", "tp2", "tp4", "tp8"))
     assert offered == {",".join(filter(None, each)) for each in axes}
+    assert {layout.pipeline for layout in PlanConfig(**fields | {"device": "h100:16"}).offered()} == {1, 2}
     assert {layout.tensor for layout in PlanConfig(**fields, devices_per_node=2).offered()} == {1, 2}
     assert {layout.tensor for layout in PlanConfig(**fields, kv_heads=2).offered()} == {1, 2}
     assert {layout.tensor for layout in PlanConfig(**fields, vocab=1001).offered()} == {1}
     assert {layout.context for layout in PlanConfig(**fields, context=1020).offered()} == {1, 2}
     few = PlanConfig(model="llama-8B", batch=128, device="h100:1024")  # eight GPUs to a sequence
-    assert {layout.ranks for layout in few.offered()} == {8, 16, 32, 64}
+    assert {layout.ranks for layout in few.offered()} == {2**k for k in range(3, 10)}
     for asked, changes, says in (
         ("tp16", {}, "16 ranks that share matrices do not fit a node of 8"),
         ("tp4", {"kv_heads": 2}, "4 ranks cannot share 2 attention heads"),
@@ -94,6 +96,9 @@ def test_layouts_are_offered_where_a_model_can_be_shared():
         ("cp4", {"context": 1020}, "1020 tokens are no multiple of 8"),
         ("cp3", {}, "do not divide a batch"),
         ("tp4+cp8-ulysses", {}, "8 ranks cannot share 2 heads of keys"),
+        ("pp8", {"device": "h100:32"}, "less than a node of 8"),
+        ("pp8", {"layers": 20}, "20 blocks are no 8 equal stages"),
+        ("pp4-interleaved", {"batch": 512}, "2 sequences are no multiple of 4 ranks"),
         ("dp2", {}, "tpN, cpN"),
     ):
         with pytest.raises(ValueError, match=says):

@@ -16,7 +16,10 @@ from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, Strategy, get_strategy
 from distlab.parallel.schedules import SCHEDULES, Action
 from distlab.testing import run_ranks
+from distlab.theory.axes import layout_volume
+from distlab.theory.volume import CommunicationVolume
 from distlab.train.build import build_training, check_layout
+from distlab.train.memory_budget import rank_parts
 from distlab.train.step import TrainStep, loss_function
 from tests.parallel.test_layouts import ON_GPUS, assembled, pieces, rms
 
@@ -191,6 +194,44 @@ def test_what_runs_is_the_list_and_what_travels_the_closed_form():
             messages = 2 * 2 * MICRO_BATCHES * (stages - 1)
             assert sum(rank[number][0] for rank in found) == messages, name
             assert sum(rank[number][1] for rank in found) == messages * size, name
+
+
+COUNTED = [
+    (layout, strategy)
+    for layout in ("pp2", "pp2-interleaved", "pp2-zero-bubble", "pp2,tp2")
+    for strategy in ("local", "bucketed", "fsdp")
+    if (layout, strategy) != ("pp2-zero-bubble", "fsdp")
+]
+
+
+def counted(context: RankContext, rows: list[Row]) -> list[tuple[bool, str]]:
+    """Whether a step sends what the closed form says of this rank, and both."""
+    found = []
+    for layout, strategy in ((Layout.parse(layout), get_strategy(strategy)) for layout, strategy in rows):
+        _, model, optimizer = build_training(
+            CONFIG, strategy, context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device, layout=layout,
+            bucket_size_mb=0.01,
+        )  # fmt: skip
+        step = TrainStep(model, optimizer, loss_function(CONFIG, layout))
+        step(micro_batches(0))  # an order is learned
+        with CollectiveRecorder() as recorder:
+            step(micro_batches(1))
+        parts = rank_parts(CONFIG, layout, micro_batches=MICRO_BATCHES)
+        said = layout_volume(
+            strategy, parts[layout.axes(context.group).pipeline.rank()].shape, batch=ROWS,
+            context=CONFIG.context_length, world_size=context.world_size,
+            bucket_size_mb=0.01, micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
+        )  # fmt: skip
+        sent = CommunicationVolume(recorder.count, recorder.total_bytes)
+        found.append((sent == said, f"{sent}, closed form {said}"))
+        model.close(restore=False)
+    return found
+
+
+def test_a_step_sends_what_the_closed_form_says():
+    for rank in run_ranks(counted, 4, COUNTED, deadline_s=120):
+        for row, (equal, both) in zip(COUNTED, rank, strict=True):
+            assert equal, f"{row}: {both}"
 
 
 def uneven(context: RankContext) -> list[str]:

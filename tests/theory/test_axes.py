@@ -1,19 +1,21 @@
 """What a layout sends, and what its ranks hold, against the strategies' own code on fake ranks."""
 
+from dataclasses import replace
+
 import pytest
 
 from distlab.hardware import cluster
 from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate import replay
-from distlab.simulate.estimate import estimate_step, machine_on
+from distlab.simulate.estimate import estimate_step, machine_on, stage_time
 from distlab.simulate.step import simulate_training
 from distlab.theory.axes import layout_volume
-from distlab.theory.memory.activations import Precision
+from distlab.theory.memory.activations import PRECISIONS, Precision
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.operators import Workload
-from distlab.train.memory_budget import PlannedStep
+from distlab.train.memory_budget import PlannedStep, rank_parts
 
 CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
 LAYOUTS = ["tp2", "cp2", "tp2,cp2"]
@@ -32,6 +34,31 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
         assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), layout
 
 
+PIPELINES = {  # ranks of each of their stages send other things
+    "bucketed": ["pp2-zero-bubble", "pp2-interleaved,tp2"],
+    "fsdp": ["pp2-interleaved,tp2", "pp2,cp2-ring"],
+}
+DEEP, RANKS, MICRO_BATCHES = replace(CONFIG, num_layers=4), 8, 2
+
+
+@pytest.mark.parametrize("strategy", PIPELINES)
+def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
+    """In bf16; in fp32, and under more schedules, on ranks that do send: tests/parallel/test_pipeline.py."""
+    entry = get_strategy(strategy)
+    for layout in map(Layout.parse, PIPELINES[strategy]):
+        for place, part in enumerate(rank_parts(DEEP, layout, micro_batches=MICRO_BATCHES)):
+            rank = place * RANKS // layout.pipeline
+            step = simulate_training(
+                DEEP, strategy, batch=1, world_size=RANKS, layout=layout, micro_batches=MICRO_BATCHES, rank=rank
+            )
+            said = layout_volume(
+                entry, part.shape, batch=layout.ranks, context=512, world_size=RANKS, sharing=layout.context,
+                how=layout.attention, itemsize=2, casts_parameters=entry.casts_parameters,
+                micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
+            )  # fmt: skip
+            assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), f"{layout}: rank {rank}"
+
+
 def _error(config: ModelConfig, strategy: str, layout: str, dtype: str) -> float:
     """Of the closed form's peak, relative to that of the step on a fake rank."""
     shared = Layout.parse(layout)
@@ -46,6 +73,41 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, layout):
     """Within 2.5 %, as without a layout; the states alone are most of a rank's under tensor parallelism."""
     for dtype in ("fp32", "bf16"):
         assert abs(_error(CONFIG, strategy, layout, dtype)) < 0.025, dtype
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "layouts"),
+    [("bucketed", "fp32", ("pp2", "pp2-gpipe")), ("zero1", "bf16", ("pp2,tp2",)),
+     ("fsdp", "bf16", ("pp2-interleaved",))],
+)  # fmt: skip
+def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype, layouts):
+    """Within 2.5 %: other micro-batches' activations, each with copies of the matrices under autocast, and gradients
+    that have been summed so far; of all ranks the fullest is what a plan takes. GPipe's last rank also holds logits.
+    Activations are most of it: of stages of one block with a large head FSDP's rank differs by 7 %."""
+    config = replace(CONFIG, num_layers=8, vocab_size=1024)
+    for layout in map(Layout.parse, layouts):
+        planned = PlannedStep(config, layout.ranks, strategy, dtype, micro_batches=4, layout=layout)
+        peaks = []
+        for place, part in enumerate(rank_parts(config, layout, micro_batches=4)):
+            peaks.append(planned.of_rank(part, RANKS).peak.total)
+            if layout.schedule == "gpipe" and part.shape.has_head:
+                continue
+            step = simulate_training(
+                config, strategy, batch=1, world_size=RANKS, dtype=dtype, layout=layout, micro_batches=4,
+                rank=place * RANKS // layout.pipeline,
+            )  # fmt: skip
+            error = (peaks[-1] - CUBLAS_WORKSPACES) / step.peak.total - 1
+            assert abs(error) < 0.025, f"{layout}: stage {place}"
+        assert planned.memory(RANKS).peak.total == max(peaks)
+
+
+def test_stages_of_other_sizes_keep_what_is_said_of_their_blocks():
+    layout = Layout.parse("pp2-interleaved", stages=(1, 2, 1, 2))
+    first, second = rank_parts(replace(CONFIG, num_layers=6), layout, "none:1,block:5", micro_batches=2)
+    assert (first.shape.num_layers, second.shape.num_layers) == (2, 4)
+    assert first.keeps == ("none", "block") and second.keeps == ("block",) * 4
+    whole = ModelShape.of(replace(CONFIG, num_layers=6))
+    assert first.shape.num_parameters + second.shape.num_parameters == whole.num_parameters
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp4", "cp2-ulysses", "cp2-ring", "tp2,cp2"])
@@ -78,6 +140,36 @@ def test_axes_add_to_what_a_strategy_takes(strategy):
         step = simulate_training(WIDE, strategy, batch=1, world_size=16, layout=shared, checkpointing=keep)
         found = estimate_step(WIDE, strategy, machine, batch=4, ranks=16, layout=shared, checkpointing=keep)
         assert 0.8 < 1e3 * found.device / replay(step, machine).step_ms <= 1, keep
+
+
+EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally long
+
+
+@pytest.mark.parametrize(
+    ("layout", "share"),
+    [("pp4", 3 / 8), ("pp4-gpipe", 3 / 8), ("pp4-interleaved", 3 / 16), ("pp4-zero-bubble", 1 / 8), ("pp4,tp2", 3 / 8)],
+)
+def test_a_pipeline_waits_as_its_schedule_says(layout, share):
+    """For (p − 1)/m of its work, interleaved a half of it, zero-bubble a third where B takes twice F's time; each
+    message on the way costs a little more."""
+    machine, shared = machine_on(cluster("dgx-h200:2x8")), Layout.parse(layout)
+    sizes = {"batch": 4 * shared.ranks, "ranks": 16, "micro_batches": 8, "kernels": "fused"}
+    alone = estimate_step(EVEN, "local", machine, **sizes, layout=replace(shared, pipeline=1, schedule="1f1b"))
+    found = estimate_step(EVEN, "local", machine, **sizes, layout=shared)
+    inside = (alone.compute + alone.overhead) / 4  # with the messages among ranks that share matrices
+    waited = found.compute + found.overhead - inside
+    assert share * inside < waited < 1.2 * share * inside
+
+
+def test_ranks_of_a_pipeline_compute_what_their_operators_take():
+    """Embedding and head are on the first and the last; within 8 % as above."""
+    machine, layout = machine_on(cluster("dgx-h200:2x8")), Layout.parse("pp2")
+    for place, part in enumerate(rank_parts(WIDE, layout)):
+        step = simulate_training(WIDE, "local", batch=1, world_size=16, layout=layout, rank=8 * place)
+        seen = sum(machine.device.seconds(each) for each in step.operators)
+        work = Workload(part.shape, 2, 1024, PRECISIONS["bf16-autocast"], fused_loss=WIDE.loss_in_head)
+        found = stage_time(work, ("none",), machine, layout, "bf16").compute
+        assert found.forward + found.backward + found.optimizer == pytest.approx(seen, rel=0.08), place
 
 
 def test_ranks_that_share_a_model_divide_its_work():

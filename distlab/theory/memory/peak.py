@@ -18,7 +18,8 @@ sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zer
 On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
 matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
 step (the states exist already) from its last forward operation to the optimizer, block by block, and looks for the
-peak; what a strategy does is read off its file in `distlab/parallel`.
+peak; what a strategy does is read off its file in `distlab/parallel`. A rank of a pipeline walks through one stage,
+beside the other micro-batches that it holds: each has its activations and its own copies of the matrices.
 """
 
 from collections.abc import Iterator
@@ -77,18 +78,19 @@ def step_memory(
     fused: bool = False,
     compiled: bool = False,
     sharing: Sharing = ALONE,
+    micro_batches_held: int = 1,
 ) -> StepMemory:
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
     Args:
-        shape: with the ranks that share its matrices.
+        shape: of what this rank has of the model.
         batch, context: sequences on this rank, and tokens in each; of shared sequences, those of this rank.
         strategy: its entry; `fully_shard` of torch is that of each block.
         world_size: ranks that the strategy divides by, data × context: of a shard group under hybrid sharding.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
         attention: `naive`, `flash` or `sdpa`.
         checkpointing: how many blocks are recomputed together in backward, 0 for none and True for each by itself; or
-            what is kept of each block, names of `Activations.kept`.
+            what is kept of each block of this rank, names of `Activations.kept`.
         loss_chunk: where the loss is computed in the head, which makes the gradients in the forward, most bytes of
             logits that exist at a time; None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
@@ -97,6 +99,8 @@ def step_memory(
         compiled: they are compiled (`activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
         sharing: how ranks share sequences.
+        micro_batches_held: in a pipeline, the most activations of a stage for a micro-batch that this rank holds at
+            once. Those that wait for the rest of a split backward count in full; logits that wait, GPipe's, do not.
 
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
@@ -104,7 +108,7 @@ def step_memory(
     for what, value, allowed in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
         if isinstance(value, str) and value not in allowed:
             raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
-    at_least_one(world_size=world_size)
+    at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
     precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
     levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
@@ -114,16 +118,18 @@ def step_memory(
         raise ValueError(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
         )
+    layers = -(-shape.num_layers // shape.stages)  # of the largest stage
     setting = held.Setting(
-        shape, kept, precision, strategy, world_size, group, *OPTIMIZERS[optimizer], levels, loss_chunk
-    )
+        shape, kept, precision, strategy, world_size, group, *OPTIMIZERS[optimizer], levels[-layers:], loss_chunk,
+        layers, accumulates,
+    )  # fmt: skip
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and setting.shards_parameters:
         states = replace(states, buckets=FP32 * shape.num_parameters)
     moments = [
         (phase, replace(moment, temporary=moment.temporary + workspace_bytes))
-        for phase, moment in _walk(setting, states)
+        for phase, moment in _walk(setting, states, micro_batches_held - 1)
     ]
     phase, peak = max(moments, key=lambda item: item[1].total)
     before = replace(states, gradients=held.all_gradients(setting), temporary=workspace_bytes)
@@ -171,13 +177,30 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
 # -- the walk ------------------------------------------------------------------------------------------------
 
 
-def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) of every moment that could be the fullest, without workspaces."""
-    shape, kept, precision = setting.shape, setting.kept, setting.precision
-    layers = shape.num_layers
-    groups = -(-layers // setting.group) if setting.group else 0
-    blocks = groups * kept.checkpoint if groups else _kept_below(setting, layers)[0]
-    forward = replace(states, activations=blocks + kept.last, weight_copies=held.weight_copies(setting))
+def _walk(setting: held.Setting, states: Breakdown, waiting: int) -> Iterator[tuple[str, Breakdown]]:
+    """(phase, bytes) of every moment that could be the fullest, without workspaces.
+
+    Args:
+        waiting: micro-batches that have been forward through a stage and not yet back.
+    """
+    blocks, in_full = _kept_of_stage(setting)
+    copies = setting.precision.compute * in_full * sum(setting.shape.matrices_per_block)
+    copies *= setting.precision.copies_weights
+    for phase, moment in _micro_batch(setting, states):
+        activations, weights = moment.activations + waiting * blocks, moment.weight_copies + waiting * copies
+        yield phase, replace(moment, activations=activations, weight_copies=weights)
+    done = replace(states, gradients=held.all_gradients(setting))
+    yield "gradient synchronization", done
+    yield "optimizer step", replace(done, temporary=held.step_temporary(setting))
+
+
+def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
+    """(phase, bytes) through a stage and back."""
+    shape, kept, layers = setting.shape, setting.kept, setting.layers
+    states = replace(states, gradients=held.gradients_after(setting, 0))
+    blocks, _ = _kept_of_stage(setting)
+    behind = blocks + shape.has_head * kept.last
+    forward = replace(states, activations=behind, weight_copies=held.weight_copies(setting))
     unit = setting.block_buffer
     yield (
         "forward",
@@ -188,6 +211,28 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
             temporary=kept.block_temporary,
         ),
     )
+    if shape.has_head:
+        yield from _head(setting, states, forward)
+    for block in range(layers - 1, -1, -max(1, layers // BLOCKS_SEEN)):
+        yield f"backward of block {block}", _in_block(setting, states, block)
+    if shape.has_embedding:
+        head = held.gathered(setting, setting.embedding_buffer)
+        yield (
+            "backward of embedding",
+            replace(
+                states,
+                gradients=held.all_gradients(setting),
+                gathered=head,
+                temporary=kept.residual_gradient
+                + held.full_gradients(setting, shape.embedding_parameters, setting.embedding_buffer),
+            ),
+        )
+
+
+def _head(setting: held.Setting, states: Breakdown, forward: Breakdown) -> Iterator[tuple[str, Breakdown]]:
+    """(phase, bytes) of the head and its loss, forward and back, behind `forward` of the blocks."""
+    shape, kept, precision, layers = setting.shape, setting.kept, setting.precision, setting.layers
+    unit = setting.block_buffer
     head = held.gathered(setting, setting.embedding_buffer)
     # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
     # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
@@ -213,23 +258,6 @@ def _walk(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Break
         forward = replace(forward, buckets=buckets, weight_copies=copies)
         temporary = kept.head_gradient + rounded
     yield "backward of head", replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary)
-    for block in range(layers - 1, -1, -max(1, layers // BLOCKS_SEEN)):
-        yield f"backward of block {block}", _in_block(setting, states, block)
-    yield (
-        "backward of embedding",
-        replace(
-            states,
-            gradients=held.all_gradients(setting),
-            gathered=head,
-            temporary=kept.residual_gradient
-            + held.full_gradients(setting, shape.embedding_parameters, setting.embedding_buffer),
-        ),
-    )
-    yield "gradient synchronization", replace(states, gradients=held.all_gradients(setting))
-    yield (
-        "optimizer step",
-        replace(states, gradients=held.all_gradients(setting), temporary=held.step_temporary(setting)),
-    )
 
 
 def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
@@ -238,10 +266,10 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     """
     shape, kept = setting.shape, setting.kept
     unit, buffer = sum(shape.matrices_per_block), setting.block_buffer
-    done = (shape.num_layers - 1 - block) * shape.block_parameters + shape.embedding_parameters
+    done = (setting.layers - 1 - block) * shape.block_parameters + shape.has_head * shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    before = setting.embedding_buffer if block == shape.num_layers - 1 else buffer  # whose gradients are being sent
+    before = setting.embedding_buffer if block == setting.layers - 1 else buffer  # whose gradients are being sent
     in_flight = FP32 * before if setting.shards_parameters else 0
     inside = replace(
         states,
@@ -260,6 +288,13 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
         temporary=kept.residual_gradient + held.full_gradients(setting, unit, buffer),
     )
     return max(inside, packing, key=lambda moment: moment.total)
+
+
+def _kept_of_stage(setting: held.Setting) -> tuple[int, int]:
+    """(bytes kept of a stage's blocks, how many of them are kept in full)."""
+    if setting.group:
+        return -(-setting.layers // setting.group) * setting.kept.checkpoint, 0
+    return _kept_below(setting, setting.layers)
 
 
 def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:

@@ -74,8 +74,10 @@ class Setting:
     group: int
     state_numbers: int
     step_numbers: int
-    levels: tuple[str, ...] = ()  # what is kept of each block, an entry of `Activations.kept`; empty with groups
-    loss_chunk: int | None = None  # bytes of logits at a time, where the loss is computed in the head
+    levels: tuple[str, ...]  # what is kept of each block of a stage, an entry of `Activations.kept`; empty with groups
+    loss_chunk: int | None  # bytes of logits at a time, where the loss is computed in the head
+    layers: int  # of a stage: all, unless ranks share the blocks
+    accumulates: bool
 
     @property
     def shards_parameters(self) -> bool:
@@ -105,7 +107,7 @@ class Setting:
         if not self.pads:
             return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))
         whole = self.shape.num_parameters
-        norms = (2 * self.shape.num_layers + 1) * self.shape.d_model
+        norms = self.shape.norms * self.shape.d_model
         kept = norms + (padded_parameters(self.shape, self.world_size) - norms) // self.world_size
         return FP32 * -(-numel * kept // whole)
 
@@ -147,6 +149,8 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 def gradients_after(setting: Setting, done: int) -> int:
     """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
     # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it comes copies instead.
+    if setting.accumulates and not (setting.shards_parameters or in_place(setting)):  # of earlier micro-batches
+        return FP32 * setting.shape.num_parameters
     in_buckets = setting.strategy.sends == "buckets" and setting.strategy.has_buckets
     return 0 if in_buckets or in_place(setting) else setting.sharded(done)
 
@@ -154,7 +158,8 @@ def gradients_after(setting: Setting, done: int) -> int:
 def all_gradients(setting: Setting) -> int:
     """After backward; the flat buffer takes every gradient over one by one and lets it go."""
     if in_place(setting):
-        return 0 if setting.strategy.sends == "buckets" else FP32 * setting.shape.embedding_parameters
+        embedding = setting.shape.has_embedding * setting.shape.embedding_parameters
+        return 0 if setting.strategy.sends == "buckets" else FP32 * embedding
     return gradients_after(setting, setting.shape.num_parameters)
 
 
@@ -165,8 +170,9 @@ def in_place(setting: Setting) -> bool:
 
 
 def weight_copies(setting: Setting) -> int:
-    """Autocast's copies of all matrices but the embedding, which is looked up and not multiplied."""
-    matrices = setting.shape.num_layers * sum(setting.shape.matrices_per_block) + setting.shape.embedding_parameters
+    """Autocast's copies of a stage's matrices but the embedding, which is looked up and not multiplied."""
+    shape = setting.shape
+    matrices = setting.layers * sum(shape.matrices_per_block) + shape.has_head * shape.embedding_parameters
     return setting.precision.compute * matrices if setting.precision.copies_weights else 0
 
 
