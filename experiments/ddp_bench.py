@@ -66,6 +66,7 @@ from distlab.theory.axes import layout_volume
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.model_shape import ModelShape
 from distlab.train.build import check_layout
+from distlab.train.memory_budget import rank_parts
 
 OOM, REFUSED = "OOM", "refused"
 NOISY_PCT = 10  # of a row, above which no account is expected to close
@@ -248,10 +249,13 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
-    expected = None if layout.pipeline > 1 else layout_volume(
+    shape = ModelShape.of(bench.shape, layout.tensor)
+    if layout.pipeline > 1:
+        shape = rank_parts(bench.shape, layout, micro_batches=variant.micro_batches)[0].shape  # rank 0's
+    expected = layout_volume(
         variant.strategy,
-        ModelShape.of(bench.shape, layout.tensor),
-        batch=bench.options.batch * layout.ranks,
+        shape,
+        batch=bench.options.batch * layout.ranks // variant.micro_batches,
         context=bench.shape.context_length,
         world_size=bench.context.world_size,
         sharing=layout.context,
@@ -260,6 +264,8 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         casts_parameters=variant.strategy.casts_parameters,
         bucket_size_mb=variant.bucket_size_mb,
         shard_size=variant.shard_size,
+        micro_batches=variant.micro_batches,
+        pipeline=layout.pipeline,
     )
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}

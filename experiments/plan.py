@@ -182,7 +182,7 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
 
 
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
-    """One row per choice, those that fit first, fastest first."""
+    """One row per choice, those that fit first, fastest first; of each layout its fastest."""
     machine, (gpu, ranks) = config.machine(), config.fleet()
     own = {"num_parameters": config.num_parameters(), "world_size": ranks}
     # Of a strategy with its group and recomputation: each micro-batch with the memory it takes.
@@ -204,6 +204,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         fitting = sum(needed["predicted_peak_bytes"] <= usable for _, needed in way)
         if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
             way.append((choice, _memory(config, choice, ranks)))
+    found: dict[Layout, list[tuple[Choice, dict[str, Any]]]] = {}
     for way in ways.values():
         fitting = [(choice, needed) for choice, needed in way if needed["predicted_peak_bytes"] <= usable]
         rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in fitting]
@@ -211,6 +212,10 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         if not rows:
             choice, needed = way[-1]
             rows = [(choice, needed | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+        found.setdefault(rows[0][0].layout, []).extend(rows)
+    for layout, rows in found.items():
+        if layout.ranks > 1:
+            rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"] or math.inf)[:1]
         for choice, metrics in rows:
             run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
     run.records.sort(

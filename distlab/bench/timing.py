@@ -213,6 +213,7 @@ class BenchOptions(ModelOptions):
             replace(
                 self.planned(row.strategy.name, shard_size=row.shard_size),
                 batch=-(-(row.options or self).batch * row.layout.ranks // row.micro_batches),
+                micro_batches=row.micro_batches,
                 layout=row.layout,
             )
             for row in rows

@@ -116,7 +116,7 @@ def test_a_plan_takes_the_fastest_layout_that_fits(tmp_path, count):
     assert all(r.metrics["predicted_peak_bytes"] <= 0.94 * 80e9 for r in fitting)
     alone = next(record for record in fitting if not record.config["layout"])
     assert alone.config["recompute"] == "block" and steps[0] < alone.metrics["predicted_step_ms"]
-    assert re.search(r"Next best: fsdp cp\S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records))
+    assert re.search(r"Next best: fsdp \S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records))
     parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms", "host_ms")
     for record in fitting[:5]:
         assert sum(record.metrics[part] for part in parts) == pytest.approx(record.metrics["predicted_step_ms"])
