@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,7 +56,7 @@ def on_device(device: torch.device) -> ModelConfig:
 
 def train(
     context: RankContext, layout: Layout, strategy: str | Strategy, dtype: torch.dtype, max_norm: float | None,
-    compute: torch.dtype | None = None,
+    compute: torch.dtype | None = None, **options: Any,
 ) -> tuple[list[float], list, list]:  # fmt: skip
     """Losses, first gradients and last parameters of this rank, after three steps of AdamW."""
     if isinstance(strategy, str):
@@ -65,6 +66,7 @@ def train(
         _, model, optimizer = build_training(
             on_device(context.device), strategy, context.group, torch.optim.AdamW, {"lr": 1e-2},
             seed=SEED, device=context.device, layout=layout, bucket_size_mb=0.01, compute_dtype=compute,
+            **options,
         )  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)
@@ -136,9 +138,32 @@ def test_beside_data_tensor_and_context_parallelism():
     assert_as_one_process(4, TOGETHER)
 
 
-def test_all_axes_at_once():
+def test_all_axes_at_once(request):
     """Eight ranks: tp2 · cp2 · pp2."""
     assert_as_one_process(8, [("pp2,tp2,cp2", "bucketed")])
+    if request.config.getoption("--all-layouts"):
+        layouts = ("tp2,cp2", "tp2,cp2-ring", "tp2", "cp2", "cp2-ulysses", "cp4-ring")
+        for schedule, layout in product(SCHEDULES, layouts):
+            strategies = ["naive", "bucketed", "zero1", *(["fsdp"] if schedule != "zero-bubble" else [])]
+            assert_as_one_process(8, [(f"pp2-{schedule},{layout}", strategy) for strategy in strategies])
+
+
+RECOMPUTED = [  # layout, strategy, what is compiled, what blocks keep
+    ("pp2", "bucketed", "blocks", "none"), ("pp2-interleaved", "zero1", "off", "every-2"),
+    ("pp2", "fsdp", "off", "attention"),
+]  # fmt: skip
+
+
+def recomputed(context: RankContext) -> list[list[float]]:
+    return [
+        train(context, Layout.parse(layout), strategy, torch.float32, None, compile=compile, checkpointing=keep)[0]
+        for layout, strategy, compile, keep in RECOMPUTED
+    ]
+
+
+def test_compiled_blocks_and_recomputation_change_no_bit():
+    losses, *_ = one_process(torch.float32, None)
+    assert run_ranks(recomputed, 2, deadline_s=240) == [[losses] * len(RECOMPUTED)] * 2
 
 
 @pytest.mark.gpu
