@@ -85,16 +85,16 @@ WRAPPERS = [  # wraps a module; is called after backward
     (form_2026.get_fsdp, form_2026.fsdp_on_after_backward),
     (lambda module: form_2026.get_fsdp(module, compute_dtype=torch.float16), form_2026.fsdp_on_after_backward),
 ]
-MODELS = [{"tied": True}, {"frozen": ("blocks.0.up.weight", "blocks.1.bias", "norm.weight")}]
-OPTIMIZERS = [  # AdamW's ε is so large that a rounding of a gradient near zero makes no step of the rate
-    (torch.optim.SGD, {"lr": 0.1}),
-    (torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}),
+FROZEN = {"frozen": ("blocks.0.up.weight", "blocks.1.bias", "norm.weight")}
+TRAINED = [  # AdamW's ε is so large that a rounding of a gradient near zero makes no step of the rate
+    ({"tied": True}, torch.optim.SGD, {"lr": 0.1}),
+    (FROZEN, torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}),
 ]
 
 
 def wrapped(rank, device):
-    """All wrappers × models × optimizers, step by step beside one process that trains on both ranks' tokens."""
-    for (wrap, after), changes, (optimizer_cls, options) in product(WRAPPERS, MODELS, OPTIMIZERS):
+    """All wrappers, step by step beside one process that trains on both ranks' tokens."""
+    for (wrap, after), (changes, optimizer_cls, options) in product(WRAPPERS, TRAINED):
         base = own_model(0, device, **changes)
         model = wrap(own_model(rank, device, **changes))  # rank 1 starts elsewhere
         is_fsdp = isinstance(model, FSDP)
@@ -130,7 +130,7 @@ def test_wrappers_follow_one_process(device):
 
 
 def sharded_optimizer(rank, device):
-    for changes, (optimizer_cls, options) in product(MODELS, OPTIMIZERS):
+    for changes, optimizer_cls, options in TRAINED:
         model, plain = own_model(3, device, **changes), own_model(3, device, **changes)
         optimizer = course.get_sharded_optimizer(model.parameters(), optimizer_cls, **options)
         whole = optimizer_cls(plain.parameters(), **options)
