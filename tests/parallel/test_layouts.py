@@ -4,7 +4,6 @@ The loss alone shows little: norms whose gradients are not summed, an all-reduce
 rank's positions leave it as it is, or nearly so.
 """
 
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,18 +16,27 @@ from torch import Tensor
 from distlab.comm import RankContext
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM
-from distlab.parallel import Layout, ParallelModel, get_strategy
-from distlab.precision import autocast
+from distlab.parallel import Layout, get_strategy
 from distlab.simulate.step import simulate_training
 from distlab.testing import run_ranks
 from distlab.theory.axes import context_volume, tensor_volume
 from distlab.theory.model_shape import ModelShape
 from distlab.train.build import build_training
+from tests.parallel.axes import (
+    ON_GPUS,
+    ROWS,
+    SEED,
+    Row,
+    Training,
+    assert_as_one_process,
+    assert_near_fp64,
+    trained,
+)  # fmt: skip
 
 CONFIG = ModelConfig(
     d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64, context_length=24
 )
-ROWS, STEPS, MAX_NORM, SEED = 4, 3, 0.5, 3
+TRAINING = Training(CONFIG, micro_batches=2)
 STRATEGIES = ("naive", "bucketed", "zero1", "fsdp")
 TABLE = {  # ranks → layouts under their strategies
     2: {"tp2": STRATEGIES, "cp2": STRATEGIES[1:], "cp2-ulysses": STRATEGIES[1:], "cp2-ring": STRATEGIES[1:]},
@@ -38,133 +46,16 @@ TABLE = {  # ranks → layouts under their strategies
 }  # fmt: skip
 
 
-def config_on(device: torch.device, dtype: torch.dtype) -> ModelConfig:
-    """With the lab's kernels on a GPU."""
-    return replace(CONFIG, ops="triton") if device.type == "cuda" and dtype != torch.float64 else CONFIG
-
-
-def batch(step: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The sequences of all ranks; as many rows as 2 and 4 data-parallel ranks share evenly."""
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, CONFIG.vocab_size, (ROWS, CONFIG.context_length + 1), generator=generator).to(device)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def one_process(dtype: torch.dtype, compute: torch.dtype | None, device: torch.device, steps: int) -> Any:
-    """First gradients, norms and last parameters of the model in one process."""
-    model = TransformerLM(config_on(device, dtype), seed=SEED, device=device, dtype=dtype)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    first: dict[str, Tensor] = {}
-    for step in range(steps):
-        optimizer.zero_grad()
-        with autocast(device, compute):
-            loss = model(*batch(step, device))
-        loss.backward()
-        first = first or {name: p.grad.clone() for name, p in model.named_parameters()}
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
-        optimizer.step()
-    return first, dict(model.named_parameters())
-
-
-def pieces(model: ParallelModel, values: Any) -> list[tuple[str, Any, int, Tensor]]:
-    """(name, box in the whole, first element in it, values) of what this rank holds."""
-    return [
-        (shard.name, box, start, values(shard).detach().reshape(-1)[held].cpu().clone())
-        for shard in map(model.located, model.shards())
-        for box, start, held in shard.places()
-    ]
-
-
-def assembled(held: list[list[tuple[str, Any, int, Tensor]]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
-    """Whole tensors out of all ranks' pieces, which cover everything; where several hold an element, to the bit."""
-    whole = {name: torch.full(shape, torch.nan, dtype=held[0][0][3].dtype) for name, shape in shapes.items()}
-    for name, box, start, values in (piece for rank in held for piece in rank):
-        part = whole[name][tuple(slice(first, last) for first, last in box)]
-        flat = part.reshape(-1)
-        seen = flat[start : start + len(values)]
-        assert torch.equal(seen[~seen.isnan()], values[~seen.isnan()]), f"ranks differ in {name}"
-        flat[start : start + len(values)] = values
-        part.copy_(flat.view(part.shape))
-    assert not any(value.isnan().any() for value in whole.values()), "some elements are on no rank"
-    return whole
-
-
-def train(
-    context: RankContext, strategy: str, layout: Layout, dtype: torch.dtype, compute: torch.dtype | None = None,
-    steps: int = STEPS, **options: Any,
-) -> tuple[list, list]:  # fmt: skip
-    """First gradients and last parameters of this rank; three clipped steps of AdamW, one of two micro-batches."""
-    torch.set_default_dtype(dtype)
-    try:
-        _, model, optimizer = build_training(
-            config_on(context.device, dtype), get_strategy(strategy), context.group, torch.optim.AdamW, {"lr": 1e-2},
-            seed=SEED, device=context.device, layout=layout, bucket_size_mb=0.01, compute_dtype=compute,
-            **options,
-        )  # fmt: skip
-    finally:
-        torch.set_default_dtype(torch.float32)
-    axes = layout.axes(context.group)
-    rows = ROWS // axes.batch_ranks
-    first: list = []
-    for step in range(steps):
-        optimizer.zero_grad()
-        tokens, targets = batch(step, context.device)
-        mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
-        parts = 2 if step == 1 and rows > 1 else 1
-        shared = axes.share((tokens[mine], targets[mine]))
-        for part in range(parts):
-            some = [each.chunk(parts)[part] for each in shared]
-            with model.no_sync() if part < parts - 1 else nullcontext():
-                with model.autocast():
-                    loss = model(*some) / parts
-                loss.backward()
-        model.finish_gradient_synchronization()
-        model.gradients()  # under ZeRO-1 shards' gradients are pointed at where they arrived
-        first = first or pieces(model, lambda shard: shard.tensor.grad if shard.tensor.numel() else shard.tensor)
-        model.clip_grad_norm_(MAX_NORM)
-        optimizer.step()
-    model.synchronize()
-    last = pieces(model, lambda shard: shard.tensor)
-    model.close(restore=False)
-    return first, last
-
-
-def rows_of(context: RankContext, table: dict[str, tuple[str, ...]], kinds: list) -> dict[str, tuple[list, list]]:
-    return {
-        f"{layout} {strategy} {dtype}": train(context, strategy, Layout.parse(layout), dtype, compute)
-        for layout, strategies in table.items()
-        for strategy in strategies
-        for dtype, compute in kinds
-    }
-
-
-def rms(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """Per tensor the distance to float64, in parts of its size."""
-    return {
-        name: ((found[name].double() - value).norm() / value.norm()).item() for name, value in exact.items()
-    }
+def rows_of(table: dict[str, tuple[str, ...]]) -> list[Row]:
+    return [(layout, strategy) for layout, strategies in table.items() for strategy in strategies]
 
 
 @pytest.mark.parametrize("ranks", TABLE)
 def test_gradients_and_steps_are_those_of_one_process(ranks):
-    """In fp64 each tensor to 1e-13 of its largest entry; in fp32 nearer to fp64 than 1.5 times one process's."""
-    kinds = [(torch.float64, None), (torch.float32, None)]
-    cpu = torch.device("cpu")
-    exact, exact_last = one_process(torch.float64, None, cpu, STEPS)
-    plain, _ = one_process(torch.float32, None, cpu, STEPS)
-    shapes = {name: value.shape for name, value in exact.items()}
-    found = run_ranks(rows_of, ranks, TABLE[ranks], kinds, deadline_s=240)
-    for row in found[0]:
-        gradients, last = (assembled([rank[row][which] for rank in found], shapes) for which in (0, 1))
-        if row.endswith("float64"):
-            for name, value in exact.items():
-                worst = (gradients[name] - value).abs().max().item()
-                assert worst <= 1e-13 * value.abs().max().item(), f"{row}: {name}"
-                # Clipping is by an fp32 norm, and Adam divides by gradients that are nearly zero.
-                assert (last[name] - exact_last[name]).abs().max().item() <= 1e-7, f"{row}: {name} after {STEPS} steps"
-        else:
-            error, allowed = rms(gradients, exact), rms(plain, exact)
-            assert all(error[name] <= 1.5 * allowed[name] for name in exact), f"{row}: {error} beside {allowed}"
+    rows = rows_of(TABLE[ranks])
+    assert_as_one_process(TRAINING, ranks, rows)
+    if ranks == 2:
+        assert_near_fp64(TRAINING, ranks, rows)
 
 
 def of_two_halves(model: TransformerLM) -> None:
@@ -213,39 +104,26 @@ def of_two_halves(model: TransformerLM) -> None:
     )
 
 
-def first_gradients(context: RankContext) -> list:
-    return train(context, "naive", Layout(tensor=2), torch.float32, steps=1)[0]
-
-
 def test_two_ranks_are_to_the_bit_one_process_that_adds_the_same_two_halves():
     model = TransformerLM(CONFIG, seed=SEED)
     of_two_halves(model)
-    model(*batch(0, torch.device("cpu"))).backward()
-    found = assembled(run_ranks(first_gradients, 2), {name: p.shape for name, p in model.named_parameters()})
+    training = replace(TRAINING, micro_batches=1, dtype=torch.float32)
+    model(*training.batches(0)[0]).backward()
+    ((_, found, _),) = trained(training, 2, [("tp2", "naive")])
     assert [name for name, p in model.named_parameters() if not torch.equal(found[name], p.grad)] == []
 
 
-RECOMPUTED = [  # layout, strategy, what blocks keep, what is compiled
-    ("tp2", "fsdp", "attention", "off"), ("tp2", "zero1", "every-2", "off"), ("cp2-ring", "bucketed", "block", "off"),
-    ("tp2", "bucketed", "none", "blocks"),
-]  # fmt: skip
-
-
-def recomputed(context: RankContext) -> list[list]:
-    return [
-        train(context, strategy, Layout.parse(layout), torch.float64, steps=1, checkpointing=keep, compile=compile)[0]
-        for layout, strategy, keep, compile in RECOMPUTED
-    ]
-
-
-def test_recomputation_and_compiled_blocks_change_no_gradient():
-    exact, _ = one_process(torch.float64, None, torch.device("cpu"), 1)
-    found = run_ranks(recomputed, 2, deadline_s=240)
-    for number, row in enumerate(RECOMPUTED):
-        gradients = assembled([rank[number] for rank in found], {name: v.shape for name, v in exact.items()})
-        for name, value in exact.items():
-            worst = (gradients[name] - value).abs().max().item()
-            assert worst <= 1e-13 * value.abs().max().item(), f"{row}: {name}"
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (("tp2", "fsdp"), {"checkpointing": "attention"}),
+        (("tp2", "zero1"), {"checkpointing": "every-2"}),
+        (("cp2-ring", "bucketed"), {"checkpointing": "block"}),
+        (("tp2", "bucketed"), {"compile": "blocks"}),
+    ],
+)
+def test_recomputation_and_compiled_blocks_change_no_gradient(row, options):
+    assert_as_one_process(replace(TRAINING, micro_batches=1, options=options), 2, [row])
 
 
 def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any]]:
@@ -255,7 +133,7 @@ def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any
             CONFIG, get_strategy("local"), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
             layout=layout,
         )  # fmt: skip
-        shared = layout.axes(context.group).share(batch(0, context.device))
+        shared = layout.axes(context.group).share(TRAINING.batches(0)[0])
         with CollectiveRecorder() as recorder:
             model(*shared).backward()
         found[str(layout)] = (recorder.count, recorder.total_bytes)
@@ -273,9 +151,9 @@ def test_messages_and_bytes_are_the_closed_forms():
         forms = tensor_volume(shape, **inside), context_volume(shape, **between, how=layout.attention)
         expected = tuple(sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes"))
         assert found[str(layout)] == expected, layout
-        step = simulate_training(CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout)
-        sent = len(step.calls), step.comm_bytes  # its group of ranks has a sequence for each of them
-        assert layout.ranks != ROWS or sent == expected, f"{layout}, simulated"
+        if layout.ranks == ROWS:  # a simulated group of ranks has a sequence for each of them
+            step = simulate_training(CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout)
+            assert (len(step.calls), step.comm_bytes) == expected, f"{layout}, simulated"
 
 
 def refused(context: RankContext) -> dict[str, str]:
@@ -324,30 +202,10 @@ def test_a_layout_says_itself():
     assert [str(Layout.parse(text)) for text in ("", "tp2,cp4-ring", "cp2")] == ["", "cp4-ring,tp2", "cp2"]
 
 
-ON_GPUS = {  # how two ranks run: on one GPU, or on one each
-    "gloo": {"device": "cuda:0", "group_timeout_s": 60},
-    "nccl": {"backend": "nccl"},
-}
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
 def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend):
-    """Tolerances as above, bf16 beside one process's bf16."""
-    kinds = [(torch.float32, None), (torch.float32, torch.bfloat16)]
-    table = {layout: STRATEGIES[1:] for layout in ("tp2", "cp2", "cp2-ulysses", "cp2-ring")}
-    device = torch.device("cuda:0")
-    exact, _ = one_process(torch.float64, None, torch.device("cpu"), 1)
-    shapes = {name: value.shape for name, value in exact.items()}
-    found = run_ranks(rows_of_both, 2, table, kinds, deadline_s=240, **ON_GPUS[backend])
-    for compute, rows in found[0].items():
-        plain, _ = one_process(torch.float32, compute, device, 1)
-        allowed = rms({name: value.cpu() for name, value in plain.items()}, exact)
-        for row in rows:
-            error = rms(assembled([rank[compute][row][0] for rank in found], shapes), exact)
-            worst = max(error, key=lambda name: error[name] / allowed[name])
-            assert error[worst] <= 1.5 * allowed[worst], f"{row} {compute}: {worst} {error[worst]} {allowed[worst]}"
-
-
-def rows_of_both(context: RankContext, table: dict[str, tuple[str, ...]], kinds: list) -> dict[Any, Any]:
-    return {compute: rows_of(context, table, [(dtype, compute)]) for dtype, compute in kinds}
+    """In bf16 beside one process's bf16."""
+    rows = rows_of(dict.fromkeys(("tp2", "cp2", "cp2-ulysses", "cp2-ring"), STRATEGIES[1:]))
+    for compute in (None, torch.bfloat16):
+        assert_near_fp64(TRAINING, 2, rows, compute, "cuda:0", **ON_GPUS[backend])

@@ -11,9 +11,11 @@ from distlab.comm import RankContext
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import SCHEDULES
 from distlab.testing import run_ranks
-from tests.parallel.test_pipeline import one_process, train
+from tests.parallel.axes import one_process, train
+from tests.parallel.test_pipeline import TRAINING
 
 TORCHS = replace(get_strategy("local"), is_peer=True)
+IN_FP32 = replace(TRAINING, dtype=torch.float32, max_norm=None)
 
 
 def differences(context: RankContext, layouts: list[str]) -> list[float]:
@@ -22,17 +24,16 @@ def differences(context: RankContext, layouts: list[str]) -> list[float]:
     return [parameter_difference(context, row, steps=2) for row in rows]
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_tensor_parallelism_under_fsdp2(ranks):
-    assert run_ranks(differences, ranks, ["tp2"])[0][0] < 1e-6
+def test_tensor_parallelism_under_fsdp2():
+    assert run_ranks(differences, 4, ["tp2"])[0][0] < 1e-6
 
 
 def schedules(context: RankContext) -> list[tuple]:
-    return [train(context, Layout(pipeline=2, schedule=name), TORCHS, torch.float32, None) for name in SCHEDULES]
+    return [train(context, IN_FP32, Layout(pipeline=2, schedule=name), TORCHS) for name in SCHEDULES]
 
 
 def test_its_pipelines_have_the_same_reference():
-    losses, _, parameters = one_process(torch.float32, None)
+    losses, _, parameters = one_process(IN_FP32)
     for found in run_ranks(schedules, 2, deadline_s=240):
         for name, (ours, _, last) in zip(SCHEDULES, found, strict=True):
             assert ours == losses, name
@@ -44,7 +45,7 @@ def refused(context: RankContext) -> list[str]:
     found = []
     for strategy, layout in (("fsdp2", "pp2"), ("fsdp2", "cp2"), ("torch-ddp", "tp2"), ("hsdp", "tp2")):
         with pytest.raises(ValueError) as error:
-            train(context, Layout.parse(layout), strategy, torch.float32, None)
+            train(context, IN_FP32, Layout.parse(layout), get_strategy(strategy))
         found.append(str(error.value))
     return found
 
