@@ -11,7 +11,6 @@ from distlab.report.charts import (
     metric_over_length,
     overlaid,
     stacked_bars,
-    stream_lanes,
     timeline,
 )
 from distlab.report.derived import (
@@ -67,7 +66,6 @@ __all__ = [
     "render_for_terminal",
     "row_of",
     "stacked_bars",
-    "stream_lanes",
     "timeline",
     "waiting",
     "write",

@@ -54,9 +54,6 @@ REFUSED = {
     "simulate_scale --compile blocks": "no compiler runs on tensors",
     "simulate_scale --checkpointing qkv:3": "add up to the 50 blocks",
     "simulate_scale --strategies hsdp --ranks 16 --group 3": "groups of 3 do not divide 16 ranks",
-    "trace_overlap .": "no trace there; ddp_bench writes",
-    "trace_overlap missing.json": "no trace there; ddp_bench writes",
-    "trace_overlap": "name a trace",
     "train_curves --backend=gloo --checkpoint-every 40": "kill_at=35: what is killed must have written",
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }

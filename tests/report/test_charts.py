@@ -16,7 +16,6 @@ from distlab.report.charts import (
     memory_areas,
     metric_over_length,
     stacked_bars,
-    stream_lanes,
     timeline,
 )
 from distlab.report.style import WIDTH_PX
@@ -101,13 +100,8 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
 def test_each_interval_is_a_bar(tmp_path, drawn):
     spans = [(0, 10), (12, 13)]
     timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
-    stream_lanes(tmp_path / "b.png", {"a": {"stream 7": {"compute": spans}, "stream 9": {"copy": spans}}}, title="")
-    for figure, lanes in zip(drawn, (1, 2), strict=True):
-        bars = [[path.get_extents().intervalx for path in lane.get_paths()] for lane in figure.axes[0].collections]
-        assert [[tuple(ends) for ends in lane] for lane in bars] == [[(0, 10), (12, 13)]] * lanes
-    axes = drawn[1].axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["compute", "copies"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a: stream 7", "a: stream 9"]
+    (lane,) = drawn[0].axes[0].collections
+    assert [tuple(path.get_extents().intervalx) for path in lane.get_paths()] == spans
 
 
 def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
@@ -177,8 +171,6 @@ def test_mistakes_are_refused_and_leave_no_file(tmp_path):
         stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
     with pytest.raises(ValueError, match="lanes among"):
         timeline(path, {"a": {"kommunikation": []}}, title="")
-    with pytest.raises(ValueError, match="lanes of kinds"):
-        stream_lanes(path, {"step": {"stream 7": {"other": []}}}, title="")
     with pytest.raises(ValueError, match="as many x as y"):
         lines(path, [Panel("", "", "", [Series("a", [1], [])])], title="")
     with pytest.raises(ValueError, match="rows"):
