@@ -84,9 +84,6 @@ class Config(Options):
     dtypes: tuple[str, ...] = option(("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32"))
     variants: tuple[str, ...] = option(
         ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "what to time", choices=VARIANTS)
-    flex: str = option(
-        "special", "where FlexAttention is timed, which takes ten seconds to compile: shared heads, windows and "
-        "documents, or all", choices=("special", "all"))  # fmt: skip
     rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
 
@@ -97,8 +94,7 @@ class Config(Options):
 
     def rows(self, shape: Shape, dtype: str) -> list[str]:
         """Variants that there are of a shape."""
-        special = not shape.is_plain or shape.heads != shape.kv_heads
-        return [v for v in self.variants if suits(v, shape, dtype) and (v != "flex" or special or self.flex == "all")]
+        return [variant for variant in self.variants if suits(variant, shape, dtype)]
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
@@ -333,12 +329,12 @@ EXPERIMENT = Experiment(
     Config, measure, VIEW,
     presets={
         "twelve": {"shapes": TWELVE},
-        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
+        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "variants": (
             "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
         "memory": {"shapes": MEMORY, "dtypes": ("bfloat16", "float32"), "rounds": 3,
                    "variants": ("naive", "sdpa", "ours")},
         "memory-cpu": SMOKE,
-        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3, "flex": "all",
+        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3,
                   "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
         "quick-cpu": SMOKE, "smoke": SMOKE,
     },
