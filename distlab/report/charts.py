@@ -22,7 +22,6 @@ from distlab.report.style import (
     horizontal,
     picture,
 )
-from distlab.report.table import by_machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -192,44 +191,6 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
         )
         for index, (name, (x, y)) in enumerate(curves.items())
     ]  # fmt: skip
-
-
-def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metric: str, label: str) -> None:
-    """Draw `metrics[metric]` against `config["length"]`, both logarithmic: a panel per dtype and head dimension, a line
-    per variant, "ours" thick. Records without the metric and those of several heads are left out, and nothing is drawn
-    of none; lines of different machines are different lines.
-
-    Args:
-        label: the metric's name and unit, for the vertical axes.
-    """
-    machines = by_machine(records)
-    found = [
-        (
-            (record.config["dtype"], record.config["head_dim"]),
-            (record.variant != "ours", record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"),
-            (record.config["length"], record.metrics[metric]),
-        )
-        for machine, group in machines.items() for record in group
-        if record.metrics.get(metric) is not None and record.config.get("heads", 1) == 1
-    ]  # fmt: skip
-    if not found:
-        return
-    names = sorted(dict.fromkeys(name for _, name, _ in found), key=lambda name: name[0])  # ours first
-    panels = [
-        Panel(
-            f"dtype {shape[0]}, head_dim {shape[1]}", "length", label, log_y=True,
-            series=[
-                Series(
-                    name[1], *zip(*sorted(points), strict=True), line="-", marked=True, width=1 if name[0] else 2.2,
-                )
-                for name in names
-                if (points := [point for *where, point in found if where == [shape, name]])
-            ],
-        )
-        for shape in sorted({shape for shape, _, _ in found})
-    ]  # fmt: skip
-    where = f" ({next(iter(machines))})" if len(machines) == 1 else ""
-    lines(path, panels, title=f"{label}, over length{where}")
 
 
 def stacked_bars(

@@ -14,7 +14,6 @@ from distlab.report.charts import (
     lines,
     measured,
     memory_areas,
-    metric_over_length,
     stacked_bars,
     timeline,
 )
@@ -132,19 +131,6 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     notes = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
     assert notes == [["bad: no finite value"], ["bad: no value"], []]
     assert len(drawn[0].legends) == 1
-
-
-def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):
-    records = [
-        Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
-        for variant in ("ours", "peer") for d in (128, 16) for n in (8, 4, 2)
-    ]  # fmt: skip
-    metric_over_length(records, tmp_path / "picture.png", "ms", "time, ms")
-    assert [axes.get_title("left") for axes in drawn[0].axes] == ["dtype a, head_dim 16", "dtype a, head_dim 128"]
-    for axes, d in zip(drawn[0].axes, (16, 128), strict=True):
-        assert [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] == [
-            (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
-        ]
 
 
 def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
