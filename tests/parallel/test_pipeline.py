@@ -113,7 +113,7 @@ def test_what_runs_is_the_list_and_what_travels_the_closed_form():
 COUNTED = [
     (layout, strategy)
     for layout in ("pp2", "pp2-interleaved", "pp2-zero-bubble", "pp2,tp2")
-    for strategy in ("local", "bucketed", "fsdp")
+    for strategy in ("bucketed", "fsdp")
     if (layout, strategy) != ("pp2-zero-bubble", "fsdp")
 ]
 
