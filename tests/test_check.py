@@ -239,7 +239,7 @@ def verdicts(context: RankContext, cases: list[tuple[str, str]], same: set[str])
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks: int):
-    cases = [*RIGHT, *((model, wrap) for wrap, (model, _, _) in WRONG.items())]
+    cases = [*(RIGHT if ranks == 2 else ()), *((model, wrap) for wrap, (model, _, _) in WRONG.items())]
     found = run_ranks(verdicts, ranks, cases, {"norms_of_a_part"}, deadline_s=200)[0]
     for (model, wrap), verdict in zip(cases, found, strict=True):
         differing = {finding.tensor for finding in verdict.findings}

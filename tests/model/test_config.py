@@ -23,13 +23,7 @@ def test_true_sizes_behind_the_names():
 
 
 def test_presets_of_the_handouts():
-    later = ("llama-70B", "llama2-7B", "llama2-13B", "100B", "gpt3-175B")  # published, and for plans
     shapes = {
-        name: (c.d_model, c.d_ff, c.num_layers, c.num_heads) for name, c in PRESETS.items() if name not in later
-    }
-    assert shapes.pop("tiny")
-    assert shapes.pop("8B") == (4096, 11008, 34, 32) and shapes.pop("llama-8B") == (4096, 14336, 32, 32)
-    assert shapes == {
         "small": (768, 3072, 12, 12),
         "medium": (1024, 4096, 24, 16),
         "large": (1280, 5120, 36, 20),
@@ -37,6 +31,9 @@ def test_presets_of_the_handouts():
         "10B": (4608, 12288, 50, 36),
         "gpt2-xl": (1600, 6400, 48, 25),
     }
+    for name, shape in (shapes | {"8B": (4096, 11008, 34, 32), "llama-8B": (4096, 14336, 32, 32)}).items():
+        config = PRESETS[name]
+        assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == shape, name
     assert {PRESETS[name].vocab_size for name in shapes} == {10_000}
 
 

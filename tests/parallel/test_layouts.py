@@ -52,10 +52,11 @@ def rows_of(table: dict[str, tuple[str, ...]]) -> list[Row]:
 
 @pytest.mark.parametrize("ranks", TABLE)
 def test_gradients_and_steps_are_those_of_one_process(ranks):
-    rows = rows_of(TABLE[ranks])
-    assert_as_one_process(TRAINING, ranks, rows)
-    if ranks == 2:
-        assert_near_fp64(TRAINING, ranks, rows)
+    assert_as_one_process(TRAINING, ranks, rows_of(TABLE[ranks]))
+
+
+def test_in_fp32_layouts_round_as_one_process_does():
+    assert_near_fp64(TRAINING, 2, rows_of(dict.fromkeys(TABLE[2], ("bucketed",))))
 
 
 def of_two_halves(model: TransformerLM) -> None:
@@ -159,25 +160,31 @@ def test_messages_and_bytes_are_the_closed_forms():
 def refused(context: RankContext) -> dict[str, str]:
     """What each mistake is told; every rank alike, before anything is sent."""
     cases = {
-        "heads": ({"num_heads": 4, "num_kv_heads": 1}, "tp2"),
-        "vocabulary": ({"vocab_size": 63}, "tp2"),
-        "dropout": ({"dropout": 0.1}, "tp2"),
-        "ranks": ({}, "tp3"),
+        "heads": ("tp2", {"num_heads": 4, "num_kv_heads": 1}, "bucketed", {}),
+        "vocabulary": ("tp2", {"vocab_size": 63}, "bucketed", {}),
+        "dropout": ("tp2", {"dropout": 0.1}, "bucketed", {}),
+        "ranks": ("tp3", {}, "bucketed", {}),
+        "parts": ("pp2", {"num_layers": 3}, "bucketed", {}),
+        "sizes": ("pp2", {}, "bucketed", {"stages": (2, 1)}),
+        "tied": ("pp2", {"tie_embeddings": True}, "bucketed", {}),
+        "fsdp": ("pp2-zero-bubble", {}, "fsdp", {}),
+        "recomputed": ("pp2-zero-bubble", {}, "bucketed", {"checkpointing": "block"}),
     }
     found = {}
-    for name, (changes, layout) in cases.items():
-        config = ModelConfig(**(vars(CONFIG) | changes))
+    for name, (layout, changes, strategy, options) in cases.items():
+        stages = options.pop("stages", ())
         with pytest.raises(ValueError) as error:
             build_training(
-                config, get_strategy("bucketed"), context.group, torch.optim.SGD, {"lr": 1.0}, device="cpu",
-                layout=Layout.parse(layout),
+                replace(CONFIG, **changes), get_strategy(strategy), context.group, torch.optim.SGD, {"lr": 1.0},
+                device="cpu", layout=Layout.parse(layout, stages), **options,
             )  # fmt: skip
         found[name] = str(error.value)
-    with pytest.raises(TypeError) as type_error:
-        get_strategy("naive").build(
-            torch.nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 1.0}, layout=Layout(tensor=2)
-        )
-    found["model"] = str(type_error.value)
+    for name, layout in (("cut", Layout(tensor=2)), ("stages", Layout(pipeline=2))):
+        with pytest.raises(TypeError) as type_error:
+            get_strategy("naive").build(
+                torch.nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 1.0}, layout=layout
+            )
+        found[name] = str(type_error.value)
     with pytest.raises(ValueError) as error:
         Layout(context=2).axes(context.group).share(torch.zeros(1, 6))
     found["length"] = str(error.value)
@@ -189,7 +196,10 @@ def test_what_does_not_divide_is_one_sentence_on_every_rank():
     assert first == second
     assert "cannot share 1 attention heads" in first["heads"] and "63 words" in first["vocabulary"]
     assert "set dropout to 0" in first["dropout"] and "does not divide the 2 ranks" in first["ranks"]
-    assert "splits()" in first["model"] and "a multiple of 4" in first["length"]
+    assert "2 stages cannot have equal parts of 3 blocks" in first["parts"] and "give 2 numbers" in first["sizes"]
+    assert "shares the embedding's matrix" in first["tied"] and "fsdp gives a block's" in first["fsdp"]
+    assert "no recomputation" in first["recomputed"] and "keep_blocks()" in first["stages"]
+    assert "splits()" in first["cut"] and "a multiple of 4" in first["length"]
 
 
 @pytest.mark.parametrize("text", ["tp0", "tp2,tp2", "cp2-tree", "dp2", "tp2 cp2"])

@@ -92,7 +92,7 @@ def unequal(context: RankContext) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
     """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
     assert run(unequal, world_size) == [[]] * world_size

@@ -131,7 +131,7 @@ def test_what_runs_is_the_list_and_what_travels_the_closed_form():
 COUNTED = [
     (layout, strategy)
     for layout in ("pp2", "pp2-interleaved", "pp2-zero-bubble", "pp2,tp2")
-    for strategy in ("local", "bucketed", "fsdp")
+    for strategy in ("bucketed", "fsdp")
     if (layout, strategy) != ("pp2-zero-bubble", "fsdp")
 ]
 
@@ -176,39 +176,6 @@ def uneven(context: RankContext) -> list[str]:
 
 def test_stages_of_other_sizes_keep_the_names_of_the_whole():
     assert run_ranks(uneven, 2) == [list("01234"), list("567")]
-
-
-def refused(context: RankContext) -> dict[str, str]:
-    cases = {
-        "parts": ("pp2", {"num_layers": 3}, "bucketed", {}),
-        "sizes": ("pp2", {}, "bucketed", {"stages": (4, 3)}),
-        "tied": ("pp2", {"tie_embeddings": True}, "bucketed", {}),
-        "fsdp": ("pp2-zero-bubble", {}, "fsdp", {}),
-        "recomputed": ("pp2-zero-bubble", {}, "bucketed", {"checkpointing": "block"}),
-    }
-    found = {}
-    for name, (layout, changes, strategy, more) in cases.items():
-        stages = more.pop("stages", ())
-        with pytest.raises(ValueError) as error:
-            build_training(
-                ModelConfig(**(vars(CONFIG) | changes)), get_strategy(strategy), context.group, torch.optim.SGD,
-                {"lr": 1.0}, device="cpu", layout=Layout.parse(layout, stages), **more,
-            )  # fmt: skip
-        found[name] = str(error.value)
-    with pytest.raises(TypeError) as type_error:
-        get_strategy("naive").build(
-            torch.nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 1.0}, layout=Layout(pipeline=2)
-        )
-    found["model"] = str(type_error.value)
-    return found
-
-
-def test_what_does_not_fit_is_one_sentence_on_every_rank():
-    first, second = run_ranks(refused, 2)
-    assert first == second
-    assert "2 stages cannot have equal parts of 3 blocks" in first["parts"] and "give 2 numbers" in first["sizes"]
-    assert "shares the embedding's matrix" in first["tied"] and "fsdp gives a block's" in first["fsdp"]
-    assert "no recomputation" in first["recomputed"] and "keep_blocks()" in first["model"]
 
 
 @pytest.mark.parametrize(

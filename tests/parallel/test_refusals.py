@@ -165,6 +165,8 @@ def what_wrapping_refuses(context: RankContext) -> list[dict[str, str]]:
         wrapper.finish_gradient_synchronization()
         image = wrap(nn.Conv2d(3, 4, 3))
         answers[-1]["format"] = message_of(lambda image=image: image.to(memory_format=torch.channels_last))
+        sparse = wrap(nn.Embedding(5, 3, sparse=True))
+        answers[-1]["sparse"] = message_of(lambda sparse=sparse: sparse(torch.tensor([1, 2])).sum().backward())
         wrapper.close()
         assert wrapper.module.half()[0].weight.dtype is torch.float16
         lazy = nn.LazyLinear(3)
@@ -176,6 +178,7 @@ def what_wrapping_refuses(context: RankContext) -> list[dict[str, str]]:
 def test_every_strategy_names_what_it_cannot_wrap_or_move():
     for answers in run_ranks(what_wrapping_refuses, 2)[1]:
         assert "'p1' and 'p2' are two parameters on the same memory" in answers["shared"]
+        assert "'weight' is sparse" in answers["sparse"]  # RELIABILITY 13
         assert "'1.weight' is uninitialized" in answers["lazy"] and "run one forward" in answers["lazy"]
         for how in ("half", "double", "device", "empty", "format"):
             assert "cannot change" in answers[how] and "before wrapping" in answers[how], how
@@ -223,18 +226,6 @@ def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward():
     for texts in run_ranks(gradient_penalties, 2):
         assert all("torch.autograd.grad(..., create_graph=True)" in text for text in texts)
         assert all(re.search("the gradient of '(first|second)", text) for text in texts)
-
-
-def sparse_gradient(context: RankContext, strategy: str) -> str:
-    wrapper = STRATEGIES[strategy](nn.Embedding(5, 3, sparse=True), process_group=context.group)
-    return message_of(lambda: wrapper(torch.tensor([1, 2])).sum().backward())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_sparse_gradient_is_refused_by_name(strategy):
-    """RELIABILITY 13."""
-    for text in run_ranks(sparse_gradient, 2, strategy):
-        assert "'weight' is sparse" in text
 
 
 def unfrozen_later(context: RankContext) -> str:

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from unittest import mock
 
 import pytest
@@ -279,37 +280,38 @@ def test_gathers_stay_under_the_forward_module_by_module(compile_blocks):
     run(waits_before_each_block, 1, compile_blocks)
 
 
-def _compiled_before_wrapping(backend: str):
+compiled = partial(torch.compile, backend="aot_eager")  # the frames are the same under every backend
+
+
+def _compiled_before_wrapping():
     model = make(Blocks)
-    compiled = torch.compile(model, backend=backend)
-    compiled(batch(0, 0)).sum().backward()  # a warm-up: Dynamo's graph is made without hooks
+    made = compiled(model)
+    made(batch(0, 0)).sum().backward()  # a warm-up: Dynamo's graph is made without hooks
     model.zero_grad()
-    return compiled, square
+    return made, square
 
 
-def _blocks_compiled(backend: str):
+def _blocks_compiled():
     model = make(Blocks)
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend=backend)
+        model.blocks[index] = compiled(block)
     return model, square
 
 
-def _blocks_compiled_in_place(backend: str):
+def _blocks_compiled_in_place():
     model = make(Blocks)
     for block in model.blocks:
-        block.compile(backend=backend)
+        block.compile(backend="aot_eager")
     model(batch(0, 0)).sum().backward()
     model.zero_grad()
     return model, square
 
 
-def _wrapper_compiled(backend: str):
-    compiled = {}
+def _wrapper_compiled():
+    once = cache(compiled)
 
     def loss_of(wrapper: nn.Module, x: Tensor) -> Tensor:
-        if wrapper not in compiled:
-            compiled[wrapper] = torch.compile(wrapper, backend=backend)
-        return compiled[wrapper](x).square().mean()
+        return once(wrapper)(x).square().mean()
 
     return make(Blocks), loss_of
 
@@ -321,9 +323,9 @@ class HeadInLoss(Elsewhere):
         return torch.tanh(self.body(x))
 
 
-def _function_compiled(backend: str, when: str):
+def _function_compiled(when: str):
     model = make(HeadInLoss)
-    read = torch.compile(lambda x: F.linear(x, model.head.weight), backend=backend)
+    read = compiled(lambda x: F.linear(x, model.head.weight))
     read(batch(0, 0)).sum().backward()
     model.zero_grad()
 
@@ -341,12 +343,12 @@ COMPILED = {
     "blocks": _blocks_compiled,
     "blocks-in-place": _blocks_compiled_in_place,
     "wrapper": _wrapper_compiled,
-    "function-after-forward": lambda backend: _function_compiled(backend, "after"),
-    "function-before-forward": lambda backend: _function_compiled(backend, "before"),
+    "function-after-forward": lambda: _function_compiled("after"),
+    "function-before-forward": lambda: _function_compiled("before"),
 }
 
 
-def frames_compiled(context: RankContext, how: str, backend: str, in_flight: bool) -> tuple[int, int]:
+def frames_compiled(context: RankContext, how: str, in_flight: bool) -> tuple[int, int]:
     """Train beside averaging of whole gradients, bit for bit.
 
     Args:
@@ -356,22 +358,22 @@ def frames_compiled(context: RankContext, how: str, backend: str, in_flight: boo
         How many frames Dynamo compiled in the first three steps under ZeRO, and in the three after.
     """
     torch._dynamo.reset()
-    model, loss_of = COMPILED[how](backend)
+    model, loss_of = COMPILED[how]()
     plain = BucketedDDP(model, SMALL, process_group=context.group)
     sgd = torch.optim.SGD(plain.parameters(), lr=0.5)
     expected = train(plain, sgd, loss_of, context.rank, range(6))
     plain.close()
 
-    model, loss_of = COMPILED[how](backend)  # Dynamo has met this code
+    model, loss_of = COMPILED[how]()  # Dynamo has met this code
     wrapper = BucketedDDP(model, SMALL, process_group=context.group)
     optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
     torch._dynamo.utils.counters.clear()
-    compiled = torch._dynamo.utils.counters["frames"]
+    frames = torch._dynamo.utils.counters["frames"]
     losses, totals = [], []
     with late_gathers():
         for step in range(6):
             losses += train(wrapper, optimizer, loss_of, context.rank, range(step, step + 1))
-            totals.append(compiled["total"])
+            totals.append(frames["total"])
             if not in_flight:
                 optimizer.synchronize()
     assert torch.equal(torch.stack(losses), torch.stack(expected))
@@ -380,11 +382,10 @@ def frames_compiled(context: RankContext, how: str, backend: str, in_flight: boo
     return totals[2], totals[-1] - totals[2]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager"])  # the frames are the same under every backend
 @pytest.mark.parametrize("how", COMPILED)
-def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(how, backend):
+def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(how):
     """Where the wrapper's forward can wait before, parameters in flight cost no compilation; where it cannot, one."""
-    settled = run(frames_compiled, 2, how, backend, False)
-    for (early, late), (early_settled, _) in zip(run(frames_compiled, 2, how, backend, True), settled, strict=True):
+    settled = run(frames_compiled, 2, how, False)
+    for (early, late), (early_settled, _) in zip(run(frames_compiled, 2, how, True), settled, strict=True):
         assert late == 0
         assert early == early_settled or (how == "function-before-forward" and early <= early_settled + 2)
