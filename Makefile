@@ -2,10 +2,10 @@
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make quick   lint, and the tests nearest to what was changed: within a minute
 # make tables  redraw the tables of README.md and docs/ from records/
-# make nightly hours: 2,000 random models, all mutations, kills, every kernel compiled, commands of pages, the site (-k: go on)
+# make nightly hours: 2,000 random models, all mutations, kills, layouts, kernels compiled, commands of pages, site (-k: go on)
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
 # make size    code tokens of each package
-.PHONY: docs tables size install bench test quick test-gpu test-commands lint clean nightly fuzz mutations kills compiled
+.PHONY: docs tables size install bench test quick test-gpu test-commands lint clean nightly fuzz mutations kills layouts compiled
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -37,7 +37,7 @@ test-commands: install
 test-gpu: install
 	$(BIN)/python -m tests.gpu $(ARGS)
 
-nightly: fuzz mutations kills compiled test-commands docs
+nightly: fuzz mutations kills layouts compiled test-commands docs
 
 fuzz: install
 	$(BIN)/python -m tests.fuzz --seeds 2000 --ranks 2 3
@@ -48,6 +48,9 @@ mutations: install
 kills: install
 	$(BIN)/python -m pytest tests/checkpoint -k sigkill --kill-points 200
 	$(BIN)/python -m tests.kill_runs --moments 50
+
+layouts: install
+	$(BIN)/python -m pytest tests/parallel/test_pipeline.py -k all_axes --all-layouts
 
 compiled: install
 	$(BIN)/python -m tests.kernels.compiled --check

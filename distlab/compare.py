@@ -10,7 +10,6 @@ twice differed by 1.3 to 1.9 times the noise of a run.
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
-from distlab.report.charts import Panel, Series, lines
 from distlab.report.derived import noise_of
 from distlab.report.record import Record, plain, read_json
 from distlab.report.table import Column, grouped, is_number
@@ -33,7 +31,6 @@ ALIKE = (
     "device_count",
 )  # of environments, what differs from run to run and changes no figure
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
-MOST_DRAWN = 12  # rows, those that differ most
 MOST_COLUMNS = 4  # runs that have a column each; of more, the last two
 
 Key = tuple[str, ...]
@@ -228,7 +225,6 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         ],
         headline=lambda rows: named,
         findings=lambda rows: [*differing, *findings(rows)],
-        pictures={"compare.png": _draw},
         reading="Medians, the last run against the first. A row is worse or better where the difference is larger than "
         "twice the noise of the noisier run, since either may be off by it (once for ratios to a row), and, with "
         "samples of both, its 95 % interval (10,000 resamples of each run's own steps) does not contain 0. Everything "
@@ -315,34 +311,3 @@ def _shared(records: Sequence[Record]) -> dict[str, Any]:
         for name, value in records[0].config.items()
         if all(r.config.get(name) == value for r in records)
     }
-
-
-def _draw(rows: Sequence[Record], path: Path) -> None:
-    """Every row's difference with its interval, or with its noise where there are no samples; green is a tie."""
-    known = [row for row in rows if is_number(row.metrics["difference_pct"])]
-    most = sorted((abs(row.metrics["difference_pct"]) for row in known), reverse=True)[:MOST_DRAWN]
-    known = [row for row in known if abs(row.metrics["difference_pct"]) >= most[-1]]
-    series = []
-    for label, group in grouped(list(enumerate(known)), lambda each: each[1].metrics["verdict"]).items():
-        ends = [_ends(row) for _, row in group]
-        series.append(
-            Series(
-                label,
-                [place for place, _ in group],
-                [row.metrics["difference_pct"] for _, row in group],
-                low=[low for low, _ in ends],
-                high=[high for _, high in ends],
-                hollow=label == TIE,
-            )
-        )
-    if series:
-        ticks = [(place, textwrap.fill(row.variant, 11)) for place, row in enumerate(known)]
-        panel = Panel("", "", "difference, %", series, log_x=None, from_zero=False, x_ticks=ticks)
-        lines(path, [panel], title=f"{rows[0].config['metric']}: the last run against the first")
-
-
-def _ends(row: Record) -> tuple[float, float]:
-    m = row.metrics
-    if m["low_pct"] is not None:
-        return m["low_pct"], m["high_pct"]
-    return m["difference_pct"] - (m["noise_pct"] or 0), m["difference_pct"] + (m["noise_pct"] or 0)

@@ -46,14 +46,8 @@ from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, Ratio, prediction_error, row_of, stacked_bars
 from distlab.simulate.step import simulate_step
 from distlab.theory.flops import forward_flops
-from distlab.theory.memory.activations import PRECISIONS, activations
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES, StepMemory, step_memory
-from distlab.theory.memory.recompute import (
-    best_group_size,
-    best_group_size_estimate,
-    blocks_run_again,
-    recomputed_flops,
-)
+from distlab.theory.memory.recompute import blocks_run_again, recomputed_flops
 from distlab.theory.model_shape import ModelShape
 from distlab.train.memory_budget import require
 
@@ -99,13 +93,13 @@ def measure(config: CheckpointingConfig, context: RankContext, run: Run) -> None
     require(planned, context.device, some=context.device.type == "cuda")
     bench = Bench(config, context.device)
     interleave({name: partial(bench.time, name) for name in config.choices()}, config.rounds, progress=run.progress)
-    facts = bench.facts()
+    model = config.model()
     for choice in config.choices():
         metrics = bench.metrics(choice) | bench.predicted(choice)
         if config.count:
             run.progress(f"counting {choice} on fake tensors")
             metrics["counted_peak_bytes"] = counted_peak(config, choice)
-        run.add(choice, metrics, **facts)
+        run.add(choice, metrics, num_layers=model.num_layers, num_parameters=model.num_parameters)
 
 
 def one_step(model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor, dtype: str) -> torch.Tensor:
@@ -204,22 +198,6 @@ class Bench:
             workspace_bytes=self.workspace_bytes,
         )
 
-    def facts(self) -> dict[str, Any]:
-        """The model's size, and what the closed form says of the best group size."""
-        model, precision = self.shape, PRECISIONS[PRECISION[self.config.dtype]]
-        kept = activations(ModelShape.of(model), self.config.batch, model.context_length, precision, model.attention)
-        arguments = (model.num_layers, kept.block, kept.checkpoint)
-        peaks = {size: self.closed_form(size).peak.total for size in range(1, model.num_layers + 1)}
-        return {
-            "num_layers": model.num_layers,
-            "num_parameters": model.num_parameters,
-            "block_activation_bytes": kept.block,
-            "block_input_bytes": kept.checkpoint,
-            "best_group_size": best_group_size(*arguments),
-            "best_group_size_of_peak": min(peaks, key=peaks.__getitem__),
-            "best_group_size_estimate": best_group_size_estimate(*arguments),
-        }
-
 
 def counted_peak(config: CheckpointingConfig, choice: str) -> int:
     """The peak of the same step on fake tensors, counted storage by storage."""
@@ -241,15 +219,8 @@ headline = headline_from(
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The best group size, by closed form and by measurement."""
-    config = records[0].config
-    b, c = config["block_activation_bytes"], config["block_input_bytes"]
-    found = [
-        f"A block keeps {b / 2**20:,.1f} MiB and its input is {c / 2**20:,.1f} MiB: groups of "
-        f"{config['best_group_size']} keep fewest activations (√(L·c/b) = {config['best_group_size_estimate']:.2f}); "
-        "the peak of the whole step, gradients included, is least with groups of "
-        f"{config['best_group_size_of_peak']}. Both in closed form."
-    ]
+    """The best group size, by the allocator's count and on fake tensors."""
+    found = []
     for metric, words in (("peak_alloc_bytes", "Measured"), ("counted_peak_bytes", "On fake tensors")):
         single = {r.variant: r.metrics[metric] for r in records
                   if r.metrics.get(metric) is not None and re.fullmatch(r"block|every-\d+", r.variant)}  # fmt: skip

@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
@@ -46,7 +47,7 @@ from distlab.experiment import (
 from distlab.hardware import peak_flops
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
-from distlab.report import Ratio, fastest, grouped, host_bound, metric_over_length, prediction_error, row_of
+from distlab.report import Panel, Ratio, Series, fastest, grouped, host_bound, lines, prediction_error, row_of
 from experiments._attention import (
     VARIANTS,
     Attention,
@@ -84,9 +85,6 @@ class Config(Options):
     dtypes: tuple[str, ...] = option(("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32"))
     variants: tuple[str, ...] = option(
         ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "what to time", choices=VARIANTS)
-    flex: str = option(
-        "special", "where FlexAttention is timed, which takes ten seconds to compile: shared heads, windows and "
-        "documents, or all", choices=("special", "all"))  # fmt: skip
     rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
 
@@ -97,8 +95,7 @@ class Config(Options):
 
     def rows(self, shape: Shape, dtype: str) -> list[str]:
         """Variants that there are of a shape."""
-        special = not shape.is_plain or shape.heads != shape.kv_heads
-        return [v for v in self.variants if suits(v, shape, dtype) and (v != "flex" or special or self.flex == "all")]
+        return [variant for variant in self.variants if suits(variant, shape, dtype)]
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
@@ -277,6 +274,22 @@ def peak_pct(record: Record) -> float | None:
     return (peak and 1e14 * record.metrics.get("fwd_bwd_tflop_per_s", 0) / peak) or None
 
 
+def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
+    """A metric of one head over its length: a panel per dtype and head dimension, a line per variant, ours thick."""
+    rows = [r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1]
+    panels = []
+    for (dtype, head_dim), mine in grouped(rows, lambda r: (r.config["dtype"], r.config["head_dim"])).items():
+        mine.sort(key=lambda r: (r.variant != "ours", r.config["length"]))
+        series = [
+            Series(variant, [r.config["length"] for r in line], [r.metrics[metric] for r in line], line="-",
+                   marked=True, width=2.2 if variant == "ours" else 1)
+            for variant, line in grouped(mine, lambda r: r.variant).items()
+        ]  # fmt: skip
+        panels.append(Panel(f"dtype {dtype}, head_dim {head_dim}", "length", label, series, log_y=True))
+    if panels:
+        lines(path, panels, title=f"{label}, over length")
+
+
 SHAPE = "{batch}x1x{length}x{head_dim}"  # of a record that has none
 headline = headline_from("Attention, forward + backward, {device_name}, torch {torch}, triton {triton}")
 ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e", optional=True)
@@ -311,9 +324,9 @@ VIEW = View(
     terminal=("shape", "variant", "wall_p50_ms", "ours_over_wall", "fwd_bwd_device_p50_ms", "ours_over_device",
               "ours_over_fwd", "peak_alloc_bytes", "predicted_peak_bytes", "status"),
     pictures={
-        "time.png": partial(metric_over_length, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
-        "tflops.png": partial(metric_over_length, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
-        "memory.png": partial(metric_over_length, metric="peak_alloc_bytes", label="peak bytes"),
+        "time.png": partial(draw, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
+        "tflops.png": partial(draw, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
+        "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
     },
     derive=compare,
     findings=lambda records: [*wrong(records), *crossovers(records)],
@@ -333,12 +346,12 @@ EXPERIMENT = Experiment(
     Config, measure, VIEW,
     presets={
         "twelve": {"shapes": TWELVE},
-        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "flex": "all", "variants": (
+        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "variants": (
             "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
         "memory": {"shapes": MEMORY, "dtypes": ("bfloat16", "float32"), "rounds": 3,
                    "variants": ("naive", "sdpa", "ours")},
         "memory-cpu": SMOKE,
-        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3, "flex": "all",
+        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3,
                   "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
         "quick-cpu": SMOKE, "smoke": SMOKE,
     },

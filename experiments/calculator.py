@@ -5,11 +5,9 @@
     distlab run calculator block --batch 8 --context 2048 --d-model 4096 --d-ff 11008 --heads 32
     distlab run calculator occupancy --threads 128 --registers 160
     distlab run calculator waves --blocks 160 --gpu B200
-    distlab run calculator coalescing --stride 32 --itemsize 4
-    distlab run calculator banks
-    distlab run calculator divergence --lanes 1 --cycles 100 10
 
-Each prints its answer in words and, with --json, as one line of JSON instead.
+Each prints its answer in words and, with --json, as one line of JSON instead. What a warp's access to memory costs is
+predicted and measured by `gpu_lessons`.
 """
 
 import argparse
@@ -26,7 +24,7 @@ from tabulate import tabulate
 from distlab import hardware
 from distlab.model import config as model_config
 from distlab.options import Options, add_options, config_from, option, parser_of
-from distlab.theory import fusion, gpu, warp_access
+from distlab.theory import fusion, gpu
 from distlab.theory.gpu import roofline
 from kernels.cost import Cost
 
@@ -59,7 +57,6 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear_cross_entropy": ("linear_cross_entropy", {}),
 }
 
-ITEM_SIZES = (1, 2, 4, 8, 16)  # bytes that a lane can read at once
 # Kernels that do not take a shape of any number of dimensions: how many they take, and which.
 DIMENSIONS = {
     "rope": (range(2, 9), "two or more: …, tokens, width"),
@@ -147,32 +144,6 @@ def run_waves(args: Any) -> Answer:
     return words, dataclasses.asdict(found)
 
 
-def run_coalescing(args: Any) -> Answer:
-    found = warp_access.strided_access(args.stride, args.itemsize, args.offset)
-    words = (f"a warp reading {args.itemsize} bytes per lane, {args.stride} elements apart, from byte {args.offset}: "
-             f"{found.sectors} sectors of 32 bytes in {found.lines} lines, {100 * found.efficiency:.1f} % of it wanted")
-    return words, dataclasses.asdict(found)
-
-
-def run_banks(args: Any) -> Answer:
-    numbers = {"plain": warp_access.column_conflicts(args.columns),
-               "padded": warp_access.column_conflicts(args.columns, padding=1),
-               "swizzled": warp_access.column_conflicts(args.columns, swizzled=True)}
-    words = (f"a warp reading one column of a 32 × {args.columns} tile of 4-byte words takes {numbers['plain']} "
-             f"rounds; {numbers['padded']} with a word of padding per row, {numbers['swizzled']} with columns kept at "
-             "row xor column")
-    return words, numbers
-
-
-def run_divergence(args: Any) -> Answer:
-    if len(args.cycles) != 2:
-        raise ValueError(f"cycles={args.cycles}: give those of the branch and those of the others")
-    found = warp_access.warp_divergence([1] * args.lanes + [0] * (32 - args.lanes), (args.cycles[1], args.cycles[0]))
-    words = (f"{args.lanes} of 32 lanes take a branch of {args.cycles[0]:g} cycles, the others one of "
-             f"{args.cycles[1]:g}: the warp takes {found.cycles:g}, {100 * found.efficiency:.1f} % of it useful")
-    return words, dataclasses.asdict(found)
-
-
 count = partial(option, help="", least=1)
 # Name → function, type and option of each of its own options; one without a default must be given.
 CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]]]] = {
@@ -189,14 +160,6 @@ CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]
         "threads": (int, count(None)), "registers": (int, count(None)), "shared_bytes": (int, count(0, least=0)),
     }),
     "waves": (run_waves, {"blocks": (int, count(None)), "blocks_per_sm": (int, count(1))}),
-    "coalescing": (run_coalescing, {
-        "stride": (int, count(1, least=0)), "itemsize": (int, option(4, "", choices=ITEM_SIZES)),
-        "offset": (int, count(0, least=0)),
-    }),
-    "banks": (run_banks, {"columns": (int, count(32))}),
-    "divergence": (run_divergence, {
-        "lanes": (int, count(1, least=0, most=32)), "cycles": (tuple[float, ...], count((100.0, 10.0), least=0)),
-    }),
 }  # fmt: skip
 
 

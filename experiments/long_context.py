@@ -37,7 +37,6 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import MIN_PAIRS, account, load_trace, percentiles
-from distlab.measure.trace.units import annotate_units, unit_times
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, Ratio, fastest, prediction_error, stacked_bars
@@ -230,12 +229,9 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
 def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
     """What a step consists of, from this rank's trace."""
     path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{trial.context.rank}.json.gz"
-    annotate_units(trial.model)
     trial.profile(path, steps)
-    events = load_trace(path)
-    seen = account(events)
+    seen = account(load_trace(path))
     record.metrics.update(
-        units=unit_times(events),
         profiled_step_ms=seen.step_ms, compute_ms=seen.compute_ms, comm_ms=seen.comm_ms,
         exposed_ms=seen.exposed_ms, overlap_pct=seen.overlap_pct, copy_ms=seen.copy_ms,
         idle_ms=seen.idle_ms,
@@ -267,7 +263,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """What went wrong, what does not fit, and what a block consists of."""
+    """What went wrong, and what does not fit."""
     found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
     for record in records:
         metrics = record.metrics
@@ -275,14 +271,6 @@ def findings(records: Sequence[Record]) -> list[str]:
             peak, free = (n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"]))
             of = "" if free is None else f" of {free:.1f} free"
             found.append(f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}")
-        blocks = [times for unit, times in metrics.get("units", {}).items() if unit.startswith("blocks.")]
-        if blocks:
-            mean = {name: sum(times[name] for times in blocks) / len(blocks) for name in blocks[0]}
-            found.append(
-                f"A block of {record.variant}, profiled, mean of {len(blocks)}: forward {mean['forward_ms']:,.1f} ms, "
-                f"backward {mean['backward_ms']:,.1f}, exposed communication {mean['exposed_ms']:,.2f}, copies "
-                f"{mean['copy_ms']:,.2f}, idle {mean['idle_ms']:,.2f}."
-            )
     return found
 
 
@@ -298,18 +286,6 @@ def draw_step(records: Sequence[Record], path: Path) -> None:
     phases = ("forward", "backward", "optimizer")
     parts_ = {p: [r.metrics.get(f"{p}_p50_ms", r.metrics.get("status")) for r in records] for p in phases}
     stacked_bars(path, [r.variant for r in records], parts_, title=f"A step: {headline(records)}", unit="ms")
-
-
-def draw_units(records: Sequence[Record], path: Path, *, of: str) -> None:
-    """A bar per unit of the first row of a strategy that has a trace: what its forward and backward consist of."""
-    record = next((r for r in records if ROWS[r.variant][0] == of and r.metrics.get("units")), None)
-    if record is not None:
-        units = record.metrics["units"]
-        names = {"forward_ms": "forward", "backward_ms": "backward", "optimizer_ms": "optimizer",
-                 "exposed_ms": "exposed communication", "copy_ms": "copies", "idle_ms": "idle"}  # fmt: skip
-        parts_ = {text: [times.get(name, 0.0) for times in units.values()] for name, text in names.items()}
-        title = f"A profiled step of {record.variant}, unit by unit: {headline(records)}"
-        stacked_bars(path, list(units), parts_, title=title, unit="ms")
 
 
 VIEW = View(
@@ -343,10 +319,7 @@ VIEW = View(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
-    pictures={
-        "step.png": draw_step, "units.png": partial(draw_units, of="fsdp"),
-        "units_torch.png": partial(draw_units, of="fsdp2"),
-    },
+    pictures={"step.png": draw_step},
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Exposed communication, which no compute covers, and idle time are of a "

@@ -8,11 +8,9 @@ they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some 
 machine's drift hits all ways alike. Each way's gradients are held against fp32 with torch's operations.
 
 GPU idle is the part of a step in which no kernel runs: where it is large the host decides, and a slower host is slower.
-One block is also run alone: what it launches, forward and backward, stands beside the count of `theory.operators`.
 """
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -29,17 +27,13 @@ from distlab.measure import (
     attempt,
     busy_ms,
     interleave,
-    launched,
     peak_memory,
     percentiles,
 )
 from distlab.model import TransformerLM
-from distlab.model.ops import positions, rope_tables, sources
+from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, Ratio, prediction_error, row_of, stacked_bars
-from distlab.theory.memory.activations import PRECISIONS
-from distlab.theory.model_shape import ModelShape
-from distlab.theory.operators import Workload
+from distlab.report import NOISE, Ratio, row_of, stacked_bars
 from distlab.train.step import compiled, loss_function
 
 # name → (ops, attention, how it is compiled)
@@ -56,8 +50,6 @@ WAYS = {
     "ours-graphs": ("triton", "flash", "graphs"),
 }
 OVER_COMPILED = Ratio("over_compiled", row_of("torch-compiled"))
-LAUNCHES_OFF = {phase: prediction_error(f"predicted_{phase}_launches", f"{phase}_launches")
-                for phase in ("forward", "backward")}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -93,7 +85,6 @@ class Way:
         ops, attention, how = WAYS[name]
         shape = replace(base.config, ops=ops, attention=attention)
         model: nn.Module = sharing(TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base)
-        self.lone_blocks, self.shape = model.blocks if how != "graphs" else None, shape
         on_gpu = base.embedding.weight.is_cuda
         if on_gpu:
             model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
@@ -109,26 +100,6 @@ class Way:
             loss = self.loss(batch)
         loss.backward()
         return loss.detach()
-
-    def block_launches(self) -> dict[str, Counter[str]] | None:
-        """What one block alone starts on the GPU in forward and in backward; None where a larger graph contains it."""
-        if self.lone_blocks is None:
-            return None
-        block, shape, device = self.lone_blocks[len(self.lone_blocks) // 2], self.shape, self.batches[0][0].device
-        x = torch.randn(*self.batches[0][0].shape, shape.d_model, device=device, requires_grad=True)
-        tables = rope_tables(positions(shape.context_length, device), shape.head_dim, shape.rope_theta)
-        wanted, upstream = [x, *block.parameters()], torch.ones_like(x)
-
-        def forward() -> Tensor:
-            with self.autocast():
-                return block(x, *tables)
-
-        def both() -> None:
-            torch.autograd.grad(forward(), wanted, upstream)
-
-        both()
-        found = launched(forward)
-        return {"forward": found, "backward": launched(both) - found}
 
     def gradients(self) -> list[Tensor]:
         """As the last backward left them."""
@@ -198,8 +169,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             found["step_samples_ms"] = list(itertools.chain(*taken[name]))
             found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
             if device.type == "cuda":
-                found |= waits(ways[name], found["step_p50_ms"]) | of_one_block(ways[name])
-        found |= predicted_launches(name, config)
+                found |= waits(ways[name], found["step_p50_ms"])
         ops, attention, how = WAYS[name]
         shape, dtype = replace(base.config, ops=ops, attention=attention), DTYPES[config.dtype] or torch.float32
         origin = sources(shape, config.batch, dtype, how) if device.type == "cuda" else {}
@@ -214,45 +184,6 @@ def waits(way: Way, step_ms: float) -> dict[str, float]:
     """How much of a step the GPU is idle, and what the host launches in one."""
     busy, launches = busy_ms(way)
     return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms), "busy_ms": busy, "launches": launches}
-
-
-def of_one_block(way: Way) -> dict[str, Any]:
-    """Launches of one block by phase, and the kernels that it runs more than once."""
-    found = way.block_launches()
-    if found is None:
-        return {}
-    often = {phase: {name: n for name, n in names.most_common(4) if n > 1} for phase, names in found.items()}
-    return {f"{phase}_launches": names.total() for phase, names in found.items()} | {"often_launched": often}
-
-
-def predicted_launches(name: str, config: Config) -> dict[str, int]:
-    """Launches of one block by phase: an operator each, with chains of element-wise ones in one kernel except in eager
-    torch; compiled code casts the gradient of every matrix.
-    """
-    ops, _, how = WAYS[name]
-    if how == "graphs":
-        return {}
-    model, kernels = config.model(), "eager" if (ops, how) == ("torch", "off") else "fused"
-    precision = PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
-    work = Workload(ModelShape.of(model), config.batch, model.context_length, precision, kernels)
-    counts = Counter()
-    for operator in work.block():
-        counts[operator.phase] += operator.launches
-    counts["backward"] += len(work.shape.matrices_per_block) * (how == "blocks" and precision.copies_weights)
-    return {f"predicted_{phase}_launches": count for phase, count in counts.items()}
-
-
-def launch_findings(records: Sequence[Record]) -> list[str]:
-    """Ways that launch more or less than predicted, by more than 15 %, and what they launch most."""
-    lines = []
-    for record in records:
-        m = record.metrics
-        for phase in ("forward", "backward"):
-            if abs(LAUNCHES_OFF[phase].value(record) or 0) > 15:
-                often = ", ".join(f"{n} × {kernel[:50]}" for kernel, n in m["often_launched"][phase].items())
-                lines.append(f"{record.variant}: a block's {phase} launches {m[f'{phase}_launches']}, predicted "
-                             f"{m[f'predicted_{phase}_launches']}; {often}")  # fmt: skip
-    return lines
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -275,11 +206,6 @@ VIEW = View(
         Column("metrics.over_compiled_high", "high", ".3f"),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),
-        *(Column(f"metrics.{said}{phase}_launches", title, missing="", optional=True)
-          for phase, titles in (("forward", ("of a block: forward", "predicted")),
-                                ("backward", ("backward", "predicted")))
-          for said, title in zip(("", "predicted_"), titles, strict=True)),
-        *LAUNCHES_OFF.values(),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
@@ -293,12 +219,9 @@ VIEW = View(
     terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "gpu_idle_pct", "launches", "grad_rel_error",
               "status"),
     pictures={"steps.png": draw},
-    findings=launch_findings,
     reading="÷ compiled is the step beside that of torch's operations with compiled blocks, with the 95 % interval of "
     "the paired steps. Errors are relative, of loss and all gradients of one batch, against fp32.",
-    prediction="Launches of one block, by distlab.theory.operators; for times see ddp_bench, plan and the calculator. "
-    "Libraries split a matmul with few tiles along its inner dimension and add up in another kernel, which is not "
-    "predicted.",
+    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
 )  # fmt: skip
 SMOKE = {"ways": ("torch", "auto", "torch-compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
 EXPERIMENT = Experiment(Config, measure, VIEW, presets={"quick": {"rounds": 2}, "smoke": SMOKE}, gpus=1)

@@ -43,6 +43,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--kill-points", type=int, default=3, help="random points at which a writing checkpoint is killed [3]"
     )
+    parser.addoption("--all-layouts", action="store_true", help="every schedule and strategy on eight ranks")
     parser.addoption("--costs", type=Path, help="file that is told what each test function took, for `make quick`")
 
 

@@ -41,11 +41,11 @@ def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_ch
 
 
 def test_columns_that_only_some_tables_of_a_record_have_can_be_chosen():
-    drawn = table_of("records/tuning/h200-all.json@gb_per_s,tflop_per_s", view_of, ROOT)
-    headings = {line for line in drawn.splitlines() if line.startswith("| case")}
+    drawn = table_of("records/size_curves/h200-all.json@gb_per_s,tflop_per_s", view_of, ROOT)
+    headings = {line for line in drawn.splitlines() if line.startswith("| variant")}
     assert {("GB/s" in line, "TFLOP/s" in line) for line in headings} == {(True, False), (False, True)}
     with pytest.raises(ValueError, match="no column gone; there are"):
-        table_of("records/tuning/h200-all.json@gb_per_s,gone", view_of, ROOT)
+        table_of("records/size_curves/h200-all.json@gb_per_s,gone", view_of, ROOT)
 
 
 def test_code_that_is_not_there_is_an_error():

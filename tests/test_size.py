@@ -7,23 +7,23 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 22.2,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
+    "distlab/*.py": 21.8,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
     "distlab/bench": 7,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
     "distlab/comm": 9,  # sums, and passing on round a group
-    "distlab/measure": 18,
+    "distlab/measure": 16.5,
     "distlab/model": 8,  # stages of a pipeline
     "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
-    "distlab/report": 14,  # derived columns, which experiments computed
-    "distlab/theory": 31.5,  # what a rank of a layout sends, holds and takes; pipelines
+    "distlab/report": 12.5,  # derived columns, which experiments computed
+    "distlab/theory": 31,  # what a rank of a layout sends, holds and takes; pipelines
     "distlab/train": 12,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 90,  # mistakes where ranks share a model; pipeline_schedules
+    "experiments": 87.5,  # mistakes where ranks share a model; pipeline_schedules; muon_placements
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 333,  # three axes more, for which 15 are allowed, distlab check and Muon, for which 8 are
+    "source": 328,  # three axes more, for which 15 are allowed, distlab check and Muon, for which 8 are
     "tests": 237,
 }
 

@@ -6,6 +6,7 @@ rank order.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -22,13 +23,11 @@ from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function, loss_in_head, next_token_loss
 
 
-def _tiny(sharing: int) -> Task:
-    """Where ranks share a sequence, each has two chunks of 32 tokens: of fewer torch's fp32 ring attention fails."""
-    context = 32 if sharing == 1 else 64 * sharing
-    config = replace(preset("tiny"), context_length=context)
+def _tiny() -> Task:
+    config = replace(preset("tiny"), context_length=32)
 
     def batches(rank: int, step: int, device: torch.device) -> list[Any]:
-        data = SyntheticTokens(config.vocab_size, 2, context, seed=0, rank=rank, device=device)
+        data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
         return [data.batch(step)]
 
     return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
@@ -43,6 +42,8 @@ def parameter_difference(
     task: Task | None = None,
     candidate: Task | None = None,
     max_grad_norm: float | None = None,
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.SGD,
+    optimizer_options: Mapping[str, Any] | None = None,
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
@@ -52,19 +53,22 @@ def parameter_difference(
         task: what one process trains; default: the tiny preset on synthetic tokens.
         candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
         max_grad_norm: both clip to it.
+        optimizer_cls, optimizer_options: what steps both, at the task's learning rate.
 
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
     """
-    task = task or _tiny(variant.layout.context)
+    task = task or _tiny()
     candidate = candidate or task
     ranks_of_stage = context.world_size // variant.layout.pipeline
     model = candidate.build(seed + context.rank % ranks_of_stage, context.device)
     reference = task.build(seed, context.device)
-    strategy_model, optimizer = variant.build(model, context.group, torch.optim.SGD, {"lr": task.lr})
+    options = {"lr": task.lr, **(optimizer_options or {})}
+    strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
-    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=task.lr)
+    groups = optimizer_cls.split(reference) if hasattr(optimizer_cls, "split") else reference.parameters()
+    reference_optimizer = optimizer_cls(groups, **options)
     for number in range(steps):
         batches = shared_batches(candidate, axes, context.rank, number, context.device)
         train([part for batch in batches for part in split(batch, axes.layout.pipeline)])

@@ -72,6 +72,7 @@ class Variant:
         options: of the model, where they are not the bench's.
         layout: how ranks share the model; those that do have the sequences of all of them.
         micro_batches: parts of a step's batch, which a pipeline has at once.
+        optimizer_cls, optimizer_options: what steps it.
     """
 
     name: str
@@ -81,6 +82,8 @@ class Variant:
     options: BenchOptions | None = None
     layout: Layout = DATA_PARALLEL
     micro_batches: int = 1
+    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
 
     def build(
         self,
@@ -250,7 +253,7 @@ class Trial:
     Attributes:
         module: the model, neither compiled nor wrapped.
         model: under its strategy.
-        optimizer: AdamW; its state comes with the first full step.
+        optimizer: the variant's; its state comes with the first full step.
         last_loss: 0-dim, detached.
 
     Raises:
@@ -273,7 +276,7 @@ class Trial:
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.module, self.model, self.optimizer = build_training(
             self.shape if options.factory is None else task.build(options.seed, context.device),
-            variant.strategy, context.group, torch.optim.AdamW, {"lr": 1e-5, "fused": True},
+            variant.strategy, context.group, variant.optimizer_cls, {"lr": 1e-5, **variant.optimizer_options},
             seed=options.seed, device=context.device, compile=options.compile,
             checkpointing=settled(options.planned(variant.strategy.name), context),
             compute_dtype=DTYPES[options.dtype],

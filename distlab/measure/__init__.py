@@ -47,9 +47,8 @@ from distlab.measure.trace.account import (
     lanes,
     median_step,
     step_windows,
-    streams,
 )
-from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace, load_trace_and_origin
+from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace
 from distlab.measure.validity import attempt, check_clock, check_speed, check_work, is_out_of_memory
 
 __all__ = [
@@ -86,7 +85,6 @@ __all__ = [
     "lanes",
     "launched",
     "load_trace",
-    "load_trace_and_origin",
     "median_step",
     "named_ranges",
     "noise_floor",
@@ -100,7 +98,6 @@ __all__ = [
     "saved_for_backward",
     "slowest_rank",
     "step_windows",
-    "streams",
     "tensor_bytes",
     "time_collective",
     "traffic",

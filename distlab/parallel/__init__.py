@@ -32,7 +32,7 @@ from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
-from distlab.parallel.torch_axes import TorchPipeline, share_by_torch
+from distlab.parallel.torch_axes import TorchPipeline, parallelize_by_torch
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
 from distlab.parallel.zero1 import ZeroOptimizer
 
@@ -127,8 +127,8 @@ class Strategy:
                 f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
                 "1f1b or interleaved, or a strategy that keeps parameters whole"
             )
-        if layout.pipeline > 1 and self.is_peer and self.synchronizes:
-            return f"{self.name} with layout {layout}: torch's pipelines are measured without data ranks"
+        if self.is_peer and (layout.context > 1 or (layout.pipeline > 1 and self.synchronizes)):
+            return f"{self.name} with layout {layout}: of torch's own, tpN is measured, and ppN without data ranks"
         return None
 
     def build(
@@ -201,7 +201,7 @@ class Strategy:
         elif init is not None or device is not None:
             raise ValueError("init and device are for a module built on meta; this one has its values")
         if by_torch and pipeline is None:
-            options |= share_by_torch(self.name, module, layout, axes)
+            options |= parallelize_by_torch(module, axes)
         model = self.wrap(module, process_group=axes.data, **options)
         model.compute_dtype, model.cuts = compute_dtype, cuts
         model.tensor_group = None if by_torch else axes.tensor

@@ -1,8 +1,8 @@
-"""torch's own tensor, context and pipeline parallelism for the lab's Transformer: what ours are measured beside.
+"""torch's own tensor and pipeline parallelism for the lab's Transformer: what ours are measured beside.
 
-As torch's users would write them: `parallelize_module` with sequence and loss parallelism, ring attention by
-`context_parallel`, both under `fsdp2`; and a schedule of `torch.distributed.pipelining`, where one rank has each stage.
-They take torch's operations, because a Triton kernel takes no DTensor.
+As torch's users would write them: `parallelize_module` with sequence and loss parallelism under `fsdp2`; and a schedule
+of `torch.distributed.pipelining`, where one rank has each stage. They take torch's operations, because a Triton kernel
+takes no DTensor.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,41 +15,20 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm import collectives
-from distlab.parallel.context_parallel import ZigZag
 from distlab.parallel.pipeline import stage_blocks
 from distlab.parallel.schedules import CHUNKS
 from distlab.parallel.tensor_parallel import find_cuts
 
 if TYPE_CHECKING:
     from distlab.parallel.base import ParallelModel
-    from distlab.parallel.layout import Axes, Layout
+    from distlab.parallel.layout import Axes
 
 
-def share_by_torch(name: str, model: nn.Module, layout: "Layout", axes: "Axes") -> dict[str, Any]:
-    """Share a model's matrices or sequences by torch's own means; returns what `TorchFSDP2` must know.
-
-    Raises:
-        ValueError: a layout of torch's that nobody measures ours beside.
-    """
-    if axes.context is not None and axes.tensor is not None:
-        raise ValueError(f"{name} with layout {layout}: torch's own axes are measured one at a time, as tpN or cpN")
-    contexts = ExitStack()
-    if axes.context is not None:
-        share_sequences_by_torch(model, axes.context, contexts)
-        return {"contexts": contexts}
-    data_mesh, moved = parallelize_by_torch(model, axes, contexts)
-    return {"contexts": contexts, "data_mesh": data_mesh, "moved": moved}
-
-
-def parallelize_by_torch(model: nn.Module, axes: "Axes", contexts: ExitStack) -> tuple[DeviceMesh, dict[str, Tensor]]:
+def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
     """Cut every matrix into DTensors, as `tensor_parallel.parallelize` does without.
 
-    Args:
-        contexts: where what must stay on until the end is entered.
-
     Returns:
-        The mesh of the ranks that a data strategy has, and of each parameter whose rows were put into another order,
-        where its first one, second one, … is now.
+        What `TorchFSDP2` must know of it.
     """
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -109,8 +88,9 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes", contexts: ExitStack) ->
     ops = model.operations()
     model.replace_ops(linear_cross_entropy=lambda x, weight, targets: ops.cross_entropy(ops.logits(x, weight), targets))
     parallelize_module(model, mesh["tensor"], plan)
+    contexts = ExitStack()
     contexts.enter_context(loss_parallel())
-    return mesh["data"], moved
+    return {"contexts": contexts, "data_mesh": mesh["data"], "moved": moved}
 
 
 @torch.no_grad()
@@ -125,17 +105,6 @@ def _group_heads_by_rank(model: nn.Module, group: ProcessGroup) -> dict[str, Ten
             parameter.copy_(parameter[order.to(parameter.device)].clone())
             moved[name] = order.argsort()
     return moved
-
-
-def share_sequences_by_torch(model: nn.Module, group: ProcessGroup, contexts: ExitStack) -> None:
-    """Ring attention of torch, over chunks that lie as in `ZigZag`."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    device = next(model.parameters()).device
-    mesh = DeviceMesh.from_group(group, device.type)
-    length = torch.zeros(2 * group.size(), device=device)  # it wants something to share
-    contexts.enter_context(context_parallel(mesh, buffers=[length], buffer_seq_dims=[0]))
-    model.replace_ops(positions=ZigZag(group).positions)
 
 
 class TorchPipeline:

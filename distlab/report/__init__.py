@@ -8,10 +8,8 @@ from distlab.report.charts import (
     lines,
     measured,
     memory_areas,
-    metric_over_length,
     overlaid,
     stacked_bars,
-    stream_lanes,
     timeline,
 )
 from distlab.report.derived import (
@@ -55,7 +53,6 @@ __all__ = [
     "lines",
     "measured",
     "memory_areas",
-    "metric_over_length",
     "noise_by_row",
     "noise_of",
     "overlaid",
@@ -67,7 +64,6 @@ __all__ = [
     "render_for_terminal",
     "row_of",
     "stacked_bars",
-    "stream_lanes",
     "timeline",
     "waiting",
     "write",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,6 @@ from distlab.report.style import (
     horizontal,
     picture,
 )
-from distlab.report.table import by_machine
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -194,44 +193,6 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
     ]  # fmt: skip
 
 
-def metric_over_length(records: Sequence[Record], path: str | os.PathLike, metric: str, label: str) -> None:
-    """Draw `metrics[metric]` against `config["length"]`, both logarithmic: a panel per dtype and head dimension, a line
-    per variant, "ours" thick. Records without the metric and those of several heads are left out, and nothing is drawn
-    of none; lines of different machines are different lines.
-
-    Args:
-        label: the metric's name and unit, for the vertical axes.
-    """
-    machines = by_machine(records)
-    found = [
-        (
-            (record.config["dtype"], record.config["head_dim"]),
-            (record.variant != "ours", record.variant if len(machines) == 1 else f"{record.variant} [{machine}]"),
-            (record.config["length"], record.metrics[metric]),
-        )
-        for machine, group in machines.items() for record in group
-        if record.metrics.get(metric) is not None and record.config.get("heads", 1) == 1
-    ]  # fmt: skip
-    if not found:
-        return
-    names = sorted(dict.fromkeys(name for _, name, _ in found), key=lambda name: name[0])  # ours first
-    panels = [
-        Panel(
-            f"dtype {shape[0]}, head_dim {shape[1]}", "length", label, log_y=True,
-            series=[
-                Series(
-                    name[1], *zip(*sorted(points), strict=True), line="-", marked=True, width=1 if name[0] else 2.2,
-                )
-                for name in names
-                if (points := [point for *where, point in found if where == [shape, name]])
-            ],
-        )
-        for shape in sorted({shape for shape, _, _ in found})
-    ]  # fmt: skip
-    where = f" ({next(iter(machines))})" if len(machines) == 1 else ""
-    lines(path, panels, title=f"{label}, over length{where}")
-
-
 def stacked_bars(
     path: str | os.PathLike,
     labels: Sequence[str],
@@ -314,8 +275,6 @@ LANES = {
     "communication": (1, "communication, covered by compute"),
     "exposed": (1, "communication, exposed"),
 }
-KINDS = {"compute": "compute", "communication": "communication", "copy": "copies"}  # of a stream's intervals
-MOST_STREAMS = 8  # of one step; a CPU trace has a thread for everything
 
 
 def timeline(
@@ -335,88 +294,25 @@ def timeline(
     lanes = {lane for strategy in rows.values() for lane in strategy}
     if not rows or lanes - set(LANES):
         raise ValueError(f"a timeline needs rows with lanes among {', '.join(LANES)}; got {sorted(lanes)}")
-    numbered = [(3 * number, content) for number, content in enumerate(rows.values())]
-    _lanes(
-        path, title, 1.3 + 0.78 * len(rows),
-        [(top + row, content.get(lane, ()), COLOURS[lane], legend)
-         for top, content in numbered for lane, (row, legend) in LANES.items()],
-        names={3 * number + 0.5: name for number, name in enumerate(rows)},
-        borders=range(2, 3 * len(rows) - 1, 3),
-        ends=(3 * len(rows) - 1.06, -1.06),
-        silent=[top + 1 for top, content in numbered if not content.get("communication")],
-    )  # fmt: skip
-
-
-def stream_lanes(
-    path: str | os.PathLike,
-    steps: Mapping[str, Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]],
-    *,
-    title: str,
-) -> None:
-    """What ran on each stream: a lane per stream, one colour per kind, steps below each other on one axis of
-    milliseconds.
-
-    Args:
-        path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
-        steps: name of the step → lane → kind (``compute``, ``communication``, ``copy``) → disjoint intervals in ms from
-            the start of the step; of each step the first eight lanes are drawn.
-
-    Raises:
-        ValueError: no lanes, or an unknown kind.
-    """
-    rows = [
-        (name, lane, kinds) for name, lanes in steps.items() for lane, kinds in list(lanes.items())[:MOST_STREAMS]
-    ]
-    unknown = {kind for _, _, kinds in rows for kind in kinds} - set(KINDS)
-    if not rows or unknown:
-        raise ValueError(f"stream_lanes needs lanes of kinds {', '.join(KINDS)}; got {sorted(unknown) or 'none'}")
-    _lanes(
-        path, title, 1.3 + 0.32 * len(rows),
-        [(row, kinds.get(kind, ()), COLOURS[quantity], quantity)
-         for kind, quantity in KINDS.items() for row, (_, _, kinds) in enumerate(rows)],
-        names={row: f"{name}: {lane}" for row, (name, lane, _) in enumerate(rows)},
-        borders=[row - 0.5 for row in range(1, len(rows)) if rows[row][0] != rows[row - 1][0]],
-        ends=(len(rows) - 0.5, -0.5),
-    )  # fmt: skip
-
-
-def _lanes(
-    path: str | os.PathLike,
-    title: str,
-    height_in: float,
-    lanes: Sequence[tuple[float, Sequence[tuple[float, float]], str, str]],
-    *,
-    names: Mapping[float, str],
-    borders: Iterable[float],
-    ends: tuple[float, float],
-    silent: Sequence[float] = (),
-) -> None:
-    """Intervals of time on horizontal lanes.
-
-    Args:
-        lanes: row, intervals, colour and legend of each.
-        names: row → name.
-        borders: rows at which a line is drawn.
-        ends: lowest and uppermost row of the picture.
-        silent: rows that say that nothing was sent.
-    """
-    with picture(path, title, height_in) as figure:
+    with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
-        labels = {}  # legend → its first lane with something on it
-        for row, intervals, colour, legend in lanes:
-            if intervals:
-                bars = [(start, stop - start) for start, stop in intervals]
-                label = legend if labels.setdefault(legend, row) == row else None
-                # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
-                axes.broken_barh(bars, (row - 0.42, 0.84), facecolors=colour, linewidth=0, snap=False, label=label)
-        for row in silent:
-            axes.annotate("no communication", (0, row), (4, 0), textcoords="offset points", va="center",
-                          fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
-        for border in borders:
-            axes.axhline(border, color=FAINT, linewidth=0.6)
-        axes.set_yticks(list(names), list(names.values()))
+        labelled: set[str] = set()  # lanes that the legend has
+        for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
+            for lane, (row, legend) in LANES.items():
+                bars = [(start, stop - start) for start, stop in content.get(lane, ())]
+                if bars:
+                    # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
+                    axes.broken_barh(bars, (top + row - 0.42, 0.84), facecolors=COLOURS[lane], linewidth=0, snap=False,
+                                     label=None if lane in labelled else legend)  # fmt: skip
+                    labelled.add(lane)
+            if not content.get("communication"):
+                axes.annotate("no communication", (0, top + 1), (4, 0), textcoords="offset points", va="center",
+                              fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
+            if top:
+                axes.axhline(top - 1, color=FAINT, linewidth=0.6)
+        axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], list(rows))
         axes.margins(x=0.01)
-        axes.set(xlabel="time since the start of the step (ms)", ylim=ends)
+        axes.set(xlabel="time since the start of the step (ms)", ylim=(3 * len(rows) - 1.06, -1.06))
         axes.set_xlim(left=0)
         horizontal(axes)
         _legend_above(axes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,28 +89,12 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
 
 
 def _noises(records: Sequence[Record]) -> list[str]:
-    """What the records say: each row's own noise, and how far their samples spread."""
-    lines = []
+    """What the records say of noise: each row's own."""
     noises = {r.variant: noise for r in records if (noise := noise_of(r.metrics)) is not None}
     if noises:
         best, worst = (pick(noises, key=noises.__getitem__) for pick in (min, max))
-        lines.append(
+        return [
             f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst}). Two rows "
             "that differ by less than the noise of the worse one are a tie."
-        )
-    for quantity, spreads in _spreads(records).items():
-        lines.append(
-            f"From p20 to p80, {quantity} spreads over {statistics.median(spreads):.1f} % of its median (median over "
-            f"{len(spreads)} rows; widest {max(spreads):.1f} %)."
-        )
-    return lines
-
-
-def _spreads(records: Sequence[Record]) -> dict[str, list[float]]:
-    found: dict[str, list[float]] = {}
-    for record in records:
-        for name, middle in record.metrics.items():
-            low, high = (record.metrics.get(name.replace("_p50_", f"_{p}_")) for p in ("p20", "p80"))
-            if "_p50_" in name and middle and all(map(is_number, (low, middle, high))):
-                found.setdefault(name.replace("_p50", ""), []).append(100 * (high - low) / middle)
-    return found
+        ]
+    return []

@@ -113,12 +113,6 @@ class Graph:
         return sum(roof.seconds(self.alone(op)) for op in group) / roof.seconds(self.fused(group))
 
 
-def pointwise_chain(count: int, elements: int, itemsize: int) -> Graph:
-    """`count` element-wise operations one after the other on one tensor: x0 → x1 → … ."""
-    operators = tuple(Operator(f"f{i}", (f"x{i}",), (f"x{i + 1}",), elements) for i in range(count))
-    return Graph(operators, {f"x{i}": elements * itemsize for i in range(count + 1)})
-
-
 CHIP_SHARE = 0.6
 LEAST_SAVING = 1.5
 

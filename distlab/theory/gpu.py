@@ -14,7 +14,6 @@ Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; 
 per warp in units of 256, warps in groups of 4, shared memory in units of 128 bytes plus 1 KiB per block for the system.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distlab.hardware import GPUSpec
@@ -148,33 +147,3 @@ def wave_quantisation(blocks: int, sms: int, blocks_per_sm: int = 1) -> Waves:
     places = sms * blocks_per_sm
     waves = -(-blocks // places)
     return Waves(waves, blocks - (waves - 1) * places, blocks / (waves * places))
-
-
-def tile_order(row_tiles: int, col_tiles: int, group: int) -> list[tuple[int, int]]:
-    """The tiles of a matmul's result, (row, column), in the order of their programs.
-
-    Groups of `group` rows, each walked column by column; one row to a group is the order of rows.
-
-    Raises:
-        ValueError: a number below one.
-    """
-    at_least_one(row_tiles=row_tiles, col_tiles=col_tiles, group=group)
-    firsts = range(0, row_tiles, group)
-    return [(row, col) for first in firsts for col in range(col_tiles)
-            for row in range(first, min(first + group, row_tiles))]  # fmt: skip
-
-
-def l2_hit_share(order: Sequence[tuple[int, int]], concurrent: int) -> float:
-    """Share of a matmul's loads that the L2 serves when `concurrent` tiles advance through the depth together.
-
-    Each tile reads a strip of a and a strip of b. Of the tiles of one wave the first to ask for a piece of a strip
-    fetches it from memory, and the others find it in the L2; between waves nothing is kept, since the strips of a deep
-    matmul do not fit.
-
-    Raises:
-        ValueError: no tiles, or a number below one.
-    """
-    at_least_one(tiles=len(order), concurrent=concurrent)
-    waves = [order[start : start + concurrent] for start in range(0, len(order), concurrent)]
-    fetched = sum(len({row for row, _ in wave}) + len({col for _, col in wave}) for wave in waves)
-    return 1 - fetched / (2 * len(order))

@@ -1,51 +1,14 @@
-"""What one warp's access costs: memory transactions, bank conflicts, divergent branches.
+"""What one warp's instruction costs: bank conflicts and divergent branches.
 
-Device memory is moved in sectors of 32 bytes, four to a line of 128. A warp's 32 requests are merged into the sectors
-they touch: neighbouring lanes on neighbouring addresses are free, scattered ones pay for bytes nobody asked for.
-Shared memory has 32 banks of 4 bytes; requests to different words of one bank wait for each other. Both in CUDA C++
-Programming Guide, "Device Memory Accesses" and "Shared Memory".
+Shared memory has 32 banks of 4 bytes; requests to different words of one bank wait for each other (CUDA C++
+Programming Guide, "Shared Memory").
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 WARP = 32
-SECTOR = 32
-LINE = 128
 BANKS = 32
-
-
-@dataclass(frozen=True)
-class Access:
-    """One request of a warp.
-
-    Args:
-        sectors, lines: touched.
-        efficiency: bytes asked for, each once, over bytes moved.
-    """
-
-    sectors: int
-    lines: int
-    efficiency: float
-
-
-def warp_access(addresses: Sequence[int], itemsize: int) -> Access:
-    """The transactions of lanes that each read `itemsize` bytes at their byte address.
-
-    Raises:
-        ValueError: no lanes or more than 32, a negative address, or a size below one.
-    """
-    if not 1 <= len(addresses) <= WARP or min(addresses, default=0) < 0 or itemsize < 1:
-        raise ValueError(f"{len(addresses)} addresses of {itemsize} bytes: give 1 to {WARP} addresses from 0 up")
-    touched = {byte for address in addresses for byte in range(address, address + itemsize)}
-    sectors = {byte // SECTOR for byte in touched}
-    lines = {byte // LINE for byte in touched}
-    return Access(len(sectors), len(lines), len(touched) / (len(sectors) * SECTOR))
-
-
-def strided_access(stride: int, itemsize: int, offset: int = 0) -> Access:
-    """A full warp whose lane i reads element i·stride; `offset` in bytes from an aligned start."""
-    return warp_access([offset + lane * stride * itemsize for lane in range(WARP)], itemsize)
 
 
 def bank_conflicts(words: Sequence[int]) -> int:
@@ -75,13 +38,6 @@ def swizzle(row: int, column: int, columns: int = BANKS) -> int:
     if columns < 1 or columns & (columns - 1):
         raise ValueError(f"columns={columns}: xor permutes a row only if its length is a power of two")
     return column ^ (row % columns)
-
-
-def column_conflicts(columns: int = BANKS, *, swizzled: bool = False, padding: int = 0) -> int:
-    """Rounds for a warp that reads one column of a 32-row tile of `columns` words, plain, padded or swizzled."""
-    width = columns + padding
-    place = (lambda row: swizzle(row, 0, columns)) if swizzled else (lambda row: 0)
-    return bank_conflicts([row * width + place(row) for row in range(WARP)])
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def build_training(
     module = source
     if isinstance(source, ModelConfig):
         if strategy.is_peer and (strategy.casts_parameters or options.get("layout", DATA_PARALLEL).ranks > 1):
-            # A Triton kernel takes no DTensor, nor rotary tables that fsdp2 has cast; torch's ring is of sdpa.
-            source = replace(source, ops="torch", attention="sdpa")
+            source = replace(source, ops="torch")  # a Triton kernel takes no DTensor, nor tables that fsdp2 has cast
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
         options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
     if options.get("layout", DATA_PARALLEL).context > 1:

@@ -28,13 +28,13 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
-from distlab.measure import allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
+from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_memory, sample_rounds
 from distlab.report import (
     INK,
     OKABE_ITO,
@@ -42,7 +42,6 @@ from distlab.report import (
     Ratio,
     fastest,
     grouped,
-    horizontal,
     host_bound,
     noise_of,
     picture,
@@ -54,11 +53,12 @@ from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients
 from .chains import CHAINS, OPERATIONS, TRAFFIC, accounts, chain_case
 from .prediction import predicted
-from .timing import Prepared, calls_within, ceilings, device_ms, fits, launched, prepare, spills
+from .timing import Prepared, calls_within, ceilings, device_ms, fits, prepare, spills
 
 # Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
 TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
              "triton.enable_persistent_tma_matmul": True}  # fmt: skip
+NO_KERNELS = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")  # on the profiler's list of the device
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value: sums, then one rounding
 
 
@@ -205,7 +205,8 @@ class Row:
         del fresh, results
         if before is not None:
             again = self._maker(function)()
-            metrics |= {"kernels": launched(again)} | (spills(again) if variant == "ours" else {})
+            kernels = [count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)]
+            metrics |= {"kernels": sum(kernels)} | (spills(again) if variant == "ours" else {})
         if metrics["error"] is not None and not metrics["error"] <= TOLERANCE[self.case.dtype]:
             metrics["status"] = "WRONG"
         self.functions[variant] = function  # timed only if this has succeeded
@@ -255,15 +256,10 @@ def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str
     return rates
 
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 PEERS = VARIANTS[1:]
-COLOURS = {"builtin": "green", "compile": "vermillion", "template": "sky", "liger": "purple"}
 DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
               "both": ("^", "green", "forward and backward")}
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
-LONGEST = 1.5  # bars beyond are cut off and say how long they are
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
@@ -405,40 +401,6 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
         axes.legend(loc="upper left", frameon=True)
 
 
-def plot_bars(records: Sequence[Record], path: Path) -> None:
-    """Our time over every peer's, one group of bars per operation and direction, in two columns."""
-    timed = [r for r in records if r.metrics.get("time_p50_ms") and r.variant in ("ours", *COLOURS)]
-    rows = [(" ".join(row), found) for row, found in by_row(timed).items() if len(found) > 1 and "ours" in found]
-    if not rows:
-        return
-    half = math.ceil(len(rows) / 2)
-    title = "Our time over every peer's, by operation and direction"
-    with picture(path, title, 0.24 * half + 1.0, small=True) as figure:
-        columns = figure.subplots(1, 2 if len(rows) > half else 1, squeeze=False)[0]
-        for axes, part in zip(columns, (rows[:half], rows[half:]), strict=False):
-            _bars(axes, part)
-        shown = {name: colour for name, colour in COLOURS.items() if any(name in times for _, times in rows)}
-        handles = [columns[0].barh([0], [0], color=OKABE_ITO[colour], label=name) for name, colour in shown.items()]
-        figure.legend(handles=handles, labels=list(shown), loc="outside lower center", ncols=len(shown))
-
-
-def _bars(axes: "Axes", rows: list[tuple[str, dict[str, Record]]]) -> None:
-    height = 0.8 / len(COLOURS)
-    for row, (_, times) in enumerate(rows):
-        present = [name for name in COLOURS if name in times]
-        for place, name in enumerate(present):
-            ratio = times["ours"].metrics["time_p50_ms"] / times[name].metrics["time_p50_ms"]
-            y = row + (place - (len(present) - 1) / 2) * height
-            axes.barh(y, min(ratio, LONGEST), height * 0.9, color=OKABE_ITO[COLOURS[name]])
-            if ratio > LONGEST:
-                axes.text(LONGEST * 0.99, y, f"{ratio:.1f}", ha="right", va="center", fontsize=4.5, color="white")
-    axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=5)
-    axes.set(xlim=(0, LONGEST), ylim=(len(rows) - 0.4, -0.6))
-    axes.set_xlabel("ours / it: left of the line ours is faster", fontsize=6.5)
-    horizontal(axes)
-    axes.axvline(1, color=INK, linewidth=0.8)
-
-
 VIEW = View(
     columns=[
         Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
@@ -459,7 +421,7 @@ VIEW = View(
     ],
     headline=headline,
     terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
-    pictures={"roofline.png": plot_roofline, "bars.png": plot_bars},
+    pictures={"roofline.png": plot_roofline},
     derive=compare,
     findings=verdicts,
     reading="Device times are replays of a CUDA graph with the L2 flushed before each. Wall times are of calls in a "

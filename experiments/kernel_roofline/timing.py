@@ -76,18 +76,6 @@ def fits(held: int) -> bool:
     return 2 * held <= free
 
 
-def launched(run: Callable[[], Any]) -> int:
-    """How many kernels one run starts, by the profiler; copies and memory that is set are none."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
-        run()
-        torch.cuda.synchronize()
-    others = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")
-    on_device = [e for e in profiled.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    return sum(not event.name.startswith(others) for event in on_device)
-
-
 def spills(run: Callable[[], Any]) -> dict[str, int]:
     """Registers and spilled bytes of our kernels in one run: the most of any."""
     from kernels import _triton

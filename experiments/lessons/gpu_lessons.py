@@ -1,6 +1,6 @@
 """What do memory, warps, waves and launch parameters decide?
 
-    distlab run gpu_lessons                             # all six parts, on a GPU
+    distlab run gpu_lessons                             # all five parts, on a GPU
     distlab run gpu_lessons --parts strides waves       # two of them
     TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
 
@@ -13,17 +13,15 @@ Each time is a multiple of the part's first row, beside the multiple that `distl
 - divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
 - waves: equal programs on all multiprocessors. One more than there are places takes a whole further wave.
 
-Launch parameters, in rates:
+Launch parameters, as a rate:
 
 - element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way at a time.
-- group size: the shipped matmul kernels, tiled, grouped and persistent, over how many rows of tiles advance together,
-  with the share of loads that the L2 should serve.
 
 The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +44,7 @@ from distlab.experiment import (
 from distlab.hardware import lookup
 from distlab.measure import attempt, device_percentiles
 from distlab.report import Panel, Ratio, Series, lines, prediction_error
-from distlab.theory.gpu import l2_hit_share, occupancy, tile_order, wave_quantisation
+from distlab.theory.gpu import occupancy, wave_quantisation
 from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
 from experiments.lessons._lesson_kernels import (
     busy_kernel,
@@ -54,10 +52,9 @@ from experiments.lessons._lesson_kernels import (
     stream_kernel,
     strided_kernel,
 )
-from kernels import matmul
 from kernels._compile import resources
 from kernels._dispatch import launch
-from kernels._triton import check_runs, compile_only, generation, interpreted, multiprocessors
+from kernels._triton import check_runs, compile_only, interpreted, multiprocessors
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 PHASES = (32, 16, 8, 4, 2, 1)
@@ -68,13 +65,11 @@ CHECKED_ROUNDS = 5  # after more of them every element is 2
 BLOCK = 1024  # one element for each of 32 warps' lanes
 ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
 BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
-TILE = 64  # that the sides of the matmuls are multiples of
-GROUPS = (1, 2, 4, 8, 16, 32)
-TOLERANCE = 1e-2  # of the largest value of a matmul or an addition in bf16
+TOLERANCE = 1e-2  # of the largest value of an addition in bf16
 EXACT = 1e-5  # of an effect's kernel, in fp32
 
 AXES = {"strides": "stride", "banks": "rounds of a read", "divergence": "as in the table", "waves": "programs per SM"}
-PARTS = (*AXES, "element-wise", "group size")
+PARTS = (*AXES, "element-wise")
 
 
 @dataclass(frozen=True)
@@ -84,14 +79,12 @@ class Config(Options):
     parts: tuple[str, ...] = option(PARTS, "parts", choices=PARTS)
     elements: int = option(2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25)
     rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
-    size: int = option(8192, "rows, columns and depth of the matmuls, a multiple of 64", least=2 * TILE)
     repeats: int = option(9, "timings of a row", least=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.elements & (self.elements - 1) or self.size % TILE:
-            raise ValueError(f"elements={self.elements}, size={self.size}: these kernels have no ragged blocks; give a "
-                             f"power of two and a multiple of {TILE}")
+        if self.elements & (self.elements - 1):
+            raise ValueError(f"elements={self.elements}: these kernels have no ragged blocks; give a power of two")
 
 
 @dataclass
@@ -132,23 +125,6 @@ class Bench:
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part, x=x)
-
-    def rate(self, part: str, variant: str, call: Callable[[], Any], result: Tensor, expected: Tensor, amount: float,
-             unit: str, known: Mapping[str, Any], **factors: Any) -> dict[str, Any]:  # fmt: skip
-        """Add a row of a launch, with further metrics that are `known`; `amount` per millisecond is its rate in `unit`.
-        Returns its metrics.
-        """
-
-        def measured() -> dict[str, Any]:
-            call()
-            error = (result.double() - expected).abs().max() / expected.abs().max()
-            times = self.time(call)
-            return checked(error.item(), TOLERANCE) | times | {unit: amount / times["time_p50_ms"]}
-
-        metrics = attempt(measured) | known
-        self.run.add(variant, metrics, part=part, **factors)
-        return metrics
-
 
 def checked(error: float, tolerance: float) -> dict[str, Any]:
     """An error, and what it says of the row."""
@@ -241,6 +217,12 @@ def element_wise(bench: Bench) -> None:
     def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
         launch(stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps)
 
+    def added(call: Callable[[], Any]) -> dict[str, Any]:
+        call()
+        error = (z.double() - expected).abs().max() / expected.abs().max()
+        times = bench.time(call)
+        return checked(error.item(), TOLERANCE) | times | {"gb_per_s": moved / times["time_p50_ms"] / 1e6}
+
     copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
     # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a load from memory.
     steps = min(count // 1024, 4 if interpreted() else 2**15)
@@ -259,41 +241,15 @@ def element_wise(bench: Bench) -> None:
             flying = loads * min(programs, resident * sms)
             known = {"registers": used["registers"], "in_flight_kib": flying / sms / 1024,
                      "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying))}  # fmt: skip
-        bench.rate("element-wise", f"{block} × {warps} warps × {stages} stages", call, z, expected, moved / 1e6,
-                   "gb_per_s", known, block=block, warps=warps, stages=stages)  # fmt: skip
-
-
-def group_size(bench: Bench) -> None:
-    """The shipped kernels over how many rows of tiles advance together; cuBLAS first, whose rate the prediction has.
-
-    Predicted: the longer of the arithmetic at cuBLAS's rate and what the L2 does not serve at a copy's.
-    """
-    size = bench.config.size
-    a, b = bench.random(size, size), bench.random(size, size)
-    y, expected = torch.empty_like(a), a.double() @ b.double()
-    copy_ms = bench.time(lambda: torch.neg(a, out=y))["time_p50_ms"]
-    add = partial(bench.rate, "group size", result=y, expected=expected, amount=2 * size**3 / 1e9, unit="tflop_per_s")
-    cublas_ms = add("cuBLAS", lambda: torch.mm(a, b, out=y), known={}).get("time_p50_ms", 0.0)
-    forms: dict[str, Callable[[int], Any]] = {
-        "tiled": lambda group: matmul.launch_pointers(a, b, None, y, None, "ieee", matmul.tiled_kernel, group),
-        "grouped": lambda group: matmul.launch_pointers(a, b, None, y, None, "ieee", group=group),
-        "persistent": lambda group: matmul.launch_persistent(a, b, None, y, None, group),
-    }
-    for form, call in forms.items():
-        stored = 2 if form == "persistent" else 0
-        tile, _ = matmul.tile_for(generation(bench.device.index), 2, size <= 1024, 0, stored)
-        tiles = -(-size // tile.rows), -(-size // tile.block)
-        for group in (1,) if form == "tiled" else GROUPS[: 2 if interpreted() else None]:
-            hits = l2_hit_share(tile_order(*tiles, group), bench.sms)
-            missed = (1 - hits) * tiles[0] * tiles[1] * (tile.rows + tile.block) * size * 2
-            known = {"hit_pct": 100 * hits, "predicted_ms": max(cublas_ms, missed / (2 * a.nbytes) * copy_ms)}
-            add(f"{form}, {group}", partial(call, group), known=known, form=form, group=group)
+        metrics = attempt(partial(added, call)) | known
+        bench.run.add(f"{block} × {warps} warps × {stages} stages", metrics, part="element-wise", block=block,
+                      warps=warps, stages=stages)  # fmt: skip
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
     check_runs(context.device)
-    work = (strides, banks, divergence, waves, element_wise, group_size)
+    work = (strides, banks, divergence, waves, element_wise)
     for part, function in zip(PARTS, work, strict=True):
         if part in config.parts and not any(r.config["part"] == part for r in run.records):
             run.progress(part)
@@ -318,7 +274,7 @@ def compare(records: Sequence[Record]) -> None:
 
 
 def panels(records: Sequence[Record]) -> Iterator[Panel]:
-    """Each effect, measured and predicted; GB/s over bytes under way; TFLOP/s over the group size."""
+    """Each effect, measured and predicted; GB/s over bytes under way."""
     for part, axis in AXES.items():
         if rows := sorted(rows_of(records, part), key=lambda r: r.config["x"]):
             x = [r.config["x"] for r in rows]
@@ -335,11 +291,6 @@ def panels(records: Sequence[Record]) -> Iterator[Panel]:
         told = [r.metrics["gb_per_s"] * r.metrics["time_p50_ms"] / r.metrics["predicted_ms"] for r in rows]
         series = [Series("predicted", x, told, line="-", hollow=True), Series("measured", x, y)]
         yield Panel("element-wise", "KiB under way per SM", "GB/s", series)
-    if rows := [r for r in rows_of(records, "group size") if "group" in r.config]:
-        forms = {form: [r for r in rows if r.config["form"] == form] for form in ("tiled", "grouped", "persistent")}
-        series = [Series(form, [r.config["group"] for r in mine], [r.metrics["tflop_per_s"] for r in mine], line="-",
-                         marked=True) for form, mine in forms.items() if mine]  # fmt: skip
-        yield Panel("group size", "rows of tiles that advance together", "TFLOP/s", series)
 
 
 def draw(records: Sequence[Record], path: Path) -> None:
@@ -349,7 +300,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """The worst of each effect, and best and worst of the other launches."""
+    """The worst of each effect, and best and worst of the launches."""
     if not records[0].environment.get("cuda"):
         return ["Interpreted: the predictions and the errors count, and no time does."]
     worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in AXES if (rows := rows_of(records, part))}
@@ -360,10 +311,6 @@ def findings(records: Sequence[Record]) -> list[str]:
         slow, fast = (pick(rows, key=lambda r: r.metrics["gb_per_s"]) for pick in (min, max))
         said.append(f"element-wise: {fast.variant} reaches {fast.metrics['gb_per_s']:,.0f} GB/s, {slow.variant} "
                     f"{slow.metrics['gb_per_s']:,.0f}.")  # fmt: skip
-    if rows := [r for r in rows_of(records, "group size") if r.config.get("form") == "persistent"]:
-        fast, slow = (pick(rows, key=lambda r: r.metrics["time_p50_ms"]) for pick in (min, max))
-        ratio = slow.metrics["time_p50_ms"] / fast.metrics["time_p50_ms"]
-        said.append(f"group size: {fast.variant} is the best of its kernel, {slow.variant} takes {ratio:.2f} ×.")
     return said
 
 
@@ -374,10 +321,9 @@ VIEW = View(
         Column("metrics.time_p20_ms", "p20", ",.1f", scale=1000),
         Column("metrics.time_p80_ms", "p80", ",.1f", scale=1000),
         Column("metrics.factor", "× first", ".2f"), Column("metrics.predicted_factor", "predicted", ".2f"),
-        Column("metrics.gb_per_s", "GB/s", ",.0f"), Column("metrics.tflop_per_s", "TFLOP/s", ",.0f"),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
         Column("metrics.registers", "registers", missing=""),
-        Column("metrics.hit_pct", "L2 hits %", ".1f", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
         FACTOR_OFF, TIME_OFF,
         Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
@@ -402,19 +348,15 @@ VIEW = View(
     "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
     "registers. Predicted is Little's law, with a latency that is measured by one warp alone, on an idle "
     "memory: under load it is longer.\n\n"
-    "group size: programs that run together read strips of a and b; with one row of tiles they share a strip of "
-    "a and need many of b, with as many rows as columns they share both. Past that, hits fall again. Where the "
-    "prediction stays at cuBLAS's time, the memory is fast enough for every order, and differences are those of "
-    "the L2's own rate.\n\n"
     "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
-    terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "tflop_per_s", "in_flight_kib", "hit_pct",
-              "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
+    terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "predicted_ms",
+              "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
     pictures={"lessons.png": draw},
     findings=findings,
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
-    "Launches: from a copy, a latency and cuBLAS's matmul of this run; see how to read.",
+    "Launches: from a copy and a latency of this run; see how to read.",
 )  # fmt: skip
-SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "size": 2 * TILE, "repeats": 3}
+SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "repeats": 3}
 EXPERIMENT = Experiment(
     Config, measure, VIEW, presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL}, gpus=1,
     wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],

@@ -54,7 +54,7 @@ from distlab.measure import (
 )
 from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
-from distlab.report import NOISE, Panel, lines, overlaid, stacked_bars, waiting
+from distlab.report import NOISE, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require, shortage
 
@@ -324,7 +324,7 @@ def _metrics(
     found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
-    found["step_samples_ms"], found["series_ms"] = step, phases["step"] if warmup == 0 else None
+    found["step_samples_ms"] = step
     peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
     if trial.options.factory is not None:
         found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
@@ -359,21 +359,6 @@ def draw_steps(records: Sequence[Record], path: Path) -> None:
     stacked_bars(path, labels, parts, title=headline(records), unit=unit, whiskers=ends)
 
 
-def draw_warmup(records: Sequence[Record], path: Path) -> None:
-    """Every call of the series that were measured from the first call on; nothing without such a series."""
-    series = {
-        r.variant.removesuffix(", warm-up 0"): (
-            list(range(len(r.metrics["series_ms"]))),
-            r.metrics["series_ms"],
-        )
-        for r in records
-        if r.metrics.get("series_ms")
-    }
-    if series and len({r.config["warmup"] for r in records}) > 1:
-        panel = Panel("", "call", "ms", overlaid(series), log_x=None, from_zero=False)
-        lines(path, [panel], title=f"Every call from the first: {headline(records)}")
-
-
 VIEW = View(
     columns=[
         Column("variant", "what"),
@@ -391,7 +376,7 @@ VIEW = View(
     ],
     headline=lambda records: headline(records) + waiting(records),
     terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
-    pictures={"steps.png": draw_steps, "warmup.png": draw_warmup},
+    pictures={"steps.png": draw_steps},
     reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
     "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "
     "the next of four batches. Rows with several warm-ups are cut from one series; the column first is a row's first "

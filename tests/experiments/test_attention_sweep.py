@@ -45,6 +45,23 @@ def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp
     assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
 
 
+def test_a_panel_per_shape_and_none_for_missing_numbers(monkeypatch, tmp_path):
+    drawn = []
+    monkeypatch.setattr(sweep, "lines", lambda path, panels, title: drawn.extend(panels))
+    records = [
+        Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
+        for variant in ("peer", "ours") for d in (16, 128) for n in (8, 4, 2)
+    ]  # fmt: skip
+    sweep.draw(records, tmp_path / "picture.png", metric="ms", label="time, ms")
+    assert [panel.title for panel in drawn] == ["dtype a, head_dim 16", "dtype a, head_dim 128"]
+    for panel, d in zip(drawn, (16, 128), strict=True):
+        assert [(line.label, line.x, line.y) for line in panel.series] == [
+            (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
+        ]
+    sweep.draw(records, tmp_path / "picture.png", metric="gone", label="")
+    assert len(drawn) == 2
+
+
 def test_an_error_is_judged_beside_the_peers():
     assert sweep.wrong([row("sdpa"), row("ours", error=2.9e-3)]) == []
     assert len(sweep.wrong([row("sdpa"), row("ours", error=3.1e-3)])) == 2

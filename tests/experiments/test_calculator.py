@@ -18,8 +18,7 @@ def test_worked_figures(capsys):
     assert (found["blocks"], found["fraction"], found["limiter"]) == (3, 0.1875, "registers")
     found = ask(capsys, "waves", "--blocks", "160", "--gpu", "B200")
     assert (found["waves"], found["last"]) == (2, 12)
-    assert ask(capsys, "banks") == {"experiment": "calculator", "command": "banks", "plain": 32, "padded": 1,
-                                    "swizzled": 1}
+    assert ask(capsys, "occupancy", "--threads", "32", "--registers", "32", "--shared-bytes", "0")["blocks"] == 32
 
 
 def test_rms_norm_on_an_h100_is_memory_bound(capsys):
@@ -45,8 +44,3 @@ def test_block(capsys):
 def test_words(capsys, command):
     assert main(["run", "calculator", *command]) == 0
     assert capsys.readouterr().out.strip()
-
-
-def test_what_may_be_nothing_may_be_zero(capsys):
-    assert ask(capsys, "coalescing", "--stride", "0")["sectors"] == 1
-    assert ask(capsys, "divergence", "--lanes", "0")["efficiency"] > 0

@@ -62,15 +62,11 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
         shutil.copy(tmp_path / "long_context" / "run" / name, copied)
     records = measured(EXPERIMENT, tmp_path / "elsewhere")
     assert "failure" not in records[0].metrics
-    assert (copied / "units.png").is_file()
+    assert (copied / "step.png").is_file()
     for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
         assert {"idle_ms", "exposed_ms"} <= record.metrics.keys()
-        units = record.metrics["units"]
-        assert list(units) == ["embedding", "blocks.0", "norm", "head", "optimizer"]
-        spent = sum(sum(times.values()) for times in units.values())
-        assert spent == pytest.approx(record.metrics["profiled_step_ms"])
 
 
 def test_rows_are_held_against_the_fastest_of_torchs():

@@ -1,11 +1,13 @@
 """The account of a strategy's overhead: it closes by construction, and each part is what it is called."""
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.measure.trace.account import account, closes, explain, step_windows, streams
-from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event
+from distlab.measure.trace.account import account, closes, explain, step_windows
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event, load_trace
 
 KINDS = st.sampled_from(["compute", "communication", "copy"])
 SPANS = st.tuples(st.integers(0, 40), st.integers(0, 12), KINDS, st.sampled_from("abc"), st.integers(0, 2))
@@ -104,9 +106,12 @@ def test_queued_steps_are_told_apart_on_the_device():
         step_windows(on_cpu[2:])
 
 
-def test_what_ran_on_each_stream():
-    assert streams(queued_steps(), (3, 14)) == {
-        "stream 7": {"compute": [(0, 10)]},
-        "stream 20": {"communication": [(5, 11)]},
-        "stream 9": {"compute": [(2, 3)]},
-    }
+def test_a_recorded_trace_step_by_step():
+    """Of a small model on two gloo ranks, written by torch 2.13."""
+    events = load_trace(Path(__file__).parent / "traces" / "trace_bucketed_rank0.json.gz")
+    windows = step_windows(events)
+    seen = account(events, windows[0])
+    assert len(windows) == 2
+    assert (seen.step_ms, seen.compute_ms, seen.comm_ms) == pytest.approx((4.444, 1.311, 2.658), abs=1e-3)
+    assert (seen.exposed_ms, seen.idle_ms) == pytest.approx((2.127, 1.006), abs=1e-3)
+    assert seen.overlap_pct == pytest.approx(100 * (1 - 2.1265 / 2.6581), abs=0.01)

@@ -3,6 +3,7 @@
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -61,9 +62,26 @@ def test_beside_data_tensor_and_context_parallelism():
     assert_as_one_process(TRAINING, 4, TOGETHER)
 
 
-def test_all_axes_at_once():
+def test_all_axes_at_once(request):
     """Eight ranks: tp2 · cp2 · pp2."""
     assert_as_one_process(TRAINING, 8, [("pp2,tp2,cp2", "bucketed")])
+    if request.config.getoption("--all-layouts"):
+        layouts = ("tp2,cp2", "tp2,cp2-ring", "tp2", "cp2", "cp2-ulysses", "cp4-ring")
+        for schedule, layout in product(SCHEDULES, layouts):
+            strategies = ["naive", "bucketed", "zero1", *(["fsdp"] if schedule != "zero-bubble" else [])]
+            assert_as_one_process(TRAINING, 8, [(f"pp2-{schedule},{layout}", strategy) for strategy in strategies])
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        (("pp2", "bucketed"), {"compile": "blocks"}),
+        (("pp2-interleaved", "zero1"), {"checkpointing": "every-2"}),
+        (("pp2", "fsdp"), {"checkpointing": "attention"}),
+    ],
+)
+def test_compiled_blocks_and_recomputation_change_no_gradient(row, options):
+    assert_as_one_process(replace(TRAINING, options=options), 2, [row])
 
 
 @pytest.mark.gpu

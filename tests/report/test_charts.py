@@ -14,9 +14,7 @@ from distlab.report.charts import (
     lines,
     measured,
     memory_areas,
-    metric_over_length,
     stacked_bars,
-    stream_lanes,
     timeline,
 )
 from distlab.report.style import WIDTH_PX
@@ -101,13 +99,8 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
 def test_each_interval_is_a_bar(tmp_path, drawn):
     spans = [(0, 10), (12, 13)]
     timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
-    stream_lanes(tmp_path / "b.png", {"a": {"stream 7": {"compute": spans}, "stream 9": {"copy": spans}}}, title="")
-    for figure, lanes in zip(drawn, (1, 2), strict=True):
-        bars = [[path.get_extents().intervalx for path in lane.get_paths()] for lane in figure.axes[0].collections]
-        assert [[tuple(ends) for ends in lane] for lane in bars] == [[(0, 10), (12, 13)]] * lanes
-    axes = drawn[1].axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["compute", "copies"]
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["a: stream 7", "a: stream 9"]
+    (lane,) = drawn[0].axes[0].collections
+    assert [tuple(path.get_extents().intervalx) for path in lane.get_paths()] == spans
 
 
 def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
@@ -140,19 +133,6 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     assert len(drawn[0].legends) == 1
 
 
-def test_a_panel_per_shape_and_none_for_missing_numbers(tmp_path, drawn):
-    records = [
-        Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
-        for variant in ("ours", "peer") for d in (128, 16) for n in (8, 4, 2)
-    ]  # fmt: skip
-    metric_over_length(records, tmp_path / "picture.png", "ms", "time, ms")
-    assert [axes.get_title("left") for axes in drawn[0].axes] == ["dtype a, head_dim 16", "dtype a, head_dim 128"]
-    for axes, d in zip(drawn[0].axes, (16, 128), strict=True):
-        assert [(line.get_label(), list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines] == [
-            (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
-        ]
-
-
 def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
     memory = SimpleNamespace(
         curves=lambda: ([0.0, 2.0], {"parameters": [MIB, MIB], "nothing": [0, 0], "activations": [0, 2 * MIB]}),
@@ -177,8 +157,6 @@ def test_mistakes_are_refused_and_leave_no_file(tmp_path):
         stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
     with pytest.raises(ValueError, match="lanes among"):
         timeline(path, {"a": {"kommunikation": []}}, title="")
-    with pytest.raises(ValueError, match="lanes of kinds"):
-        stream_lanes(path, {"step": {"stream 7": {"other": []}}}, title="")
     with pytest.raises(ValueError, match="as many x as y"):
         lines(path, [Panel("", "", "", [Series("a", [1], [])])], title="")
     with pytest.raises(ValueError, match="rows"):

@@ -116,9 +116,7 @@ def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
         <= 100
     )
     page = next((tmp_path / "compare").glob("*/report.html"))
-    assert (
-        '<p class="alarm">DIFFERENT MACHINES' in page.read_text() and (page.parent / "compare.png").exists()
-    )
+    assert '<p class="alarm">DIFFERENT MACHINES' in page.read_text()
 
 
 def test_when_all_rows_move_it_is_the_machine():

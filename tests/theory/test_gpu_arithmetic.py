@@ -1,4 +1,4 @@
-"""Roofline, occupancy, waves, coalescing, traffic and the fusion advisor, against figures worked out by hand."""
+"""Roofline, occupancy, waves, bank conflicts, traffic and the fusion advisor, against figures worked out by hand."""
 
 from dataclasses import replace
 
@@ -14,16 +14,12 @@ from distlab.theory.fusion import (
     advise,
     chip_bytes,
     kernel_counts,
-    pointwise_chain,
     transformer_block,
 )
 from distlab.theory.gpu import Roofline, occupancy, roofline, wave_quantisation
 from distlab.theory.warp_access import (
     bank_conflicts,
-    column_conflicts,
-    strided_access,
     swizzle,
-    warp_access,
     warp_divergence,
 )
 from kernels.cost import Cost
@@ -86,24 +82,11 @@ def test_wave_quantisation():
         wave_quantisation(0, 132)
 
 
-def test_coalescing():
-    contiguous = strided_access(1, 4)
-    assert (contiguous.sectors, contiguous.lines, contiguous.efficiency) == (4, 1, 1.0)
-    assert strided_access(2, 4).efficiency == 0.5
-    assert (strided_access(32, 4).sectors, strided_access(32, 4).efficiency) == (32, 0.125)
-    shifted = strided_access(1, 4, offset=4)
-    assert (shifted.sectors, shifted.lines) == (5, 2)
-    assert strided_access(1, 16).sectors == 16  # 16 bytes per lane: 512 bytes, four lines
-    assert warp_access([0] * 32, 4).sectors == 1
-    for addresses in ([], [-1], list(range(33))):
-        with pytest.raises(ValueError, match="give 1 to 32 addresses"):
-            warp_access(addresses, 4)
-
-
 def test_bank_conflicts_and_the_swizzle():
-    assert column_conflicts() == 32
-    assert column_conflicts(swizzled=True) == 1
-    assert column_conflicts(padding=1) == 1
+    rows = range(32)  # of a tile of 32 × 32 words, of which a warp reads the first column
+    assert bank_conflicts([32 * row for row in rows]) == 32
+    assert bank_conflicts([32 * row + swizzle(row, 0) for row in rows]) == 1
+    assert bank_conflicts([33 * row for row in rows]) == 1  # padded
     assert bank_conflicts([0] * 32) == 1  # a broadcast
     assert bank_conflicts([2 * lane for lane in range(32)]) == 2
     with pytest.raises(ValueError, match="columns=24"):
@@ -123,7 +106,8 @@ def test_warp_divergence():
 
 
 def test_traffic_of_a_pointwise_chain():
-    graph = pointwise_chain(4, 1000, 2)
+    operators = tuple(Operator(f"f{i}", (f"x{i}",), (f"x{i + 1}",), 1000) for i in range(4))
+    graph = Graph(operators, {f"x{i}": 2000 for i in range(5)})
     assert graph.unfused().bytes == 4 * 2 * 2000  # each step reads and writes
     assert graph.fused().bytes == 2 * 2000
     assert graph.fused().flops == graph.unfused().flops == 4000

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.model import ModelConfig, config
+from distlab.hardware import H100_SXM
+from distlab.model import ModelConfig, config, preset
 from distlab.simulate.step import simulate_training
+from distlab.theory.fusion import kernel_counts, transformer_block
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.memory.recompute import RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
@@ -61,3 +63,14 @@ def test_refused(wrong, says):
 def test_heads_that_do_not_group():
     with pytest.raises(ValueError, match="num_kv_heads=3 does not divide num_heads=8"):
         replace(SHAPE, num_kv_heads=3)
+
+
+@pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16-autocast", True)])
+def test_both_counts_of_theory_agree(precision, autocast):
+    """The advisor's graph of a block and the operators of a step, forward; in one kernel each what can be."""
+    model = preset("medium")
+    graph = transformer_block(8, 1024, model.d_model, model.d_ff, model.num_heads, 2 if autocast else 4, autocast)
+    counts = kernel_counts(graph, H100_SXM)
+    for kernels, name in (("eager", "eager"), ("fused", "ours"), ("fused", "compiled")):
+        block = Workload(ModelShape.of(model), 8, 1024, PRECISIONS[precision], kernels).block()
+        assert sum(operator.launches for operator in block if operator.phase == "forward") == counts[name]

@@ -13,7 +13,6 @@ from distlab.model.config import RECOMPUTATION
 from distlab.theory.flops import forward_flops, step_flops
 from distlab.theory.memory.recompute import (
     best_group_size,
-    best_group_size_estimate,
     kept_bytes,
     recomputed_flops,
 )
@@ -57,7 +56,8 @@ def test_kept_bytes_are_the_worst_moment_of_a_walk(layers, group, inside, checkp
 
 @given(st.integers(1, 200), st.integers(1, 50))
 def test_the_square_root_rule(layers, ratio):
-    best, estimate = best_group_size(layers, ratio, 1), best_group_size_estimate(layers, ratio, 1)
+    """Around √(L·c/b), where the form would be least if sizes were no integers."""
+    best, estimate = best_group_size(layers, ratio, 1), math.sqrt(layers / ratio)
     real = kept_bytes(layers, best, ratio, 1)
     for size in (math.floor(estimate), math.ceil(estimate)):
         if 1 <= size <= layers:

@@ -180,22 +180,6 @@ def exposed_all_gathers(
     return total(intersect(alone, [(window[0], boundary)])), total(intersect(alone, [(boundary, window[1])]))
 
 
-def streams(events: Sequence[Event], window: Interval | None = None) -> dict[str, dict[str, list[Interval]]]:
-    """What ran on each stream (or CPU thread) in ``window``: lane → kind → disjoint intervals, from 0 ms.
-
-    Lanes in order of their busy time, the busiest first.
-    """
-    window = median_step(events) if window is None else window
-    found: dict[str, dict[str, list[Interval]]] = {}
-    for lane in dict.fromkeys(event.lane for event in events if event.kind != "range"):
-        mine = [event for event in events if event.lane == lane]
-        spans = {kind: _inside(mine, kind, window) for kind in KINDS}
-        if any(spans.values()):
-            found[lane] = {kind: _from_start(mine, window) for kind, mine in spans.items() if mine}
-    busy = {lane: total(s for spans in kinds.values() for s in spans) for lane, kinds in found.items()}
-    return dict(sorted(found.items(), key=lambda item: -busy[item[0]]))
-
-
 def _from_start(spans: Iterable[Interval], window: Interval) -> list[Interval]:
     return [(start - window[0], end - window[0]) for start, end in spans]
 

@@ -255,14 +255,6 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, or another tool wrote it; the message names the path.
     """
-    return load_trace_and_origin(path)[0]
-
-
-def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[str, Any]]:
-    """`load_trace`'s events, and whose they are: ``rank``, ``world_size``, ``backend`` where the file says so.
-
-    Raises OSError and ValueError as `load_trace` does.
-    """
     try:
         trace = read_trace_file(path)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -272,12 +264,8 @@ def load_trace_and_origin(path: str | os.PathLike) -> tuple[list[Event], dict[st
         raise ValueError(
             f"{path} was not written by torch.profiler: no schemaVersion or no traceEvents in it"
         )
-    info = trace.get("distributedInfo")
-    origin = (
-        {key: info.get(key) for key in ("rank", "world_size", "backend")} if isinstance(info, dict) else {}
-    )
     try:
-        return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry]), origin
+        return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry])
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds an event that torch.profiler does not write: {error!r}") from None
 

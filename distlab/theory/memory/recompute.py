@@ -11,7 +11,6 @@ A block that is recomputed by itself may keep some results beside its input (`KE
 then do not run again.
 """
 
-import math
 
 from distlab.theory.checks import at_least_one
 from distlab.theory.flops import forward_flops
@@ -48,11 +47,6 @@ def best_group_size(num_layers: int, block: int, checkpoint: int) -> int:
     """The group size that keeps least, the smallest where several do; arguments as `kept_bytes`."""
     sizes = range(1, num_layers + 1)
     return min(sizes, key=lambda size: kept_bytes(num_layers, size, block, checkpoint))
-
-
-def best_group_size_estimate(num_layers: int, block: int, checkpoint: int) -> float:
-    """√(L·c/b), where the expression above would be least if sizes were no integers."""
-    return math.sqrt(num_layers * checkpoint / block)
 
 
 def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:

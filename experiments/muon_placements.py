@@ -1,0 +1,209 @@
+"""Where should Muon orthogonalise, and at what cost?
+
+    distlab run muon_placements --nproc 2
+    distlab run muon_placements --nproc 2 --size xl --batch 2 --dtype bf16
+
+A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner computes and
+broadcasts, parts are gathered, or exchanged with owners. The bytes that orthogonalising sends are held against the
+closed form.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distlab.bench.reference import parameter_difference
+from distlab.bench.timing import BenchOptions, Trial, Variant
+from distlab.comm import collectives
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Record,
+    Run,
+    TimingOptions,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import MIN_PAIRS, CollectiveRecorder
+from distlab.optim import Muon
+from distlab.parallel import get_strategy
+from distlab.parallel.muon import divide
+from distlab.parallel.shard import spread_of
+from distlab.report import NOISE, Ratio, row_of, stacked_bars
+from distlab.theory.muon import muon_volume, orthogonalize_flops
+
+PLACEMENTS = {  # strategy → placements that it has
+    "bucketed": ("all",), "sharded-optimizer": ("owner",), "zero1": ("gather", "exchange"),
+    "fsdp": ("gather", "exchange"),
+}  # fmt: skip
+SHARDED = ("gather", "exchange")
+FAR_OFF = 0.1  # of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
+OVER_ADAMW = Ratio("vs_adamw", row_of("adamw"))
+
+
+@dataclass(frozen=True)
+class PlacementsConfig(BenchOptions, TimingOptions):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    strategies: tuple[str, ...] = option(tuple(PLACEMENTS), "to compare", choices=tuple(PLACEMENTS))
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+
+    def rows(self) -> list[Variant]:
+        """Each strategy with AdamW, and with Muon in each of its placements."""
+        rows = []
+        for name in self.strategies:
+            adamw = Variant(f"{name} adamw", get_strategy(name))
+            rows.append(adamw)
+            for placement in PLACEMENTS[name]:
+                options = {"adjust_lr_fn": "match_rms_adamw"}
+                options |= {"placement": placement} if placement in SHARDED else {}
+                muon = {"optimizer_cls": Muon, "optimizer_options": options}
+                rows.append(replace(adamw, name=f"{name} {placement}", **muon))
+        return rows
+
+
+def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
+    """Measure every row; call it on every rank.
+
+    Raises:
+        MemoryError: the model with this batch does not fit.
+    """
+    rows = config.rows()
+    bench = config.workbench(context, rows, some=True)
+    differences = {}
+    for row in rows if config.check_steps else []:
+        if row.optimizer_cls is Muon:
+            run.progress(f"checking {row.name} against one process")
+            optimizer = {"optimizer_cls": Muon, "optimizer_options": row.optimizer_options}
+            differences[row.name] = parameter_difference(context, row, steps=config.check_steps, **optimizer)
+    counted: dict[str, dict[str, Any]] = {}
+
+    def count(row: Variant, attached: Trial) -> None:
+        if row.optimizer_cls is Muon and row.name not in counted:
+            counted[row.name] = sent(row.name.partition(" ")[2], attached, context)
+
+    timings = bench.time_rounds(
+        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count
+    )
+    facts = config.facts(context)
+    for row in rows:
+        metrics = timings[row.name].metrics()
+        if not timings[row.name].out_of_memory:
+            metrics |= {"step_samples_ms": [*timings[row.name].phases["step"]]} | counted.get(row.name, {})
+            metrics["max_abs_param_diff"] = differences.get(row.name)
+        placement = row.name.partition(" ")[2]
+        run.add(row.name, metrics, **facts, strategy=row.strategy.name, placement=placement)
+
+
+def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any]:
+    """What an optimizer's step sends, counted; beside it the closed form of what is sent in bf16, and how unequally
+    owners share the work.
+    """
+    attached("forward_backward")
+    with CollectiveRecorder() as recorder:
+        attached.optimizer.step()
+    attached.model.synchronize()
+    metrics: dict[str, Any] = {"optimizer_bytes": recorder.total_bytes}
+    if placement not in SHARDED:
+        return metrics
+    held = getattr(attached.optimizer, "local", None) or attached.optimizer
+    spreads = [spread_of(parameter) for parameter in held.param_groups[0]["params"]]
+    shares = divide(spreads, context.world_size)
+    owners = [next(rank for rank, share in enumerate(shares) if spread in share) for spread in spreads]
+    work = [sum(orthogonalize_flops(*spread.like.shape) for spread in share) for share in shares]
+    expected = muon_volume(placement, [spread.counts for spread in spreads], owners, context.rank)
+    halves = [call for call in recorder.calls if call.dtype == torch.bfloat16]
+    found = len(halves), sum(call.bytes for call in halves)
+    as_said = found == (expected.collectives, expected.bytes)
+    right = collectives.all_ranks_agree(as_said, context.device, context.group)
+    metrics |= {"muon_bytes": found[1], "predicted_muon_bytes": expected.bytes, "volume_as_predicted": right}
+    if placement == "exchange":
+        metrics["most_work"] = max(work) * len(work) / sum(work)
+    return metrics
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Hold Muon against AdamW under the same strategy."""
+    adamw = {record.config["strategy"]: record for record in records if record.config["placement"] == "adamw"}
+    for record in records:
+        base = adamw.get(record.config["strategy"])
+        if base is not None and base is not record and (found := OVER_ADAMW.of(record, base)):
+            names = (OVER_ADAMW.name, f"{OVER_ADAMW.name}_low", f"{OVER_ADAMW.name}_high")
+            record.metrics.update(zip(names, found, strict=True))
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
+    problems = []
+    for record in records:
+        metrics = record.metrics
+        if metrics.get("volume_as_predicted") is False:
+            problems.append(
+                f"{record.variant}: sent {metrics['muon_bytes']} bytes in bf16; the closed form says "
+                f"{metrics['predicted_muon_bytes']}"
+            )
+        difference = metrics.get("max_abs_param_diff")
+        if difference is not None and not difference < FAR_OFF * 0.1:  # the check's learning rate
+            problems.append(f"{record.variant}: parameters differ from one process by {difference:.1e}")
+    return problems
+
+
+def draw(records: Sequence[Record], path: Path) -> None:
+    """Bars of the step: forward and backward, and the optimizer."""
+    cells: Mapping[str, list[Any]] = {
+        "forward and backward": [r.metrics.get("forward_backward_p50_ms") for r in records],
+        "optimizer": [r.metrics.get("optimizer_p50_ms") for r in records],
+    }
+    stacked_bars(path, [r.variant for r in records], cells, title=headline(records), unit="ms")
+
+
+headline = headline_from(
+    "Muon beside AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
+    "{world_size} × {device_name} ({backend}), torch {torch}"
+)
+
+VIEW = View(
+    columns=[
+        Column("variant", "strategy, optimizer"),
+        Column("metrics.step_p50_ms", "step ms", ".1f"),
+        NOISE,
+        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
+        OVER_ADAMW.column("÷ adamw's", missing=""),
+        Column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6, missing=""),
+        Column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6, missing=""),
+        Column("metrics.most_work", "busiest owner ÷ mean", ".2f", missing=""),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+    ],
+    headline=headline,
+    derive=compare,
+    terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "most_work"),
+    pictures={"muon.png": draw},
+    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
+    "and broadcasts the parameter, or gets its parts and sends them back (`exchange`). What is gathered or exchanged "
+    "is the update in bf16. Beside that, sharded strategies gather parameters after the step, with AdamW too.",
+    prediction="Bytes in closed form (distlab.theory.muon), asserted on every rank.",
+)
+
+QUICK = {"size": "tiny", "dtype": "fp32", "warmup": 1, "steps": 5, "rounds": 1}
+EXPERIMENT = Experiment(
+    PlacementsConfig, measure, VIEW,
+    presets={
+        "gpu": {"size": "medium", "dtype": "bf16", "batch": 8, "warmup": 3, "steps": 8, "rounds": 3},
+        "quick": QUICK,
+        "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1},
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

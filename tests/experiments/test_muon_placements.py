@@ -1,0 +1,42 @@
+"""Muon's placements beside AdamW: what is sent, and what a wrong row says."""
+
+import pytest
+
+from distlab.report import Record
+from distlab.theory.muon import muon_volume, orthogonalize_flops
+from experiments.muon_placements import PLACEMENTS, wrong_rows
+
+
+def test_every_placement_stands_beside_adamw(smoke):
+    records, _ = smoke("muon_placements")
+    by_name = {record.variant: record.metrics for record in records}
+    assert set(by_name) == {f"{name} {how}" for name, hows in PLACEMENTS.items() for how in ("adamw", *hows)}
+    for name, metrics in by_name.items():
+        assert ("vs_adamw" in metrics) == ("adamw" not in name), name
+        if name.endswith(("gather", "exchange")):
+            assert metrics["volume_as_predicted"] and metrics["muon_bytes"] == metrics["predicted_muon_bytes"] > 0
+    assert by_name["bucketed all"]["optimizer_bytes"] == 0 < by_name["sharded-optimizer owner"]["optimizer_bytes"]
+    assert 1 <= by_name["zero1 exchange"]["most_work"] <= 2
+
+
+@pytest.mark.parametrize(
+    "placement, rank, expected", [("gather", 0, (1, 2 * 2 * 7)), ("exchange", 0, (2, 2 * (5 + 4))),
+                                  ("exchange", 1, (2, 2 * (7 + 8)))]
+)  # fmt: skip
+def test_what_matrices_of_four_and_eight_elements_send(placement, rank, expected):
+    volume = muon_volume(placement, [[4, 0], [1, 7]], [0, 1], rank)
+    assert (volume.collectives, volume.bytes) == expected
+
+
+def test_flops_are_those_of_the_shorter_side():
+    assert orthogonalize_flops(3, 2, 1) == orthogonalize_flops(2, 3, 1) == 2 * (2 * 2 * 3 * 2 + 2 * 2 * 2)
+
+
+@pytest.mark.parametrize(
+    "metrics, said",
+    [({"volume_as_predicted": False, "muon_bytes": 3, "predicted_muon_bytes": 4}, "the closed form says 4"),
+     ({"max_abs_param_diff": 0.02}, "differ from one process"), ({"max_abs_param_diff": float("nan")}, "differ")],
+)  # fmt: skip
+def test_a_wrong_row(metrics, said):
+    (line,) = wrong_rows([Record("muon_placements", "fsdp gather", {}, metrics, {}, None)])
+    assert said in line
