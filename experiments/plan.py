@@ -167,7 +167,7 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
         return "the head shares the embedding's matrix, which lies on another stage"
     if shape.num_layers % stages_of(layout):
         return f"{shape.num_layers} blocks are no {stages_of(layout)} equal stages"
-    if layout.schedule == "interleaved" and config.batch // (count // layout.ranks) % layout.pipeline:
+    if config.batch // (count // layout.ranks) % layout.pipeline:
         return f"{config.batch * layout.ranks // count} sequences are no multiple of {layout.pipeline} ranks"
     for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
         uneven = [size for size in split.sizes if size % layout.tensor]
