@@ -54,6 +54,7 @@ class Training:
         return {name: p.shape for name, p in TransformerLM(self.config).named_parameters()}
 
 
+@torch.compiler.set_stance(force_backend="aot_eager")  # where blocks are compiled
 def train(
     context: RankContext, training: Training, layout: Layout, strategy: Strategy
 ) -> tuple[list[float], list[Piece], list[Piece]]:
