@@ -10,6 +10,7 @@ closed form.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of
-from distlab.report import NOISE, Ratio, row_of, stacked_bars
+from distlab.report import NOISE, Ratio, stacked_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -43,7 +44,7 @@ PLACEMENTS = {  # strategy → placements that it has
 }  # fmt: skip
 SHARDED = ("gather", "exchange")
 FAR_OFF = 0.1  # of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
-OVER_ADAMW = Ratio("vs_adamw", row_of("adamw"))
+OVER_ADAMW = Ratio("vs_adamw", lambda rows: next((row for row in rows if row.config["placement"] == "adamw"), None))
 
 
 @dataclass(frozen=True)
@@ -132,16 +133,6 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     return metrics
 
 
-def compare(records: Sequence[Record]) -> None:
-    """Hold Muon against AdamW under the same strategy."""
-    adamw = {record.config["strategy"]: record for record in records if record.config["placement"] == "adamw"}
-    for record in records:
-        base = adamw.get(record.config["strategy"])
-        if base is not None and base is not record and (found := OVER_ADAMW.of(record, base)):
-            names = (OVER_ADAMW.name, f"{OVER_ADAMW.name}_low", f"{OVER_ADAMW.name}_high")
-            record.metrics.update(zip(names, found, strict=True))
-
-
 def wrong_rows(records: Sequence[Record]) -> list[str]:
     """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
     problems = []
@@ -186,7 +177,7 @@ VIEW = View(
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     headline=headline,
-    derive=compare,
+    derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
     terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "most_work"),
     pictures={"muon.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],

@@ -38,14 +38,14 @@ from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.model import TransformerLM, preset
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error, row_of
+from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import loss_in_head
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
 REPEATS = 3  # steps whose actions are timed
-OVER_TORCH = Ratio("vs_torch", row_of("torch"))
+OVER_TORCH = Ratio("vs_torch", lambda rows: next((row for row in rows if row.config["owner"] == "torch"), None))
 OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
 
 
@@ -184,18 +184,6 @@ def closed_form(
     return idle / (count * sum(mean.values()) + idle)
 
 
-def compare(records: Sequence[Record]) -> None:
-    """Hold ours against torch's of the same schedule and number of micro-batches."""
-    pairs: dict[tuple[str, int], dict[str, Record]] = {}
-    for record in records:
-        key = record.config["schedule"], record.config["micro_batches"]
-        pairs.setdefault(key, {})[record.config["owner"]] = record
-    for pair in pairs.values():
-        if len(pair) == 2 and (found := OVER_TORCH.of(pair["ours"], pair["torch"])):
-            names = (OVER_TORCH.name, f"{OVER_TORCH.name}_low", f"{OVER_TORCH.name}_high")
-            pair["ours"].metrics.update(zip(names, found, strict=True))
-
-
 def wrong_rows(records: Sequence[Record]) -> list[str]:
     """Rows whose parameters are not those of one process, a line each."""
     return [
@@ -240,7 +228,7 @@ VIEW = View(
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     headline=headline,
-    derive=compare,
+    derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
     terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
     pictures={"bubble.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],

@@ -78,9 +78,24 @@ class Ratio:
         if base is None or (self.without and without is None):
             return
         for row in rows:
-            if row is not without and (found := self.of(row, base, without)):
-                names = (self.name, f"{self.name}_low", f"{self.name}_high")
-                row.metrics.update(zip(names, found, strict=True))
+            if row is not without:
+                self._write(row, self.of(row, base, without))
+
+    def add_within(self, key: Callable[[Record], object], rows: Sequence[Record]) -> None:
+        """Write them into rows that have a baseline among those of the same key, and not into the baseline."""
+        groups: dict[object, list[Record]] = {}
+        for row in rows:
+            groups.setdefault(key(row), []).append(row)
+        for group in groups.values():
+            if (base := self.baseline(group)) is not None:
+                for row in group:
+                    if row is not base:
+                        self._write(row, self.of(row, base))
+
+    def _write(self, row: Record, found: Sequence[float] | None) -> None:
+        if found:
+            names = (self.name, f"{self.name}_low", f"{self.name}_high")
+            row.metrics.update(zip(names, found, strict=True))
 
     def of(self, row: Record, base: Record, without: Record | None = None) -> Sequence[float] | None:
         """The ratio of one row to another, and its interval; None where either was not timed."""
