@@ -11,6 +11,7 @@ says who orthogonalises there, and what that sends. https://kellerjordan.github.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
-from distlab.parallel.muon import PLACEMENTS
+from distlab.parallel.muon import PLACEMENTS, batches
 from distlab.parallel.shard import local_part, spread_of, whole_shape
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
@@ -119,31 +120,37 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
-        options = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        options = {"coefficients": group["ns_coefficients"], "steps": group["ns_steps"], "eps": group["eps"]}
         by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
         for matrix in matrices:
             spread = spread_of(matrix)
             by_ranks.setdefault(spread and spread.group, []).append(matrix)
         for ranks, some in by_ranks.items():
-            updates = (self._update(matrix, group) for matrix in some)
-            if ranks is None:  # whole here, and one after another, so that none of the updates stays
-                directions = (orthogonalize(update, *options) for update in updates)
+            if ranks is None:  # whole here: no more of the updates stays than of one batch
+                for indices in batches([matrix.shape for matrix in some]):
+                    batch = [some[index] for index in indices]
+                    self._move(batch, orthogonalize(torch.stack(self._updates(batch, group)), **options), group)
             else:
                 place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
-                directions = place(list(updates), spreads, lambda matrix: orthogonalize(matrix, *options))
-            for matrix, direction in zip(some, directions, strict=True):
-                factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
-                matrix.mul_(1 - group["lr"] * group["weight_decay"])
-                matrix.add_(direction, alpha=-group["lr"] * factor)
+                self._move(some, place(self._updates(some, group), spreads, partial(orthogonalize, **options)), group)
 
-    def _update(self, matrix: Tensor, group: dict[str, Any]) -> Tensor:
+    def _updates(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
         """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
-        state, momentum = self.state[matrix], group["momentum"]
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(matrix.grad)
-        buffer = state["momentum_buffer"]
-        buffer.lerp_(matrix.grad, 1 - momentum)
-        return (matrix.grad.lerp(buffer, momentum) if group["nesterov"] else buffer).bfloat16()
+        gradients = [matrix.grad for matrix in matrices]
+        for matrix, gradient in zip(matrices, gradients, strict=True):
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(gradient)
+        updates = buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        if group["nesterov"]:
+            updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
+        return [update.bfloat16() for update in updates]
+
+    def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: dict[str, Any]) -> None:
+        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        for matrix, direction in zip(matrices, directions, strict=True):
+            factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
+            matrix.add_(direction, alpha=-group["lr"] * factor)
 
     def _step_elements(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
         for parameter in parameters:
@@ -161,30 +168,32 @@ class Muon(Optimizer):
         )  # fmt: skip
 
 
-def orthogonalize(matrix: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
-    """Bring all singular values of a matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
+def orthogonalize(matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+    """Bring all singular values of each matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
 
     An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a large slope at 0, and
     do not converge: five iterations bring values from 0.002 on between 0.68 and 1.21. For so rough a result bf16 does.
 
     Args:
-        matrix: `(rows, columns)`, of any dtype; divided by its norm first, as no singular value may exceed 1.
+        matrices: `(number, rows, columns)`, of any dtype; each is divided by its norm first, as no singular value may
+            exceed 1.
         coefficients: a, b, c.
         steps: iterations.
         eps: the least number that is divided by.
 
     Returns:
-        `(rows, columns)`, bf16, in row-major order, or in column-major order where there are more rows than columns.
+        `(number, rows, columns)`, bf16; each in row-major order, or in column-major order where there are more rows
+        than columns.
     """
-    if matrix.size(0) > matrix.size(1):  # what is multiplied below is of the shorter side
-        return orthogonalize(matrix.T, coefficients, steps, eps).T
+    if matrices.size(1) > matrices.size(2):  # what is multiplied below is of the shorter side
+        return orthogonalize(matrices.mT, coefficients, steps, eps).mT
     a, b, c = coefficients
-    x = matrix.bfloat16()
-    x = x / x.norm().clamp(min=eps)
+    x = matrices.bfloat16()
+    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
     for _ in range(steps):
-        squares = x @ x.T
-        polynomial = torch.addmm(squares, squares, squares, beta=b, alpha=c)
-        x = torch.addmm(x, polynomial, x, beta=a)
+        squares = x @ x.mT
+        polynomial = torch.baddbmm(squares, squares, squares, beta=b, alpha=c)
+        x = torch.baddbmm(x, polynomial, x, beta=a)
     return x
 
 

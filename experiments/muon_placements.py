@@ -1,11 +1,12 @@
 """Where should Muon orthogonalise, and at what cost?
 
     distlab run muon_placements --nproc 2
-    distlab run muon_placements --nproc 2 --size xl --batch 2 --dtype bf16
+    distlab run muon_placements --nproc 2 --size xl --dtype bf16 --batch 128 --micro-batches 16
 
 A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner computes and
 broadcasts, parts are gathered, or exchanged with owners. The bytes that orthogonalising sends are held against the
-closed form.
+closed form. What it costs does not depend on the tokens of a step: with n of them a rank, it is about 4.2·d/(n·ranks)
+of the model's own FLOPs, d being the shorter side of a matrix. So a step should have as many as it has in training.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +35,7 @@ from distlab.measure import MIN_PAIRS, CollectiveRecorder
 from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
-from distlab.parallel.shard import spread_of
+from distlab.parallel.shard import spread_of, whole_shape
 from distlab.report import NOISE, Ratio, stacked_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
@@ -52,18 +53,21 @@ class PlacementsConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
     strategies: tuple[str, ...] = option(tuple(PLACEMENTS), "to compare", choices=tuple(PLACEMENTS))
+    micro_batches: int = option(1, "parts of a rank's batch, one after the other", least=1)
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps * self.rounds < MIN_PAIRS:
             raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+        if self.batch % self.micro_batches:
+            raise ValueError(f"batch {self.batch} does not divide into {self.micro_batches} micro-batches")
 
     def rows(self) -> list[Variant]:
         """Each strategy with AdamW, and with Muon in each of its placements."""
         rows = []
         for name in self.strategies:
-            adamw = Variant(f"{name} adamw", get_strategy(name))
+            adamw = Variant(f"{name} adamw", get_strategy(name), micro_batches=self.micro_batches)
             rows.append(adamw)
             for placement in PLACEMENTS[name]:
                 options = {"adjust_lr_fn": "match_rms_adamw"}
@@ -114,11 +118,13 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     with CollectiveRecorder() as recorder:
         attached.optimizer.step()
     attached.model.synchronize()
-    metrics: dict[str, Any] = {"optimizer_bytes": recorder.total_bytes}
+    held = getattr(attached.optimizer, "local", None) or attached.optimizer
+    matrices = held.param_groups[0]["params"]
+    flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
+    metrics: dict[str, Any] = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
     if placement not in SHARDED:
         return metrics
-    held = getattr(attached.optimizer, "local", None) or attached.optimizer
-    spreads = [spread_of(parameter) for parameter in held.param_groups[0]["params"]]
+    spreads = [spread_of(matrix) for matrix in matrices]
     shares = divide(spreads, context.world_size)
     owners = [next(rank for rank, share in enumerate(shares) if spread in share) for spread in spreads]
     work = [sum(orthogonalize_flops(*spread.like.shape) for spread in share) for share in shares]
@@ -129,7 +135,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     right = collectives.all_ranks_agree(as_said, context.device, context.group)
     metrics |= {"muon_bytes": found[1], "predicted_muon_bytes": expected.bytes, "volume_as_predicted": right}
     if placement == "exchange":
-        metrics["most_work"] = max(work) * len(work) / sum(work)
+        metrics |= {"most_work": max(work) * len(work) / sum(work), "muon_flops": max(work)}
     return metrics
 
 
@@ -172,13 +178,14 @@ VIEW = View(
         OVER_ADAMW.column("÷ adamw's", missing=""),
         Column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6, missing=""),
         Column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6, missing=""),
+        Column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12, missing=""),
         Column("metrics.most_work", "busiest owner ÷ mean", ".2f", missing=""),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     headline=headline,
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
-    terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "most_work"),
+    terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "muon_flops"),
     pictures={"muon.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
@@ -191,7 +198,8 @@ QUICK = {"size": "tiny", "dtype": "fp32", "warmup": 1, "steps": 5, "rounds": 1}
 EXPERIMENT = Experiment(
     PlacementsConfig, measure, VIEW,
     presets={
-        "gpu": {"size": "medium", "dtype": "bf16", "batch": 8, "warmup": 3, "steps": 8, "rounds": 3},
+        "gpu": {"size": "medium", "dtype": "bf16", "batch": 128, "micro_batches": 8, "warmup": 1, "steps": 3,
+                "rounds": 3},
         "quick": QUICK,
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1},
     },

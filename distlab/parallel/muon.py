@@ -14,7 +14,7 @@ of |m| elements, of which rank r has |m_r|, and there are N ranks.
 of one: `gather` is for small matrices, or few ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from distlab.parallel.guards import order
 from distlab.parallel.shard import Spread
 
 Orthogonalize = Callable[[Tensor], Tensor]
+BATCH_ELEMENTS = 2**26  # of matrices in one call: 128 MiB in bf16, and some four times that beside it
 
 
 def gather(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> list[Tensor]:
@@ -37,7 +38,7 @@ def gather(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: 
     Args:
         updates: this rank's part of each matrix, bf16, laid out like its shard.
         spreads: where the matrices lie, alike on all ranks; of one group.
-        orthogonalize: of a whole matrix `(rows, columns)`.
+        orthogonalize: of whole matrices `(number, rows, columns)`.
 
     Returns:
         This rank's part of each result, bf16, laid out like the updates.
@@ -89,6 +90,16 @@ def divide(spreads: Sequence[Spread], ranks: int) -> list[list[Spread]]:
     return shares
 
 
+def batches(shapes: Sequence[torch.Size]) -> Iterator[list[int]]:
+    """Which matrices are orthogonalised in one call: some of one shape, as a GPU is slow at many small products."""
+    alike: dict[torch.Size, list[int]] = {}
+    for index, shape in enumerate(shapes):
+        alike.setdefault(shape, []).append(index)
+    for shape, indices in alike.items():
+        number = max(1, BATCH_ELEMENTS // shape.numel())
+        yield from (indices[first : first + number] for first in range(0, len(indices), number))
+
+
 def elements(spreads: Sequence[Spread], rank: int) -> int:
     """How many a rank has of these matrices."""
     return sum(spread.counts[rank] for spread in spreads)
@@ -103,15 +114,14 @@ def _send(parts: Tensor, sent: list[int], received: list[int], group: ProcessGro
 
 def _orthogonalize_in_place(by_rank: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> None:
     """Of whole matrices; in a rank's tensor its parts of them lie one after another."""
-    first = [0] * len(by_rank)
-    for spread in spreads:
-        last = list(map(sum, zip(first, spread.counts, strict=True)))
-        parts = [flat[start:stop] for flat, start, stop in zip(by_rank, first, last, strict=True)]
-        matrix = view_like(torch.cat(parts), spread.like)
-        matrix.copy_(orthogonalize(matrix))  # whose result may be laid out otherwise
-        for part, result in zip(parts, _flat(matrix).split(spread.counts), strict=True):
-            part.copy_(result)
-        first = last
+    counts = [[spread.counts[rank] for spread in spreads] for rank in range(len(by_rank))]
+    parts = list(zip(*(flat[: sum(n)].split(n) for flat, n in zip(by_rank, counts, strict=True)), strict=True))
+    for indices in batches([spread.like.shape for spread in spreads]):
+        matrices = [view_like(torch.cat(parts[index]), spreads[index].like) for index in indices]
+        directions = orthogonalize(torch.stack(matrices))
+        torch._foreach_copy_(matrices, list(directions))  # which may be laid out otherwise
+        for index, matrix in zip(indices, matrices, strict=True):
+            torch._foreach_copy_(list(parts[index]), list(_flat(matrix).split(spreads[index].counts)))
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -148,17 +148,22 @@ def assert_as_one_process(training: Training, ranks: int, rows: Sequence[Row]) -
 
 
 def assert_near_fp64(
-    training: Training, ranks: int, rows: Sequence[Row], compute: torch.dtype | None = None, device: str = "cpu",
+    training: Training, ranks: int, rows: Sequence[Row], compute: torch.dtype | None = None, *, alone: str = "cpu",
     **where: Any,
 ) -> None:  # fmt: skip
-    """In fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square."""
+    """In fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square.
+
+    Args:
+        alone: the device of the one process.
+        where: how ranks run, see `ON_GPUS`.
+    """
     _, exact, _ = one_process(training)
     training = replace(training, dtype=torch.float32, compute=compute)
 
     def errors(found: dict[str, Tensor]) -> dict[str, float]:
         return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
 
-    allowed = errors(one_process(training, device=device)[1])
+    allowed = errors(one_process(training, device=alone)[1])
     for row, (_, gradients, _) in zip(rows, trained(training, ranks, rows, **where), strict=True):
         error = errors(gradients)
         worst = max(error, key=lambda name: error[name] / allowed[name])

@@ -218,4 +218,4 @@ def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend):
     """In bf16 beside one process's bf16."""
     rows = rows_of(dict.fromkeys(("tp2", "cp2", "cp2-ulysses", "cp2-ring"), STRATEGIES[1:]))
     for compute in (None, torch.bfloat16):
-        assert_near_fp64(TRAINING, 2, rows, compute, "cuda:0", **ON_GPUS[backend])
+        assert_near_fp64(TRAINING, 2, rows, compute, alone="cuda:0", **ON_GPUS[backend])

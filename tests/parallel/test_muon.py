@@ -1,4 +1,4 @@
-"""Muon steps shards as torch's steps whole matrices in one process, and sends what its placements' docstrings say."""
+"""Muon steps shards as whole matrices in one process, those as torch's does, and sends what its docstrings say."""
 
 import io
 
@@ -15,6 +15,7 @@ from distlab.parallel.shard import spread_of
 from tests.parallel.test_contract import run
 
 STEPS = 5
+LR = 1e-3  # the default
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 CELLS = [
     ("naive", "all"), ("bucketed", "all"), ("sharded-optimizer", "owner"),
@@ -55,11 +56,11 @@ def backward(model: nn.Module, rank: int, step: int, times: int = 1) -> None:
 
 
 def in_one_process(ranks: int) -> list[Tensor]:
-    """Parameters after torch's own optimizers have stepped, on the sum over the ranks' data."""
+    """Parameters after steps on the sum over the ranks' data; torch's own AdamW steps what are no matrices."""
     model = build()
     matrices = [layer.weight for layer in model.blocks]
     rest = [*(layer.bias for layer in model.blocks), *model.head.parameters()]
-    optimizers = [torch.optim.Muon(matrices, **OPTIONS), torch.optim.AdamW(rest, **OPTIONS)]
+    optimizers = [Muon(matrices, **OPTIONS), torch.optim.AdamW(rest, **OPTIONS)]
     for step in range(STEPS):
         model.zero_grad()
         for rank in range(ranks):
@@ -138,15 +139,17 @@ def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own():
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
-def test_one_process_is_bit_for_bit_torch(options):
-    matrices = [torch.randn(shape) for shape in ((8, 6), (6, 9), (1, 4))]
+def test_one_process_steps_as_torch_does(options):
+    """But for the order in which products of bf16 matrices are summed, ours of all matrices of a shape at once."""
+    matrices = [torch.randn(shape) for shape in ((8, 6), (6, 9), (1, 4), (8, 6))]
     others = [matrix.clone() for matrix in matrices]
     for matrix, other in zip(matrices, others, strict=True):
         matrix.grad = other.grad = torch.randn(matrix.shape)
     for optimizer in (Muon(matrices, **options), torch.optim.Muon(others, **options)):
         for _ in range(STEPS):
             optimizer.step()
-    assert all(map(torch.equal, matrices, others))
+    for matrix, other in zip(matrices, others, strict=True):
+        torch.testing.assert_close(matrix, other, rtol=0, atol=0.02 * LR * STEPS)
 
 
 def test_orthogonalising_leaves_momentum_alone():

@@ -92,7 +92,7 @@ def test_compiled_blocks_and_recomputation_change_no_gradient(row, options):
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend, compute):
     rows = [("pp2", "bucketed"), ("pp2-gpipe", "zero1"), ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "bucketed")]
-    assert_near_fp64(replace(TRAINING, max_norm=None), 2, rows, compute, "cuda:0", **ON_GPUS[backend])
+    assert_near_fp64(replace(TRAINING, max_norm=None), 2, rows, compute, alone="cuda:0", **ON_GPUS[backend])
 
 
 def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
