@@ -114,8 +114,8 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     """What an optimizer's step sends, counted; beside it the closed form of what is sent in bf16, and how unequally
     owners share the work.
     """
-    attached("forward_backward")
-    with CollectiveRecorder() as recorder:
+    attached()
+    with CollectiveRecorder() as recorder:  # once more by the same gradients
         attached.optimizer.step()
     attached.model.synchronize()
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
