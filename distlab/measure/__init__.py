@@ -17,7 +17,6 @@ from distlab.measure.clock import (
 )
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
@@ -79,7 +78,6 @@ __all__ = [
     "exposed_all_gathers",
     "free_bytes",
     "gradient_bytes",
-    "gradient_ready_ms",
     "interleave",
     "is_out_of_memory",
     "lanes",
