@@ -12,7 +12,6 @@ from distlab.measure.clock import (
     PhaseTimer,
     call_ms,
     device_percentiles,
-    replay_ms,
     slowest_rank,
 )
 from distlab.measure.collectives import CollectiveRecorder
@@ -91,7 +90,6 @@ __all__ = [
     "paired_ratio",
     "peak_memory",
     "percentiles",
-    "replay_ms",
     "sample_rounds",
     "saved_for_backward",
     "slowest_rank",
