@@ -33,19 +33,19 @@ def test_rows_with_commas_in_their_names_and_values_of_what_was_varied_can_be_ch
     drawn = table_of("records/kernel_chains/h200-chains.json#one by one;fused, ours", view_of, ROOT)
     forms = {line.split("|")[2].strip() for line in drawn.splitlines() if "8192×4096" in line}
     assert forms == {"one by one", "fused, ours"}
-    source = "records/size_curves/h200-all.json#ours?size=512,4096"
-    rows = [line for line in table_of(source, view_of, ROOT).splitlines() if "| ours" in line]
-    assert rows and all(line.split("|")[1].strip() in ("512", "4,096") for line in rows)
-    with pytest.raises(ValueError, match="not all of 513 are values of size"):
-        table_of("records/size_curves/h200-all.json?size=513", view_of, ROOT)
+    source = "records/tuning/h200-all.json?block=256,1024"
+    rows = [line for line in table_of(source, view_of, ROOT).splitlines() if "stages" in line]
+    assert {line.split("|")[1].split()[0] for line in rows} == {"256", "1024"} and len(rows) == 12
+    with pytest.raises(ValueError, match="not all of 513 are values of block"):
+        table_of("records/tuning/h200-all.json?block=513", view_of, ROOT)
 
 
 def test_columns_that_only_some_tables_of_a_record_have_can_be_chosen():
-    drawn = table_of("records/size_curves/h200-all.json@gb_per_s,tflop_per_s", view_of, ROOT)
-    headings = {line for line in drawn.splitlines() if line.startswith("| variant")}
-    assert {("GB/s" in line, "TFLOP/s" in line) for line in headings} == {(True, False), (False, True)}
+    drawn = table_of("records/tuning/h200-all.json@gb_per_s,in_flight_kib", view_of, ROOT)
+    headings = [line for line in drawn.splitlines() if line.startswith("| case")]
+    assert ["GB/s" in line for line in headings] == [True, False, False, False, False]
     with pytest.raises(ValueError, match="no column gone; there are"):
-        table_of("records/size_curves/h200-all.json@gb_per_s,gone", view_of, ROOT)
+        table_of("records/tuning/h200-all.json@gb_per_s,gone", view_of, ROOT)
 
 
 def test_code_that_is_not_there_is_an_error():

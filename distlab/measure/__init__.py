@@ -12,12 +12,10 @@ from distlab.measure.clock import (
     PhaseTimer,
     call_ms,
     device_percentiles,
-    replay_ms,
     slowest_rank,
 )
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.measure.flops import FlopsByCategory
-from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
@@ -79,7 +77,6 @@ __all__ = [
     "exposed_all_gathers",
     "free_bytes",
     "gradient_bytes",
-    "gradient_ready_ms",
     "interleave",
     "is_out_of_memory",
     "lanes",
@@ -93,7 +90,6 @@ __all__ = [
     "paired_ratio",
     "peak_memory",
     "percentiles",
-    "replay_ms",
     "sample_rounds",
     "saved_for_backward",
     "slowest_rank",

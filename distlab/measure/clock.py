@@ -9,7 +9,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -156,28 +155,18 @@ def capture(
     calls: int = 1,
     stream: torch.cuda.Stream | None = None,
     *,
-    tidy: bool = True,
     beside: torch.cuda.CUDAGraph | None = None,
 ) -> torch.cuda.CUDAGraph:
     """A CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
 
     Args:
         stream: captured; None for torch's own. A backward runs on the stream of its forward.
-        tidy: collect garbage and empty the allocator's cache before, as `torch.cuda.graph` does; without it, which
-            takes a fraction of the time, a stream must be given.
-        beside: a living graph whose memory this one uses too, if it is tidy: replay one at a time, and read no result.
+        beside: a living graph whose memory this one uses too: replay one at a time, and read no result.
     """
     graph = torch.cuda.CUDAGraph()
-    if tidy:
-        with torch.cuda.graph(graph, pool=beside and beside.pool(), stream=stream):
-            for _ in range(calls):
-                run()
-        return graph
-    with torch.cuda.stream(stream):
-        graph.capture_begin()
+    with torch.cuda.graph(graph, pool=beside and beside.pool(), stream=stream):
         for _ in range(calls):
             run()
-        graph.capture_end()
     return graph
 
 
@@ -204,7 +193,6 @@ def replayed(
     *,
     graph_ms: float = 2.0,
     calls: tuple[int, int] = (1, 10),
-    tidy: bool = True,
     beside: torch.cuda.CUDAGraph | None = None,
 ) -> Replays:
     """Capture `run` in a CUDA graph, to be timed. The L2 stays warm.
@@ -213,11 +201,9 @@ def replayed(
         graph_ms: the graph holds as many calls as take about so long, so that starting it weighs little. Short calls
             take 0.2 to 0.5 ms when the host issues them.
         calls: least (where one takes less than `graph_ms`) and most.
-        tidy: see `capture`; what earlier calls cached is of no use to the graph's own pool.
         beside: see `capture`.
     """
-    if tidy:
-        torch.cuda.empty_cache()
+    torch.cuda.empty_cache()  # what earlier calls cached is of no use to the graph's own pool
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -230,21 +216,13 @@ def replayed(
     end.synchronize()
     once = begin.elapsed_time(end)
     count = max(calls[0] if once <= graph_ms else 1, min(calls[1], int(graph_ms / once)))
-    return Replays(capture(run, count, None if tidy else side, tidy=tidy, beside=beside), count)
-
-
-def replay_ms(run: Callable[[], object], repeats: int, *, tidy: bool = True, **options: Any) -> list[float]:
-    """Device time in ms of `run` in each of `repeats` replays of a CUDA graph, which goes away; see `replayed`."""
-    times = replayed(run, tidy=tidy, **options)(repeats)
-    if tidy:
-        torch.cuda.empty_cache()
-    return times
+    return Replays(capture(run, count, beside=beside), count)
 
 
 def device_percentiles(run: Callable[[], object], device: torch.device | str, repeats: int) -> dict[str, float]:
-    """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replay_ms`), elsewhere of calls."""
+    """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replayed`), elsewhere of calls."""
     if torch.device(device).type == "cuda":
-        samples = replay_ms(run, repeats, graph_ms=0.5, calls=(10, 20), tidy=False)
+        samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)
     else:
         samples = measure(run, warmup=1, repeats=repeats, device=device)
     return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()}

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from distlab.report.record import Record
 from distlab.report.style import (
     AREAS,
     COLOURS,
@@ -161,25 +160,6 @@ def _dress(axes: Axes, panel: Panel) -> None:
         axes.annotate(text, (x, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
                       va="top", fontsize=8)  # fmt: skip
     axes.set_title(panel.title)
-
-
-def measured(
-    label: str,
-    x: Sequence[float],
-    rows: Sequence[Record],
-    quantity: str,
-    predicted_label: str = "",
-    predicted: str = "",
-    *,
-    hollow: bool = False,
-) -> list[Series]:
-    """Points at the medians of a quantity in ms, such as `step`, with p20 to p80 as error bars; and, if all rows have
-    the metric `predicted`, its line.
-    """
-    low, y, high = ([r.metrics[f"{quantity}_{p}_ms"] for r in rows] for p in ("p20", "p50", "p80"))
-    line = [r.metrics.get(predicted) for r in rows]
-    points = [Series(label, x, y, low, high, hollow=hollow)]
-    return points if None in line else [*points, Series(predicted_label, x, line, line="-", like=label)]
 
 
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:

@@ -4,6 +4,7 @@
     distlab run kernel_roofline --name full                 # all rows, two minutes; again: resumes
     distlab run kernel_roofline --preset chains             # chains of operations as one kernel
     distlab run kernel_roofline --chain bias gelu multiply  # one of your own
+    distlab run kernel_roofline --only add --shrink 1 8 64  # the same at smaller sizes
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
@@ -72,6 +73,7 @@ class Config(Options):
     repeat_ms: int = option(60, "ms of device time per number", least=1)
     rounds: int = option(10, "interleaved rounds; even: as many forwards as in reverse", least=3)
     small: bool = option(False, "small sizes, in fp32")
+    shrink: tuple[int, ...] = option((1,), "divide first dimensions by these, one after another", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,6 +82,17 @@ class Config(Options):
         names = {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))} if self.only else set()
         if unknown := set(self.only) - names:
             raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
+
+    def cases(self) -> list[Case]:
+        """The operations and chains of the run, in each of their sizes."""
+        found = [] if self.chain else table.cases(self.small)
+        found += [chain_case(chain).sized(self.small) for chain in ([self.chain] if self.chain else CHAINS)]
+        return [
+            dataclasses.replace(case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]))
+            for case in found
+            if not self.only or case.name in self.only
+            for divisor in self.shrink
+        ]
 
 
 SMALL = {"small": True, "variants": ("ours", "naive", "builtin"), "repeat_ms": 1, "rounds": 6}
@@ -95,12 +108,8 @@ PRESETS = {
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per operation, direction and variant, those of one operation together; then ours beside all."""
     device = context.device.type
-    chosen = [case for case in table.cases(config.small) if not config.only or case.name in config.only]
     limits = ceilings(device, config.repeat_ms)
-    named = [chain for chain in CHAINS if not config.only or "+".join(chain) in config.only]
-    chosen = [] if config.chain else chosen
-    chosen += [chain_case(chain).sized(config.small) for chain in ([config.chain] if config.chain else named)]
-    for case, direction in [(each, way) for each in chosen for way in each.directions]:
+    for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
         known = {"label": case.label, "direction": direction}
         missing = [v for v in config.variants if case.has(v) and not run.done(v, **known)]
         if not missing:

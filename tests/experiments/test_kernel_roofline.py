@@ -51,6 +51,13 @@ def test_the_error_of_linear_cross_entropy_in_chunks(chunk_bytes):
     assert worst_error(results, exact(case, inputs, "both", upstream)) < 1.5e-3
 
 
+def test_every_operation_is_timed_in_each_size():
+    config = Config(only=("add", "bias+gelu"), small=True, shrink=(1, 4, 64))
+    shapes = {"add": [(4, 64), (1, 64), (1, 64)], "bias+gelu": [(16, 4096), (4, 4096), (1, 4096)]}
+    found = [(case.name, case.shape) for case in config.cases()]
+    assert found == [(name, shape) for name, each in shapes.items() for shape in each]
+
+
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
         case = next(c for c in REAL(True) if c.name == "rms_norm")

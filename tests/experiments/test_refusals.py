@@ -10,8 +10,6 @@ REFUSED = {
     "activation_checkpointing --steps 1 --rounds 1": "at least 5 steps",
     "allreduce_sweep --sizes 4096": "give two or more positive sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
-    "bucket_sweep --bucket-size-mb 25": "give two or more to compare",
-    "bucket_sweep --steps 1 --rounds 1": "steps=1, rounds=1: time at least",
     "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
     "calculator occupancy --threads 128": "occupancy: give registers",
     "calculator gpus --gpu RTX": "'RTX' is unknown; allowed: A100-40GB, A100",

@@ -5,11 +5,9 @@ import time
 
 import pytest
 import torch
-from torch import nn
 
 from distlab.comm import collectives, ring
 from distlab.measure.bandwidth import OPERATIONS, disturb, rate_beside, time_collective, traffic
-from distlab.measure.gradient_times import gradient_ready_ms
 from distlab.testing import run_ranks
 
 
@@ -104,14 +102,3 @@ def test_contention_is_measured_alike_on_all_ranks():
     for kind, rate in (("compute", "compute_rate"), ("comm", "communication_rate")):
         assert 0 < first[rate] <= 1
         assert first[rate] == pytest.approx(min(1.0, first[f"{kind}_alone_ms"] / first[f"{kind}_beside_ms"]))
-
-
-def test_gradients_are_ready_in_the_order_of_backward():
-    layers = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(4)])
-    unused = nn.Parameter(torch.ones(3))
-    parameters = [*layers.parameters(), unused]
-    device = torch.device("cpu")
-    times, end = gradient_ready_ms(lambda: layers(torch.randn(256, 64)).sum(), parameters, device, passes=3)
-    assert not any(parameter._post_accumulate_grad_hooks for parameter in parameters)  # none is left
-    assert times[:-1] == sorted(times[:-1], reverse=True) and min(times) > 0
-    assert times[-1] == end >= max(times) > min(times)

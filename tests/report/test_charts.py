@@ -7,12 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from distlab.report import Record
 from distlab.report.charts import (
     Panel,
     Series,
     lines,
-    measured,
     memory_areas,
     stacked_bars,
     timeline,
@@ -118,8 +116,6 @@ def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     bars = [[tuple(point) for point in bar] for bar in left.collections[0].get_segments()]
     assert bars == [[(1, 2.5), (1, 3.5)], [(2, 4.0), (2, 5.0)]]
     assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [s.label for s in series]
-    row = Record("", "", {}, {"step_p20_ms": 1, "step_p50_ms": 2, "step_p80_ms": 3}, {}, None)
-    assert measured("a", [1], [row], "step")[0].low == [1]
 
 
 def test_small_panels_say_what_is_not_finite(tmp_path, drawn):

@@ -1,4 +1,4 @@
-"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, predictions, what is refused."""
+"""The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is refused."""
 
 import ast
 import os
@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from distlab.experiment import lone_context
-from distlab.hardware import H100_SXM
 from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
-from experiments.lessons import attention_steps, gpu_lessons, ir, size_curves
+from experiments.lessons import attention_steps, gpu_lessons, ir
 from kernels import _triton
 from kernels._language import tl, triton
-from kernels.cost import Cost
 from kernels.matmul import grouped_tile
 from tests.experiments.frame import measured
 
@@ -84,26 +82,6 @@ def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
         _triton.check_runs(torch.device("cpu"))
 
 
-def test_predicted_times_of_a_size():
-    known = {"empty_kernel_ms": 0.002, "least_ms": 0.003, "l2_gb_per_s": 5000.0, "copy_gb_per_s": 3000.0,
-             "large_tile_tflop_per_s": 700.0, "small_tile_tflop_per_s": 350.0}  # fmt: skip
-
-    def ms(cost, shape):
-        return size_curves.predicted_ms(cost, shape, 2, known, H100_SXM, "sm_90")
-
-    near, far = (ms(Cost(0, n), (n,))["predicted_ms"] for n in (10**7, 10**9))
-    assert near == pytest.approx(0.002 + 10**7 / 5e9) and far == pytest.approx(0.002 + 10**9 / 3e9)
-    assert ms(Cost(0, 10), (10,))["predicted_ms"] == 0.003
-    assert ms(Cost(0, 10**9), (4096, 96))["predicted_ms"] == pytest.approx(0.002 + 10**9 / 3e9 * 128 / 96)
-    one, two = (ms(Cost(0, 0), (rows, 4096, 4096)) for rows in (1056, 1088))  # 9 rows of 16 tiles on 132 SMs
-    assert (one["waves"], two["waves"]) == (2, 2) and one["predicted_ms"] == two["predicted_ms"]
-    assert ms(Cost(0, 0), (2112, 4096, 4096))["waves"] == 3
-    deep, shallow = (ms(Cost(0, 0), (4096, depth, 4096))["predicted_ms"] - 0.002 for depth in (4096, 2048))
-    assert deep == pytest.approx(2 * shallow)
-    few = ms(Cost(0, 0), (1024, 4096, 4096))  # as many tiles, of a quarter of the work, at half the rate
-    assert few["waves"] == 4 and few["predicted_ms"] - 0.002 == pytest.approx(deep / 2)
-
-
 @triton.jit
 def numbered(out_ptr, row_tiles, col_tiles, GROUP: tl.constexpr):
     """Writes each program's number into its tile."""
@@ -169,7 +147,6 @@ def test_ir_writes_every_stage(smoke):
 
 ON_GPU = {
     attention_steps: {"heads": 2, "length": 512, "rounds": 3, "calls": 2},
-    size_curves: {"small": True, "dtype": "bfloat16", "repeats": 3},
     gpu_lessons: {"elements": 2**20, "rounds": 200, "repeats": 3},
 }
 
