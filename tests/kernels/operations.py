@@ -33,7 +33,7 @@ def labelled(loss, **options):
 
     def call(x, *weight):
         rows = torch.arange(len(x), device=x.device)
-        classes = rows % (len(weight[0]) if weight else x.shape[1])
+        classes = rows * 7919 % (len(weight[0]) if weight else x.shape[1])
         return loss(x, *weight, torch.where(rows == 3, options.get("ignore_index", -100), classes), **options)
 
     return call

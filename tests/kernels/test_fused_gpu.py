@@ -22,10 +22,9 @@ from kernels.softmax import softmax
 from kernels.swiglu import swiglu
 from kernels.weighted_sum import weighted_sum
 
-from .fused import compare
+from .fused import compare, results
 from .near import near, same_bits
 from .operations import OPERATIONS, shapes_of
-from .test_every_operation import results
 
 pytestmark = pytest.mark.gpu
 
