@@ -11,21 +11,13 @@ from kernels.matmul import matmul
 
 from .fused import DEVICE, compare, draw, outputs, results
 from .near import near, same_bits
-from .operations import OPERATIONS, VARIANTS, shapes_of
+from .operations import OPERATIONS, VARIANTS, compare_at, shapes_of
 
 every = pytest.mark.parametrize("name", OPERATIONS)
 each_variant = pytest.mark.parametrize("name", OPERATIONS | VARIANTS)
 # n, d and o of shapes: more rows and columns than some tiles have, the least, a single row, and many dimensions
 SIZES = [((35,), 33, 65), ((5,), 1000, 7), ((1,), 1, 1), ((), 12, 5), ((2, 1, 2, 2, 3), 4, 3)]
 EMPTY = [((0,), 8, 5), ((2, 0), 8, 5), ((3,), 0, 5)]
-
-
-def compare_at(name, sizes, dtype=torch.float32):
-    """An operation with its reference. Weights of products are small, so that their results are of order one."""
-    function, plain, *letters = (OPERATIONS | VARIANTS)[name]
-    drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
-    compare(function, plain, *(x * max(sizes[1], 1) ** -0.5 if shape in ("do", "od") else x
-                               for shape, x in zip(letters, drawn, strict=True)))
 
 
 @each_variant
