@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import _triton, reference
 from kernels import linear_cross_entropy as lce_module
 from kernels import matmul as matmul_module
+from kernels import reference
 from kernels._rows import Launch, forced
 from kernels.cross_entropy import cross_entropy, launch_gradient, launch_loss, loss_and_gradient, mean_scale
 from kernels.linear_cross_entropy import linear_cross_entropy
@@ -226,21 +226,6 @@ def test_linear_cross_entropy_goes_backward_once():
         loss.backward()
 
 
-@pytest.mark.parametrize("smoothing", [0.0, 0.2])
-def test_loss_and_gradient_in_one_launch_and_in_place(smoothing, either):
-    z, t = draw(5, 70), targets_for(5, 70, ignored=(2,))
-    leaf = z.double().requires_grad_()
-    exact = F.cross_entropy(leaf, t, label_smoothing=smoothing)
-    expected, = torch.autograd.grad(exact, leaf)
-    scale = mean_scale(t, "mean", -100)
-    for out in (None, z):
-        with forced(cross_entropy=Launch(32, warps=1)):
-            loss, dz = loss_and_gradient(z, t, scale, label_smoothing=smoothing, out=out)
-        assert out is None or dz is z
-        near((loss.sum() * scale).double(), exact.detach(), 1e-5)
-        near(dz, expected, 1e-6, 1e-5)
-
-
 def test_ignored_rows_have_no_gradient_whatever_they_hold():
     z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
     z[1] = float("-inf")
@@ -262,15 +247,9 @@ def error_of_chunks(dtype, chunks, rows=32):
 
 
 def test_the_error_of_many_chunks_is_that_of_one(either):
-    """dw is rounded once, however many chunks add to it."""
-    assert error_of_chunks(torch.float16, 32) < 1.2 * error_of_chunks(torch.float16, 1)
-    assert error_of_chunks(torch.float16, 1) < 2e-3
-
-
-def test_the_error_of_many_chunks_in_bf16(monkeypatch):
-    if DEVICE == "cpu":  # where Triton's interpreter has no bf16
-        monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
-    assert error_of_chunks(torch.bfloat16, 32) < 1.2 * error_of_chunks(torch.bfloat16, 1)
+    """dw is rounded once, however many chunks add to it. Triton's interpreter has no bf16."""
+    for dtype in (torch.float16, torch.bfloat16)[:1 if either and DEVICE == "cpu" else 2]:
+        assert error_of_chunks(dtype, 32) < 1.2 * error_of_chunks(dtype, 1) < 3 * torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("chunk_bytes", [40, 10**9])
