@@ -2,7 +2,7 @@
 
 import torch
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+from .fused import DEVICE
 
 
 def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch.float32, seed=0):

@@ -64,10 +64,9 @@ def test_cross_entropy(vocabulary, dtype):
 
 def test_gradients_repeat_bit_for_bit():
     x, w = draw(3000, 4096, dtype=torch.bfloat16).requires_grad_(), draw(4096, dtype=torch.bfloat16).requires_grad_()
-    first = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
+    first = results(rms_norm, (x, w))
     for _ in range(10):
-        again = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-        same_bits(first, again)
+        same_bits(results(rms_norm, (x, w)), first)
 
 
 # RELIABILITY 42
@@ -90,19 +89,13 @@ def test_rows_of_more_than_sixteen_million_elements():
     x = storage.as_strided((3, cols), (2**31, 1))
     x.copy_(draw(3, cols, dtype=torch.float16))
     w, t = 1 + 0.1 * draw(cols, dtype=torch.float16), torch.tensor([0, cols - 1, 7], device="cuda")
-    tolerance = {"atol": 1e-2, "rtol": 1e-2}
     for function in (lambda x: rms_norm(x, w), lambda x: layer_norm(x, w, w), softmax,
                      lambda x: swiglu(x, x), gelu,
                      lambda x: add_rms_norm(x, x, w)[0], lambda x: weighted_sum(x, w)[:, None],
                      lambda x: cross_entropy(x, t, reduction="none")[:, None]):
-        leaves = x.detach().requires_grad_(), x.clone().requires_grad_()
-        apart, close = (function(leaf) for leaf in leaves)
-        torch.testing.assert_close(apart, close, **tolerance)
-        ones = torch.ones((), device="cuda", dtype=apart.dtype).expand_as(apart)
-        grads = [torch.autograd.grad(y, leaf, ones)[0] for y, leaf in zip((apart, close), leaves, strict=True)]
-        torch.testing.assert_close(*grads, **tolerance)
-    exact = F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5)
-    torch.testing.assert_close(rms_norm(x, w)[2].double(), exact, **tolerance)
+        apart, close = (results(function, [leaf.requires_grad_()]) for leaf in (x.detach(), x.clone()))
+        near(apart, close, 1e-2)
+    near(rms_norm(x, w)[2], F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5), 1e-2)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 128), (1000, 72, 136), (4096, 4096, 4096), (513, 1024, 257), (7, 9, 11)],
@@ -150,17 +143,15 @@ def test_matmul_over_many_seeds():
             assert ((ours.double() - exact).abs().max() / exact.abs().max()) < 2**-7
 
 
-@pytest.mark.parametrize(("options", "dtype"), [
-    *(({}, dtype) for dtype in DTYPES), ({"label_smoothing": 0.1}, torch.float32),
-    ({"reduction": "none"}, torch.bfloat16),
+@pytest.mark.parametrize(("options", "dtype", "offset"), [
+    ({}, torch.float16, 2.0**15), ({}, torch.bfloat16, 2.0**22), ({"reduction": "none"}, torch.bfloat16, 2.0**22),
 ], ids=str)
-def test_cross_entropy_of_large_logits(dtype, options):
+def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
     """What a row's logits have in common cancels; in bf16, whose numbers are 2¹⁵ apart there, many are equal."""
-    offset = {torch.float32: 1e7, torch.float16: 2.0**15, torch.bfloat16: 2.0**22}[dtype]
     z = draw(33, 5000).clamp(-4, 4).round().to(dtype) * (offset * torch.finfo(dtype).eps) + offset
     t = z.argmax(1)  # the loss is the logarithm of how many are largest
     compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options), z,
-            tolerance=2e-6 if dtype == torch.float32 else 5e-3)
+            tolerance=5e-3)
 
 
 def test_linear_cross_entropy_saves_the_logits():
