@@ -6,17 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.measure import bandwidth
 from distlab.model import TransformerLM
 from distlab.report.record import Record, read_json
 from distlab.simulate.calibrate import measured_links
-from distlab.testing import run_ranks
 from distlab.theory.collective_time import CollectiveFit
 from experiments import allreduce_sweep, bucket_sweep
-from experiments.allreduce_sweep import SweepConfig
 from experiments.bucket_sweep import OVER_BEST, BucketSweepConfig
-from tests.experiments.frame import on_rank
 
 
 def test_collectives_are_timed_fitted_and_read_again(smoke):
@@ -89,18 +85,6 @@ def test_gradients_that_are_written_in_place_are_not_packed():
     assert not any("gradient_target" in parameter.__dict__ for parameter in parameters)
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),
-        (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
-    ],
-)
-def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
 def test_a_best_bucket_size_and_what_following_the_prediction_costs():
     def swept(size: float, p50: float, spread: float) -> Record:
         steps = {"step_p20_ms": p50 - spread, "step_p50_ms": p50, "step_p80_ms": p50 + spread}
@@ -114,15 +98,3 @@ def test_a_best_bucket_size_and_what_following_the_prediction_costs():
     (line,) = bucket_sweep.findings(rows)  # the largest was predicted to be the best
     assert line.startswith("Best measured: bucketed-1, 100.0 ms. Predicted best: bucketed-25, which takes 1.200 of")
     assert line.endswith("Largest error of a prediction: -37.5 %.")
-
-
-def too_large(context: RankContext, root: str) -> str:
-    try:
-        on_rank(context, "allreduce_sweep", root, "smoke", {"sizes": (4096, 10**12), "contention_mb": 0.0})
-    except MemoryError as error:
-        return str(error)
-    return "timed"
-
-
-def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed(tmp_path):
-    assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2, str(tmp_path)))
