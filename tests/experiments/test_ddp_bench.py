@@ -59,14 +59,6 @@ def test_every_row_is_complete_checked_and_written(smoke):
     assert {f"trace_naive_rank{rank}.json.gz" for rank in range(2)} <= written
 
 
-def test_several_bucket_sizes_make_a_row_each_where_there_are_buckets():
-    rows = variants(["flat", "bucketed", "torch-ddp", "torch-ddp-tuned"], [25.0, None])
-    assert [row.name for row in rows] == [
-        *["flat", "bucketed-25", "bucketed-unbounded"],
-        *["torch-ddp", "torch-ddp-tuned-25", "torch-ddp-tuned-unbounded"],
-    ]
-
-
 def wrong_strategy(context: RankContext) -> float:
     """A naive DDP that never reduces the gradient of the last parameter."""
 
@@ -200,27 +192,15 @@ def test_the_overhead_of_the_fastest_of_ours_is_said_with_its_largest_part():
     ]
     assert said("fsdp", overhead_ms=0.4)[0].startswith("Communication is hidden: fsdp")
     assert "is hidden" in said("bucketed", overhead_ms=4.5, vs_local_low=0.9, vs_local_high=1.6)[0]
+    peer = {"vs_torch_ddp": 1.25, "vs_torch_ddp_low": 1.2, "vs_torch_ddp_high": 1.3}
+    assert said("flat", **peer) == ["flat, the fastest of ours, takes 1.250 times as long as torch DDP's fastest row."]
+    assert said("flat", **peer | {"vs_torch_ddp_low": 0.9})[0].endswith("fastest row: a tie.")
     assert said("naive", overhead_ms=4.5) == said("fsdp2", overhead_ms=4.5) == []
 
 
-def test_where_the_fastest_of_ours_stands_beside_torch():
-    def ratio(low, high):
-        return said("flat", vs_torch_ddp=(low + high) / 2, vs_torch_ddp_low=low, vs_torch_ddp_high=high)
-
-    assert ratio(1.2, 1.3) == ["flat, the fastest of ours, takes 1.250 times as long as torch DDP's fastest row."]
-    assert ratio(0.9, 1.1)[0].endswith("fastest row: a tie.")
-
-
 def test_an_oom_row_is_shown_as_oom(tmp_path):
-    config = {"size": "xl", "num_parameters": 1e9, "batch": 1, "context": 2, "dtype": "fp32"}
-    config |= {"world_size": 2, "backend": "nccl"}
-    env = {"device_name": "some GPU", "torch": "2"}
-    local = {f"{p}_p50_ms": 3.0 for p in ("step", "forward_backward", "optimizer")}
-    local |= {"step_p20_ms": 2.9, "step_p80_ms": 3.1}
-    records = [
-        Record("ddp_bench", "local", config, local, env, None),
-        Record("ddp_bench", "flat", config, {"step_p50_ms": "OOM"}, env, None),
-    ]
+    local, flat = compared("local", forward_backward_p50_ms=3.0, optimizer_p50_ms=3.0), compared("flat")
+    records = [local, replace(flat, metrics={"step_p50_ms": "OOM"})]
     assert "OOM" in VIEW.table(records)
     draw_step_times(records, tmp_path / "bars.png")
     assert (tmp_path / "bars.png").stat().st_size > 1000
@@ -251,33 +231,6 @@ def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
     run.notice = said.append
     ddp_bench.EXPERIMENT.measure(config, one_rank, run)
     assert "one rank: nothing is communicated. For more: --nproc 2" in said
-
-
-REFUSED_BY_RANKS = {
-    "shard size": (
-        ["--nproc=2", "--backend=gloo", "--strategies=hsdp", "--shard-size=3", *SMOKE_ARGUMENTS],
-        "shard_size=3 does not divide the 2 ranks; allowed: [1, 2]",
-    ),
-    "output": (["--nproc=2", "--backend=gloo", "--out=/dev/null/results"], "pass --out"),
-    "memory": (
-        ["--nproc=1", "--backend=gloo", "--batch=100000000", "--check-steps=0"],
-        "does not fit in the memory of cpu",
-    ),
-}
-
-
-def left_in(folder):
-    return [path for path in folder.rglob("*") if path.is_file() or path.parent.name == "ddp_bench"]
-
-
-@pytest.mark.parametrize("mistake", REFUSED_BY_RANKS)
-def test_what_ranks_refuse_gives_one_clear_message_and_a_non_zero_exit(mistake, tmp_path):
-    arguments, expected = REFUSED_BY_RANKS[mistake]
-    done = python("launch/ddp_bench.py", f"--out={tmp_path}", *arguments)
-    assert done.returncode != 0
-    messages = [line for line in done.stderr.splitlines() if "error:" in line]
-    assert len(messages) == 1 and expected in messages[0], done.stderr
-    assert left_in(tmp_path) == []
 
 
 def children(pid: int) -> list[int]:
@@ -321,11 +274,8 @@ def test_a_comparison_inside_its_interval_prints_as_a_tie():
     ratio |= {"vs_local": 1.07, "vs_local_low": 0.99, "vs_local_high": 1.1}
     found = cells(compared("bucketed", **ratio))
     assert (found["÷ torch"], found["overhead ms"]) == ("1.013 tie", "4.0 tie")
-    slower = ratio | {"vs_torch_ddp_low": 1.001, "vs_local_low": 1.01}
-    found = cells(compared("bucketed", **slower))
+    found = cells(compared("bucketed", **ratio | {"vs_torch_ddp_low": 1.001, "vs_local_low": 1.01}))
     assert (found["÷ torch"], found["overhead ms"]) == ("1.013", "4.0")
-    peer = {"vs_torch_ddp": 1.0, "vs_torch_ddp_low": 1.0, "vs_torch_ddp_high": 1.0}
-    assert cells(compared("torch-ddp", **peer))["÷ torch"] == "1.000"
 
 
 def test_each_row_has_its_own_noise():

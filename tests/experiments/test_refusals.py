@@ -9,6 +9,9 @@ REFUSED = {
     "activation_checkpointing --groups every-0": "choose none, block, every-K",
     "activation_checkpointing --steps 1 --rounds 1": "at least 5 steps",
     "allreduce_sweep --sizes 4096": "give two or more positive sizes",
+    "allreduce_sweep --nproc 1 --backend gloo": "one rank alone sends nothing: start two or more with --nproc",
+    "allreduce_sweep --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
+    "allreduce_sweep --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
     "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
     "calculator occupancy --threads 128": "occupancy: give registers",
@@ -16,6 +19,10 @@ REFUSED = {
     "calculator block --batch -4": "--batch: -4: give a whole number of at least 1",
     "calculator kernel matmul 3": "matmul has no shape of 1 dimension(s); give three: M, K, N",
     "calculator kernel rope 3": "rope has no shape of 1 dimension(s); give two or more",
+    "ddp_bench --nproc 2 --backend gloo --strategies hsdp --shard-size 3": "shard_size=3 does not divide the 2 ranks; "
+    "allowed: [1, 2]",
+    "ddp_bench --nproc 2 --backend gloo --out /dev/null/results": "pass --out",
+    "ddp_bench --nproc 1 --backend gloo --batch 100000000 --check-steps 0": "does not fit in the memory of cpu",
     "ddp_bench --model resnet": "package.module:function",
     "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
     "ddp_bench --model a:b --compile blocks": "--compile blocks is of",
@@ -64,7 +71,7 @@ HERE = REFUSED if torch.cuda.is_available() else REFUSED | WITHOUT_A_GPU
 
 
 @pytest.mark.parametrize("command", HERE)
-def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_path, monkeypatch, capsys):
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    assert HERE[command] in refused(capsys, *command.split())
+    assert HERE[command] in refused(capfd, *command.split())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]

@@ -5,14 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.comm import RankContext
 from distlab.measure import bandwidth
 from distlab.report.record import read_json
 from distlab.simulate.calibrate import measured_links
-from distlab.testing import run_ranks
 from experiments import allreduce_sweep
-from experiments.allreduce_sweep import SweepConfig
-from tests.experiments.frame import on_rank
 
 
 def test_collectives_are_timed_fitted_and_read_again(smoke):
@@ -43,27 +39,3 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
         links.seconds(1000, 2, operation="all_gather")
     with pytest.raises(ValueError, match="no collectives measured on 'another GPU'"):
         measured_links(records, "another GPU")
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: SweepConfig().groups(1), "one rank alone sends nothing: start two or more with --nproc"),
-        (lambda: SweepConfig(group_sizes=(2, 4)).groups(3), r"group sizes \(2, 4\) on 3 rank"),
-    ],
-)
-def test_refusals(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
-
-
-def too_large(context: RankContext, root: str) -> str:
-    try:
-        on_rank(context, "allreduce_sweep", root, "smoke", {"sizes": (4096, 10**12), "contention_mb": 0.0})
-    except MemoryError as error:
-        return str(error)
-    return "timed"
-
-
-def test_payloads_that_do_not_fit_are_refused_before_anything_is_timed(tmp_path):
-    assert all("give smaller --sizes" in answer for answer in run_ranks(too_large, 2, str(tmp_path)))

@@ -2,6 +2,15 @@
 
 import torch
 
+from .fused import DEVICE
+
+
+def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch.float32, seed=0):
+    """Normal q, k, v and the gradient of o, equal for equal seeds."""
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    shapes = [(heads, query_count), (kv_heads, key_count), (kv_heads, key_count), (heads, query_count)]
+    return tuple(torch.randn(batch, *shape, head_dim, generator=generator, device=DEVICE).to(dtype) for shape in shapes)
+
 
 def mask(query_count, key_count, *, causal=False, window=None, alignment="top-left", document_ids=None,
          device="cpu"):

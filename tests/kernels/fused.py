@@ -6,6 +6,8 @@ import torch
 from kernels import _dispatch, _triton, layernorm, rmsnorm, softmax
 from kernels._rows import Launch, forced
 
+from .near import near
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # fp32: sums of some thousand terms of order 1 in another order, each rounded to 6e-8 of its size, and gradients of
 # weights that sum over rows. fp16: inputs are exact here, results and gradients rounded to 11 bits, of values up to 10.
@@ -45,23 +47,37 @@ def in_pieces(monkeypatch):
         yield
 
 
-def compare(function, reference, *tensors, tolerance=None, seed=7):
-    """Outputs and the gradient of every floating-point input against the reference in float64.
+@pytest.fixture
+def poisoned():
+    """Have torch fill fresh memory with NaN: an element that is read before it is written, or never written, shows."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
-    `function` and `reference` take the tensors and return one tensor or a tuple; the upstream gradients are random.
+
+def outputs(function, inputs):
+    """What a function of these tensors returns, always as a tuple."""
+    out = function(*inputs)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def results(function, inputs):
+    """Outputs, and the gradients of all inputs for an upstream gradient of ones."""
+    out = outputs(function, inputs)
+    return *out, *torch.autograd.grad(out, inputs, [torch.ones_like(y) for y in out])
+
+
+def compare(function, reference, *tensors, tolerance=None, upstream=lambda drawn: drawn):
+    """Outputs and the gradients of the inputs, which stay as they lie in memory, against the reference in float64.
+
+    `function` and `reference` take the tensors and return one tensor or a tuple; `upstream` makes each gradient of an
+    output from random numbers.
     """
-    inputs = [t.detach().clone(memory_format=torch.preserve_format).requires_grad_() for t in tensors]
+    inputs = [t.detach().requires_grad_() for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    ours, theirs = function(*inputs), reference(*exact)
-    ours = ours if isinstance(ours, tuple) else (ours,)
-    theirs = theirs if isinstance(theirs, tuple) else (theirs,)
-    upstream = [draw(*y.shape, seed=seed + i, device=y.device).to(y.dtype) for i, y in enumerate(ours)]
-    grads = torch.autograd.grad(ours, inputs, upstream)
-    exact_grads = torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
-    limit = TOLERANCE[tensors[0].dtype] if tolerance is None else tolerance
-    for place, (x, y) in enumerate(zip((*ours, *grads), (*theirs, *exact_grads), strict=True)):
-        assert x.shape == y.shape, place
-        torch.testing.assert_close(x.double(), y, atol=limit, rtol=limit, msg=lambda m, n=place: (
-            f"result {n} of {[tuple(t.shape) for t in tensors]}: {m}"))
-    for grad, x in zip(grads, inputs, strict=True):
-        assert grad.dtype == x.dtype
+    ours, theirs = outputs(function, inputs), outputs(reference, exact)
+    upstreams = [upstream(draw(*y.shape, dtype=y.dtype, seed=7 + i, device=y.device)) for i, y in enumerate(ours)]
+    grads = torch.autograd.grad(ours, inputs, upstreams)
+    exact_grads = torch.autograd.grad(theirs, exact, [u.double() for u in upstreams])
+    near((*ours, *grads), (*theirs, *exact_grads), TOLERANCE[tensors[0].dtype] if tolerance is None else tolerance)
+    assert [grad.dtype for grad in grads] == [x.dtype for x in inputs]

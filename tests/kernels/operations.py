@@ -20,6 +20,8 @@ from kernels.softmax import softmax
 from kernels.swiglu import swiglu
 from kernels.weighted_sum import weighted_sum
 
+from .fused import compare, draw
+
 
 def tables(x):
     """RoPE's cosines and sines for (…, T, D)."""
@@ -33,7 +35,7 @@ def labelled(loss, **options):
 
     def call(x, *weight):
         rows = torch.arange(len(x), device=x.device)
-        classes = rows % (len(weight[0]) if weight else x.shape[1])
+        classes = rows * 7919 % (len(weight[0]) if weight else x.shape[1])
         return loss(x, *weight, torch.where(rows == 3, options.get("ignore_index", -100), classes), **options)
 
     return call
@@ -111,3 +113,12 @@ def shapes_of(name, n=(3,), d=8, o=5):
     lengths = {"n": n, "m": n or (1,), "N": (math.prod(n),), "d": (d,), "e": (d + d % 2,), "o": (o,),
                "h": (max(1, min(d, 256)),)}
     return [sum((lengths[letter] for letter in shape), ()) for shape in (OPERATIONS | VARIANTS)[name][2:]]
+
+
+def compare_at(name, sizes, dtype=torch.float32, tolerance=None):
+    """An operation with its reference. Weights of products are small, so that their results are of order one."""
+    function, plain, *letters = (OPERATIONS | VARIANTS)[name]
+    drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
+    scaled = [x * max(sizes[1], 1) ** -0.5 if shape in ("do", "od") else x
+              for shape, x in zip(letters, drawn, strict=True)]
+    compare(function, plain, *scaled, tolerance=tolerance)

@@ -41,19 +41,5 @@ def test_rows_far_apart():
     assert own.tolist() == [12.0, 15.0, 18.0, 21.0]
 
 
-@pytest.mark.parametrize(
-    ("own", "others"),
-    [
-        (torch.ones(3), torch.ones(3)),
-        (torch.ones(3), torch.ones(2, 4)),
-        (torch.ones(3), torch.ones(2, 3, dtype=torch.float16)),
-        (torch.ones(6)[::2], torch.ones(2, 3)),
-    ],
-)
-def test_what_does_not_fit_is_refused(own, others):
-    with pytest.raises(ValueError, match=r"own|strides"):
-        average_into(own, others, 1.0)
-
-
 def test_cost_counts_every_tensor_once():
     assert cost(10, 3, torch.float32).bytes == 5 * 10 * 4

@@ -13,10 +13,9 @@ from kernels.flash_attention import flash_attention
 from kernels.rmsnorm import rms_norm
 from kernels.softmax import softmax
 
-from .fused import DEVICE, draw
+from .fused import DEVICE, draw, results
 from .near import near
 from .operations import OPERATIONS, shapes_of
-from .test_every_operation import results
 
 every = pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTorch"}))
 

@@ -9,9 +9,9 @@ from kernels import reference
 from kernels.elementwise import add
 from kernels.matmul import matmul
 
-from .fused import DEVICE, compare, draw
-from .near import near
-from .operations import OPERATIONS, VARIANTS, shapes_of
+from .fused import DEVICE, compare, draw, outputs, results
+from .near import near, same_bits
+from .operations import OPERATIONS, VARIANTS, compare_at, shapes_of
 
 every = pytest.mark.parametrize("name", OPERATIONS)
 each_variant = pytest.mark.parametrize("name", OPERATIONS | VARIANTS)
@@ -20,17 +20,9 @@ SIZES = [((35,), 33, 65), ((5,), 1000, 7), ((1,), 1, 1), ((), 12, 5), ((2, 1, 2,
 EMPTY = [((0,), 8, 5), ((2, 0), 8, 5), ((3,), 0, 5)]
 
 
-def compare_at(name, sizes, dtype=torch.float32):
-    """An operation with its reference. Weights of products are small, so that their results are of order one."""
-    function, plain, *letters = (OPERATIONS | VARIANTS)[name]
-    drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
-    compare(function, plain, *(x * max(sizes[1], 1) ** -0.5 if shape in ("do", "od") else x
-                               for shape, x in zip(letters, drawn, strict=True)))
-
-
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_results_and_gradients(name, dtype, either):
+def test_results_and_gradients(name, dtype, either, poisoned):
     """RELIABILITY 35 of the fused kernels: any number of rows and columns, against float64."""
     for sizes in SIZES if dtype is torch.float32 else SIZES[:2]:
         compare_at(name, sizes, dtype)
@@ -54,15 +46,12 @@ def test_compile_has_no_break():
     """All operations in one graph; the same bits as without compiling."""
     inputs = {name: [draw(*s).requires_grad_() for s in shapes_of(name)] for name in OPERATIONS}
 
-    def outputs():
-        return [OPERATIONS[name][0](*tensors) for name, tensors in inputs.items()]
+    def all_outputs(*_):
+        return tuple(y for name, tensors in inputs.items() for y in outputs(OPERATIONS[name][0], tensors))
 
-    found = []
-    for call in (outputs, torch.compile(outputs, fullgraph=True, backend="aot_eager")):
-        flat = [y for out in call() for y in (out if isinstance(out, tuple) else (out,))]
-        leaves = [t for tensors in inputs.values() for t in tensors]
-        found.append([*flat, *torch.autograd.grad([y.sum() for y in flat], leaves)])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    leaves = [t for tensors in inputs.values() for t in tensors]
+    compiled = torch.compile(all_outputs, fullgraph=True, backend="aot_eager")
+    same_bits(results(compiled, leaves), results(all_outputs, leaves))
 
 
 CAST = {"swiglu", "linear_gelu_dropout", "rms_norm", "RMSNormPyTorch", "add_rms_norm", "layer_norm", "matmul",
@@ -74,20 +63,12 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
     function, plain, *_ = OPERATIONS[name]
     inputs = [draw(*s, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     with torch.autocast(DEVICE, torch.float16):
-        y = function(*inputs)
-    ours, theirs = (y if isinstance(y, tuple) else (y,) for y in (y, plain(*inputs)))
-    ours, theirs = ((*y, *torch.autograd.grad([t.float().sum() for t in y], inputs)) for y in (ours, theirs))
-    near(ours, theirs, 2e-2)
+        ours = results(function, inputs)
+        metas = results(function, [torch.empty_like(x, device="meta", requires_grad=True) for x in inputs])
+    near(ours, results(plain, inputs), 2e-2)
     assert (ours[0].dtype is torch.float16) == (name in CAST)
     assert {t.dtype for t in ours[1:]} == {torch.float32}
-
-
-def results(function, inputs, repeated=False):
-    """Outputs, and the gradients of all inputs from a contiguous upstream, or from one element that is repeated."""
-    out = function(*inputs)
-    out = out if isinstance(out, tuple) else (out,)
-    upstream = [y.new_ones(()).expand_as(y) if repeated else torch.ones_like(y) for y in out]
-    return *out, *torch.autograd.grad(out, inputs, upstream)
+    assert all(t.is_meta for t in metas)
 
 
 def facts(tensors):
@@ -107,14 +88,6 @@ def test_fake_tensors_are_like_real_ones(name, dtype, either):
 
 
 @every
-def test_meta_tensors_under_autocast_of_a_device(name):
-    function, shapes = OPERATIONS[name][0], shapes_of(name)
-    with torch.autocast(DEVICE, torch.float16):
-        out = results(function, [torch.empty(s, device="meta", requires_grad=True) for s in shapes])
-    assert all(t.is_meta for t in out)
-
-
-@every
 def test_views_that_overlap(name, either):
     """Rows of a sliding window, and of a matrix that is one row many times."""
     function, plain, *_ = OPERATIONS[name]
@@ -122,10 +95,7 @@ def test_views_that_overlap(name, either):
     windows = [draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(2 * s[0])[::2] for s in shapes]
     repeated = [draw(1, s[-1]).expand(s) if len(s) == 2 else draw(1).expand(s) for s in shapes]
     for views in (windows, repeated, [draw(*s[::-1]).T for s in shapes]):
-        inputs = [v.detach().requires_grad_() for v in views]
-        ours = results(function, inputs, repeated=True)
-        exact = results(plain, [v.double().requires_grad_() for v in views])
-        near(ours, exact, 3e-5)
+        compare(function, plain, *views, upstream=lambda drawn: drawn.new_ones(()).expand_as(drawn))
 
 
 def negative(x):
@@ -140,13 +110,7 @@ def test_values_that_do_not_lie_in_memory(name, either):
     shapes = shapes_of(name)
     assert negative(draw(2)).is_neg()
     for make in (negative, lambda x: torch._efficientzerotensor(x.shape, device=x.device)):
-        inputs = [make(draw(*s, seed=i)).requires_grad_() for i, s in enumerate(shapes)]
-        exact = [t.detach().double().requires_grad_() for t in inputs]
-        ours, theirs = (y if isinstance(y, tuple) else (y,) for y in (function(*inputs), plain(*exact)))
-        upstream = [make(draw(*y.shape, seed=7)) for y in ours]
-        ours += torch.autograd.grad(ours, inputs, upstream)
-        theirs += torch.autograd.grad(theirs, exact, [u.double() for u in upstream])
-        near(ours, theirs, 3e-5)
+        compare(function, plain, *(make(draw(*s, seed=i)) for i, s in enumerate(shapes)), upstream=make)
 
 
 @every
@@ -154,8 +118,7 @@ def test_gradients_of_gradients_are_refused(name, either):
     """Also where the upstream gradient requires none: a penalty on the gradient would lack its own gradient."""
     function, shapes = OPERATIONS[name][0], shapes_of(name)
     inputs = [draw(*s).requires_grad_() for s in shapes]
-    out = function(*inputs)
-    out = sum(y.sum() for y in out) if isinstance(out, tuple) else out.sum()
+    out = sum(y.sum() for y in outputs(function, inputs))
     if name in ("add", "dropout"):  # whose gradients depend on nothing
         assert not any(g.requires_grad for g in torch.autograd.grad(out, inputs, create_graph=True))
         return

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import _dispatch
 from kernels._triton import interpreted, runs_triton
 from kernels.flash_attention import (
     FlashAttention2,
@@ -26,23 +25,11 @@ from kernels.flash_attention import (
 )
 from kernels.flash_attention.configs import Tile
 
-from .attention_reference import in_float64, log_sum_exp, with_gradients
+from .attention_reference import DEVICE, in_float64, inputs, log_sum_exp, with_gradients
 from .near import near, same_bits
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-BACKEND = "inductor" if DEVICE == "cuda" else "aot_eager"  # for a CPU, inductor calls a C++ compiler: half a minute
+DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 BOTH = pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"])
-
-
-def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch.float32, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape):
-        return torch.randn(*shape, generator=generator).to(DEVICE, dtype)
-
-    q = draw(batch, heads, query_count, head_dim)
-    k, v = draw(batch, kv_heads, key_count, head_dim), draw(batch, kv_heads, key_count, head_dim)
-    return q, k, v, draw(batch, heads, query_count, head_dim)
 
 
 def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None, softcap=None,
@@ -104,11 +91,8 @@ CALLS = {
 
 @BOTH
 @pytest.mark.parametrize("name", CALLS)
-def test_results_and_gradients(function, name, monkeypatch):
-    """Of attention and its log-sum-exp, where fresh memory holds NaN: nothing is read that was not written."""
-    _dispatch.forget()
-    monkeypatch.setattr(torch, "empty", lambda *a, **o: torch.full(*a, float("nan"), **o))
-    monkeypatch.setattr(torch, "empty_like", lambda x, **o: torch.full_like(x, float("nan"), **o))
+def test_results_and_gradients(function, name, poisoned):
+    """Of attention and its log-sum-exp."""
     sizes, options = CALLS[name]
     q, k, v, do = inputs(*sizes)
     check(function, (q, k, v, do, do.sum(-1)), **options)
@@ -220,12 +204,15 @@ def test_log_sum_exp_without_heads_and_under_autocast(function):
 
 # RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
 @BOTH
-def test_large_logits(function):
-    q, k, v, do = inputs(1, 1, 1, 20, 20, 16)
-    q, k = q * 100, k * 100  # scores of about ±1e4
-    check_finite = with_gradients(apply(function, causal=True), q, k, v, do)
-    assert all(x.isfinite().all() for x in check_finite)
-    near(check_finite[0], in_float64(q, k, v, do, causal=True)[0], 2e-2, 0)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_logits(function, dtype):
+    for length in (1, 2, 33):
+        q, k, v, do = inputs(1, 1, 1, length, length, 16, dtype)
+        q, k = q * 100, k * 100  # scores of about ±1e4
+        for causal in (False, True):
+            found = with_gradients(apply(function, causal=causal), q, k, v, do)
+            assert all(x.isfinite().all() for x in found)
+            near(found[0], in_float64(q, k, v, do, causal=causal)[0], 2e-2)
 
 
 def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
@@ -312,8 +299,6 @@ def test_autocast_leaves_alone_what_torch_leaves_alone(function):
                 function.apply(*wide)
         else:
             assert function.apply(*wide).dtype is torch.float64
-
-
 
 
 def test_flops_are_counted():

@@ -30,10 +30,8 @@ K = torch.zeros(2, 2, 7, 16)
         ((Q, K, K.to("meta")), "v is on meta, q on cpu"),
         ((Q, K.half(), K), "k has dtype torch.float16, q torch.float32"),
         ((Q.double(), K.double(), K.double()), "q has dtype torch.float64; allowed: float32, float16, bfloat16"),
-        ((Q.int(), K.int(), K.int()), "q has dtype torch.int32; allowed"),
         ((Q[0, 0], K[0, 0], K[0, 0]), r"q has shape \(5, 16\); allowed"),
         ((Q, K[0], K[0]), "k has 3 dimensions, q 4"),
-        ((Q, K[..., :8], K[..., :8]), "k has head dim 8, q 16"),
         ((Q, K[:1], K[:1]), "k has batch 1, q 2"),
         ((Q, K, K[:, :, :6]), "v has shape"),
         ((Q[:, :3], K, K), "k has 2 heads and q 3"),
@@ -56,16 +54,11 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"window": -1}, ValueError, "window is -1; allowed: 0 or more"),
         ({"window": 1.5}, TypeError, "window must be an int"),
         ({"window": True}, TypeError, "window must be an int"),
-        ({"scale": 0.0}, ValueError, "scale is 0.0; allowed"),
         ({"scale": float("nan")}, ValueError, "scale is nan; allowed"),
         ({"scale": float("inf")}, ValueError, r"scale is inf; allowed: a number from 1.2e-38 to 1.7e\+38, or None"),
-        ({"scale": -1}, ValueError, "scale is -1; allowed"),
         ({"scale": 1e-320}, ValueError, "scale is 1e-320; allowed"),
-        ({"scale": 1e40}, ValueError, r"scale is 1e\+40; allowed"),
         ({"scale": 10**400}, ValueError, "scale is 10000"),
         ({"scale": True}, ValueError, "scale is True; allowed"),
-        ({"softcap": 0.0}, ValueError, "softcap is 0.0; allowed: a number from 1.2e-38"),
-        ({"softcap": True}, ValueError, "softcap is True; allowed"),
         ({"softcap": float("inf")}, ValueError, "softcap is inf; allowed: .* or None for scores as they are"),
         ({"softcap": 1e-30, "scale": 1e30}, ValueError, r"softcap is 1e-30, 1.0e\+60 times smaller than scale"),
         ({"return_lse": 1}, TypeError, "return_lse must be True or False, got 1"),
@@ -75,11 +68,12 @@ def test_tensors_that_do_not_fit(function, arguments, message):
         ({"document_ids": torch.zeros(2, 5)}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).cfloat()}, TypeError, "document_ids must be an integer tensor"),
         ({"document_ids": torch.zeros(2, 5).long()}, ValueError, "document_ids needs as many queries as keys"),
+        ({"k": [1]}, TypeError, r"k must be a torch\.Tensor, got list"),
     ],
 )
 def test_options_that_are_not_allowed(options, error, message):
     with pytest.raises(error, match=message):
-        flash_attention(Q, K, K, **options)
+        flash_attention(**{"q": Q, "k": K, "v": K} | options)
 
 
 @pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch])
@@ -93,40 +87,28 @@ def test_the_least_and_the_largest_scale_can_be_computed_with(function):
     assert torch.allclose(function.apply(q, k, v, False, LEAST_SCALE), v.mean(-2, keepdim=True))
 
 
-def test_document_ids_must_have_the_shape_of_the_sequence():
-    with pytest.raises(ValueError, match=r"document_ids has shape \(5,\); allowed: \(batch, seq\) = \(2, 5\)"):
-        flash_attention(Q, Q, Q, document_ids=torch.zeros(5).long())
-
-
-@pytest.mark.parametrize("bounds", [torch.zeros(2, 2, 6, dtype=torch.int32), torch.zeros(2, 2, 5, dtype=torch.int64),
-                                    torch.zeros(3, 2, 5, dtype=torch.int32)], ids=["length", "dtype", "not two"])
-def test_bounds_that_are_not_those_of_the_sequence(bounds):
-    with pytest.raises(ValueError, match=r"document_ids has shape .*; allowed: .*, or what document_bounds makes"):
-        flash_attention(Q, Q, Q, document_ids=bounds)
+@pytest.mark.parametrize(("shape", "dtype"), [((5,), torch.int64), ((2, 2, 6), torch.int32), ((2, 2, 5), torch.int64),
+                                              ((3, 2, 5), torch.int32)], ids=str)
+def test_documents_that_are_not_those_of_the_sequence(shape, dtype):
+    said = rf"document_ids has shape \({shape[0]},.*; allowed: \(batch, seq\) = \(2, 5\), or what document_bounds makes"
+    with pytest.raises(ValueError, match=said):
+        flash_attention(Q, Q, Q, document_ids=torch.zeros(shape, dtype=dtype))
 
 
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
         ({}, ValueError, "either document_ids or cu_seqlens"),
-        ({"document_ids": torch.zeros(1, 3).long(), "cu_seqlens": torch.tensor([0, 3])}, ValueError, "either"),
         ({"document_ids": torch.zeros(3).long()}, ValueError, r"document_ids has shape \(3,\); allowed: \(batch"),
-        ({"cu_seqlens": torch.tensor([0.0, 3.0])}, TypeError, "cu_seqlens must be an integer tensor"),
         ({"cu_seqlens": [0, 3]}, TypeError, "cu_seqlens must be an integer tensor"),
         ({"cu_seqlens": torch.tensor([[0, 3]])}, ValueError, "one dimension, ascending from 0"),
         ({"cu_seqlens": torch.tensor([1, 3])}, ValueError, r"cu_seqlens is \[1, 3\], of shape \(2,\)"),
         ({"cu_seqlens": torch.tensor([0, 3, 2])}, ValueError, r"cu_seqlens is \[0, 3, 2\]"),
-        ({"cu_seqlens": torch.tensor([], dtype=torch.int32)}, ValueError, r"cu_seqlens is \[\]"),
     ],
 )
 def test_document_bounds_of_what_are_no_documents(arguments, error, message):
     with pytest.raises(error, match=message):
         document_bounds(**arguments)
-
-
-def test_not_a_tensor():
-    with pytest.raises(TypeError, match=r"k must be a torch\.Tensor, got list"):
-        flash_attention(Q, [1], K)
 
 
 @given(

@@ -12,10 +12,10 @@ from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING, launch_delta
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.products import _split_bf16, _split_tf32, product
 
-from .attention_reference import with_gradients
+from .attention_reference import inputs, with_gradients
+from .fused import DEVICE, draw
 from .near import near
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAN, INFINITY = float("nan"), float("inf")
 
 
@@ -49,10 +49,6 @@ def multiply(a, b, acc, precision):
     out = torch.full((a.shape[0], b.shape[1]), NAN, device=DEVICE)
     product_kernel[(1,)](a, b, out if acc is None else acc, out, *a.shape, b.shape[1], acc is not None, precision)
     return out
-
-
-def draw(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
 
 
 CHAINS = pytest.mark.parametrize(("k", "n"), [(64, 16), (16, 64)], ids=["three short chains", "one long chain"])
@@ -102,7 +98,7 @@ def test_the_parts_of_a_number_are_short_and_their_sum_is_exact(three):
 
 def test_an_infinite_input_shows_in_its_row_only():
     """Output, log-sum-exp and gradient of the query whose score is not a number, the others as without it."""
-    q, k, v, do = (draw(1, 1, 48, 16, seed=i) for i in range(4))
+    q, k, v, do = inputs(1, 1, 1, 48, 48, 16)
     expected = with_gradients(lambda *x: flash_attention(*x, causal=True), q, k, v, do)
     q[..., 40, 3] = INFINITY
     with configs.forced(forward=Tile(16, 16)):

@@ -12,20 +12,18 @@ from torch._inductor.utils import run_and_get_code
 from kernels import reference
 from kernels.adamw import AdamW
 from kernels.cross_entropy import cross_entropy
-from kernels.elementwise import add, gelu
+from kernels.elementwise import gelu
 from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.matmul import matmul
 from kernels.rmsnorm import add_rms_norm, rms_norm
-from kernels.rope import rope
 from kernels.softmax import softmax
 from kernels.swiglu import swiglu
 from kernels.weighted_sum import weighted_sum
 
-from .fused import compare
+from .fused import compare, draw, results
 from .near import near, same_bits
-from .operations import OPERATIONS, shapes_of
-from .test_every_operation import results
+from .operations import OPERATIONS, compare_at, shapes_of
 
 pytestmark = pytest.mark.gpu
 
@@ -33,63 +31,42 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 WIDTHS = [1, 7, 50, 1000, 4096, 4097, 8192, 8193, 16384, 16385, 32768, 32769, 200_003]
 
 
-def gpu(*shape, dtype=torch.float32, seed=0):
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-
 def limit(dtype, rows=8):
     """Rounding of values up to 8, and sums of weight gradients over the rows."""
     return {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * max(1, rows / 8) ** 0.5
+
+
+ROWS = ("add", "gelu", "swiglu", "rope", "softmax", "weighted_sum", "rms_norm", "add_rms_norm_silu", "layer_norm")
 
 
 @pytest.mark.parametrize(("cols", "dtype"), [
     *((cols, torch.bfloat16) for cols in WIDTHS), *((cols, torch.float32) for cols in WIDTHS[1::2]),
     *((cols, torch.float16) for cols in WIDTHS[2::4]),
 ], ids=str)
-def test_row_kernels_at_every_width(cols, dtype):
-    x, w, b = gpu(8, cols, dtype=dtype), 1 + 0.1 * gpu(cols, dtype=dtype), gpu(cols, dtype=dtype, seed=1)
-    tolerance = limit(dtype)
-    compare(rms_norm, reference.rms_norm, x, w, tolerance=tolerance)
-    compare(layer_norm, reference.layer_norm, x, w, b, tolerance=tolerance)
-    compare(softmax, reference.softmax, x, tolerance=tolerance)
-    compare(lambda *t: add_rms_norm(*t, 1e-5, "silu"), lambda *t: reference.add_rms_norm(*t, 1e-5, "silu"), x,
-            gpu(8, cols, dtype=dtype, seed=2), w, tolerance=2 * tolerance)
-    compare(weighted_sum, reference.weighted_sum, x, w, tolerance=tolerance * max(1, cols / 100) ** 0.5)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(1,), (7, 50), (1000, 4097), (0, 8)], ids=str)
-def test_pointwise_kernels(shape, dtype):
-    x, y = gpu(*shape, dtype=dtype), gpu(*shape, dtype=dtype, seed=1)
-    compare(add, reference.add, x, y, tolerance=limit(dtype))
-    compare(gelu, reference.gelu, x, tolerance=limit(dtype))
-    compare(swiglu, reference.swiglu, x, y, tolerance=limit(dtype))
+def test_rows_of_every_width(cols, dtype, poisoned):
+    more = {"add_rms_norm_silu": 2, "weighted_sum": max(1, cols / 100) ** 0.5}
+    for name in ROWS:
+        compare_at(name, ((8,), cols), dtype, limit(dtype) * more.get(name, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows_fill_a_persistent_grid(dtype):
-    x, w = gpu(5000, 1024, dtype=dtype), gpu(1024, dtype=dtype)
-    compare(rms_norm, reference.rms_norm, x, w, tolerance=limit(dtype, 5000))
-    compare(layer_norm, reference.layer_norm, x, w, w, tolerance=limit(dtype, 5000))
+    for name in ROWS:
+        compare_at(name, ((5000,), 1024), dtype, limit(dtype, 5000))
 
 
-def test_outputs_are_written_everywhere():
-    """Fresh memory is filled with NaN first: an element that no program writes shows."""
-    x, w = gpu(300, 4097), gpu(4097)
-    for function in (lambda: rms_norm(x, w), lambda: layer_norm(x, w, w), lambda: softmax(x),
-                     lambda: swiglu(x, x), lambda: gelu(x), lambda: matmul(x, x.T)):
-        poison = [torch.full((300, 4097), float("nan"), device="cuda") for _ in range(3)]
-        del poison
-        assert function().isfinite().all()
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("vocabulary", [1, 50, 4097, 151_936])
+def test_cross_entropy(vocabulary, dtype):
+    for name in ("cross_entropy", "cross_entropy_{'label_smoothing': 0.1}"):
+        compare_at(name, ((33,), 1, vocabulary), dtype, 1e-3)
 
 
 def test_gradients_repeat_bit_for_bit():
-    x, w = gpu(3000, 4096, dtype=torch.bfloat16).requires_grad_(), gpu(4096, dtype=torch.bfloat16).requires_grad_()
-    first = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
+    x, w = draw(3000, 4096, dtype=torch.bfloat16).requires_grad_(), draw(4096, dtype=torch.bfloat16).requires_grad_()
+    first = results(rms_norm, (x, w))
     for _ in range(10):
-        again = torch.autograd.grad(rms_norm(x, w).sum(), (x, w))
-        same_bits(first, again)
+        same_bits(results(rms_norm, (x, w)), first)
 
 
 # RELIABILITY 42
@@ -98,8 +75,8 @@ def test_offsets_past_two_to_the_thirty_first():
         pytest.skip("needs 40 GB of GPU memory")
     rows = 2**31 // 4096 + 17
     x = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
-    x[-5:] = gpu(5, 4096, dtype=torch.bfloat16)
-    w, last = gpu(4096, dtype=torch.bfloat16), x[-5:].clone()
+    x[-5:] = draw(5, 4096, dtype=torch.bfloat16)
+    w, last = draw(4096, dtype=torch.bfloat16), x[-5:].clone()
     for function in (lambda t: rms_norm(t, w), softmax, gelu,
                      lambda t: swiglu(t, t), lambda t: layer_norm(t, w)):
         assert torch.equal(function(x)[-5:], function(last))
@@ -110,21 +87,15 @@ def test_rows_of_more_than_sixteen_million_elements():
     cols = 2**24 + 9
     storage = torch.empty(2 * 2**31 + cols, dtype=torch.float16, device="cuda")
     x = storage.as_strided((3, cols), (2**31, 1))
-    x.copy_(gpu(3, cols, dtype=torch.float16))
-    w, t = 1 + 0.1 * gpu(cols, dtype=torch.float16), torch.tensor([0, cols - 1, 7], device="cuda")
-    tolerance = {"atol": 1e-2, "rtol": 1e-2}
+    x.copy_(draw(3, cols, dtype=torch.float16))
+    w, t = 1 + 0.1 * draw(cols, dtype=torch.float16), torch.tensor([0, cols - 1, 7], device="cuda")
     for function in (lambda x: rms_norm(x, w), lambda x: layer_norm(x, w, w), softmax,
                      lambda x: swiglu(x, x), gelu,
                      lambda x: add_rms_norm(x, x, w)[0], lambda x: weighted_sum(x, w)[:, None],
                      lambda x: cross_entropy(x, t, reduction="none")[:, None]):
-        leaves = x.detach().requires_grad_(), x.clone().requires_grad_()
-        apart, close = (function(leaf) for leaf in leaves)
-        torch.testing.assert_close(apart, close, **tolerance)
-        ones = torch.ones((), device="cuda", dtype=apart.dtype).expand_as(apart)
-        grads = [torch.autograd.grad(y, leaf, ones)[0] for y, leaf in zip((apart, close), leaves, strict=True)]
-        torch.testing.assert_close(*grads, **tolerance)
-    exact = F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5)
-    torch.testing.assert_close(rms_norm(x, w)[2].double(), exact, **tolerance)
+        apart, close = (results(function, [leaf.requires_grad_()]) for leaf in (x.detach(), x.clone()))
+        near(apart, close, 1e-2)
+    near(rms_norm(x, w)[2], F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5), 1e-2)
 
 
 @pytest.mark.parametrize("sizes", [(128, 128, 128), (1000, 72, 136), (4096, 4096, 4096), (513, 1024, 257), (7, 9, 11)],
@@ -134,7 +105,7 @@ def test_matmul(sizes, dtype):
     """Every other size, of those by descriptors and of those by pointers, has an epilogue."""
     m, k, n = sizes
     epilogue = "gelu" if m in (513, 1000) else None
-    a, b, bias = gpu(m, k, dtype=dtype) * k**-0.5, gpu(k, n, dtype=dtype, seed=1), gpu(n, dtype=dtype, seed=2)
+    a, b, bias = draw(m, k, dtype=dtype) * k**-0.5, draw(k, n, dtype=dtype, seed=1), draw(n, dtype=dtype, seed=2)
     for left, right in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         ours = matmul(left, right, bias, epilogue=epilogue).double()
         exact = reference.matmul(a.double(), b.double(), bias.double(), epilogue)
@@ -146,15 +117,15 @@ def test_matmul(sizes, dtype):
 def test_gradients_of_products_beyond_fp16(epilogue, size):
     """a·b is beyond fp16 and computed again for the gradient, in fp32 (through descriptors for both sizes)."""
     cols = 256 if epilogue == "rms_norm" else size
-    a = (gpu(size, size, dtype=torch.float16) * 60).requires_grad_()
-    b = (gpu(size, cols, dtype=torch.float16, seed=1) * 60).requires_grad_()
+    a = (draw(size, size, dtype=torch.float16) * 60).requires_grad_()
+    b = (draw(size, cols, dtype=torch.float16, seed=1) * 60).requires_grad_()
     y = matmul(a, b, epilogue=epilogue)
     exact = [t.detach().double().requires_grad_() for t in (a, b)]
     z = reference.matmul(*exact, None, epilogue)
     product = exact[0] @ exact[1]
     # Beside 0, where the slope of leaky ReLU jumps, fp32 and float64 may lie on different sides.
     clear = y.isfinite() & (product.abs() > 1)
-    upstream = torch.where(clear, 1e-3 * gpu(size, cols, seed=2), 0.0)
+    upstream = torch.where(clear, 1e-3 * draw(size, cols, seed=2), 0.0)
     assert product.abs().max() > 65504 and upstream.any()
     grads = torch.autograd.grad(y, (a, b), upstream.to(y.dtype))
     for x, e in zip(grads, torch.autograd.grad(z, exact, upstream.to(y.dtype).double()), strict=True):
@@ -166,38 +137,26 @@ def test_matmul_over_many_seeds():
     """Each shipped configuration of Hopper's matrix instructions, repeatedly: miscompiled ones fail now and then."""
     for size in (512, 2048):
         for seed in range(20):
-            a, b = (gpu(size, size, dtype=torch.bfloat16, seed=2 * seed + i) for i in range(2))
+            a, b = (draw(size, size, dtype=torch.bfloat16, seed=2 * seed + i) for i in range(2))
             ours = matmul(a, b)
             exact = a.double() @ b.double()
             assert ((ours.double() - exact).abs().max() / exact.abs().max()) < 2**-7
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("vocabulary", [1, 50, 4097, 151_936])
-def test_cross_entropy(vocabulary, dtype):
-    z, t = 3 * gpu(33, vocabulary, dtype=dtype), torch.arange(33, device="cuda") * 7919 % vocabulary
-    t[3] = -100
-    for options in ({}, {"label_smoothing": 0.1}):
-        compare(lambda z, o=options: cross_entropy(z, t, **o),
-                lambda z, o=options: F.cross_entropy(z, t, **o), z, tolerance=1e-3)
-
-
-@pytest.mark.parametrize(("options", "dtype"), [
-    *(({}, dtype) for dtype in DTYPES), ({"label_smoothing": 0.1}, torch.float32),
-    ({"reduction": "none"}, torch.bfloat16),
+@pytest.mark.parametrize(("options", "dtype", "offset"), [
+    ({}, torch.float16, 2.0**15), ({}, torch.bfloat16, 2.0**22), ({"reduction": "none"}, torch.bfloat16, 2.0**22),
 ], ids=str)
-def test_cross_entropy_of_large_logits(dtype, options):
+def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
     """What a row's logits have in common cancels; in bf16, whose numbers are 2¹⁵ apart there, many are equal."""
-    offset = {torch.float32: 1e7, torch.float16: 2.0**15, torch.bfloat16: 2.0**22}[dtype]
-    z = gpu(33, 5000).clamp(-4, 4).round().to(dtype) * (offset * torch.finfo(dtype).eps) + offset
+    z = draw(33, 5000).clamp(-4, 4).round().to(dtype) * (offset * torch.finfo(dtype).eps) + offset
     t = z.argmax(1)  # the loss is the logarithm of how many are largest
     compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options), z,
-            tolerance=2e-6 if dtype == torch.float32 else 5e-3)
+            tolerance=5e-3)
 
 
 def test_linear_cross_entropy_saves_the_logits():
     n, d, v = 4096, 512, 100_000
-    x, w = gpu(n, d, dtype=torch.bfloat16).requires_grad_(), (gpu(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_()
+    x, w = draw(n, d, dtype=torch.bfloat16).requires_grad_(), (draw(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_()
     t = torch.arange(n, device="cuda") * 7919 % v
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -208,17 +167,9 @@ def test_linear_cross_entropy_saves_the_logits():
     near(loss, exact, 1e-2)
 
 
-def test_rope_in_bf16():
-    angles = torch.rand(2048, 64, device="cuda")
-    cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1)
-    qk = gpu(2, 2048, 3, 8, 128, dtype=torch.bfloat16).permute(2, 0, 3, 1, 4)[:2]
-    compare(lambda x: rope(x, cos, sin), lambda x: reference.rope(x, cos.double(), sin.double()), qk,
-            tolerance=limit(torch.bfloat16))
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_adamw_over_a_thousand_parameters(dtype):
-    ours = [gpu(n % 37 + 1, 100, dtype=dtype, seed=n).requires_grad_() for n in range(1000)]
+    ours = [draw(n % 37 + 1, 100, dtype=dtype, seed=n).requires_grad_() for n in range(1000)]
     theirs = [p.detach().clone().float().requires_grad_() for p in ours]
     mine, torchs = AdamW(ours, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
     for p, q in zip(ours, theirs, strict=True):
@@ -231,34 +182,20 @@ def test_adamw_over_a_thousand_parameters(dtype):
         near(p.detach().float(), q.detach(), tolerance)
 
 
-def test_adamw_is_refused_in_a_cuda_graph():
-    """Step number and learning rate would be repeated by every replay."""
-    p = gpu(1000).requires_grad_()
-    p.grad, optimizer = torch.ones_like(p), AdamW([p], lr=1e-2)
-    optimizer.step()
-    before, graph = p.detach().clone(), torch.cuda.CUDAGraph()
-    with pytest.raises(RuntimeError, match=r"a CUDA graph would repeat.*capturable"), torch.cuda.graph(graph):
-        optimizer.step()
-    torch.cuda.synchronize()
-    assert torch.equal(p, before) and optimizer.state[p]["step"] == 1
-    optimizer.step()
-    assert not torch.equal(p, before)
-
-
 def test_kernels_replay_in_a_cuda_graph():
-    x, w = gpu(512, 4096), gpu(4096)
+    x, w = draw(512, 4096), draw(4096)
     y = rms_norm(x, w)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = softmax(rms_norm(x, w))
-    x.copy_(gpu(512, 4096, seed=5))
+    x.copy_(draw(512, 4096, seed=5))
     graph.replay()
     assert torch.equal(captured, softmax(rms_norm(x, w)))
     assert not torch.equal(y, rms_norm(x, w))
 
 
 def test_compiled_by_inductor_under_autocast():
-    x, w = gpu(64, 256).requires_grad_(), gpu(256).requires_grad_()
+    x, w = draw(64, 256).requires_grad_(), draw(256).requires_grad_()
 
     def f(x, w):
         return swiglu(rms_norm(x, w), rms_norm(x, w)).float().sum()
@@ -284,29 +221,29 @@ OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_c
 def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
     function = OPERATIONS[name][0]
     torch.compiler.reset()
-    inputs = [gpu(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
+    inputs = [draw(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     ours, sources = run_and_get_code(lambda: results(torch.compile(function, fullgraph=True, dynamic=False), inputs))
     assert any("torch.ops.distlab_kernels" in source for source in sources) == (name in OPAQUE)
     torch.testing.assert_close(ours, results(function, inputs), **LAST_BITS)
 
 
 def test_inductor_keeps_what_two_sums_over_rows_wrote_apart():
-    x, w, b = gpu(300, 256).requires_grad_(), gpu(256).requires_grad_(), gpu(256).requires_grad_()
+    x, w, b = draw(300, 256).requires_grad_(), draw(256).requires_grad_(), draw(256).requires_grad_()
     for function, inputs in ((layer_norm, (x, w, b)), (rms_norm, (x, w))):
         compiled = results(torch.compile(function, fullgraph=True), inputs)
         torch.testing.assert_close(compiled, results(function, inputs), **LAST_BITS)
 
 
 def test_lengths_that_inductor_keeps_variable():
-    compiled, w = torch.compile(rms_norm, fullgraph=True, dynamic=True), gpu(256)
+    compiled, w = torch.compile(rms_norm, fullgraph=True, dynamic=True), draw(256)
     for rows in (3, 64, 100):
-        x = gpu(rows, 256)
+        x = draw(rows, 256)
         assert torch.equal(compiled(x, w), rms_norm(x, w))
 
 
 @pytest.mark.multigpu
 def test_tensors_on_another_device():
-    x, w = gpu(8, 64).to("cuda:1"), gpu(64).to("cuda:1")
+    x, w = draw(8, 64).to("cuda:1"), draw(64).to("cuda:1")
     torch.testing.assert_close(rms_norm(x, w), F.rms_norm(x, (64,), w, 1e-5))
-    a = gpu(256, 256, dtype=torch.bfloat16).to("cuda:1")
+    a = draw(256, 256, dtype=torch.bfloat16).to("cuda:1")
     near(matmul(a, a), a @ a, 1.0, 2e-2)  # by descriptors

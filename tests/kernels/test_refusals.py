@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from kernels.adamw import AdamW
+from kernels.average import average_into
 from kernels.cross_entropy import cross_entropy
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import add, gelu
@@ -79,6 +80,10 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
     (lambda: linear_cross_entropy(X, X[:, :3], T), ValueError, "weight has shape"),
     (lambda: linear_cross_entropy(X, X, T, reduction="none"), ValueError, "reduction is 'none'"),
     (lambda: linear_cross_entropy(X, X, T, chunk_bytes=0), ValueError, "chunk_bytes is 0"),
+    (lambda: average_into(X[0], X[0], 1.0), ValueError, "own|strides"),
+    (lambda: average_into(X[0], X[:, :4], 1.0), ValueError, "own|strides"),
+    (lambda: average_into(X[0], X.half(), 1.0), ValueError, "own|strides"),
+    (lambda: average_into(X[0, ::2], X[:, :4], 1.0), ValueError, "own|strides"),
     (lambda: linear_gelu_dropout(X, X, 3), TypeError, r"bias must be a torch\.Tensor, got int"),
 ])
 def test_bad_input_is_named(call, error, message):
