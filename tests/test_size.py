@@ -14,8 +14,8 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/measure": 16.1,
     "distlab/model": 8,  # stages of a pipeline
     "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
-    "distlab/report": 12.4,  # derived columns, which experiments computed
-    "distlab/theory": 30.3,  # what a rank of a layout sends, holds and takes; pipelines; Muon
+    "distlab/report": 12.5,  # derived columns, which experiments computed
+    "distlab/theory": 30.2,  # what a rank of a layout sends, holds and takes; pipelines; Muon
     "distlab/train": 12,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
