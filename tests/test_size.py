@@ -19,11 +19,11 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/train": 12,
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 80.1,  # mistakes where ranks share a model; pipeline_schedules; muon_placements
+    "experiments": 80,  # mistakes where ranks share a model; pipeline_schedules; muon_placements
     "kernels": 61,
     "launch": 7,  # groups, short help and hints for misspelt words
     "setup.py": 1,
-    "source": 318.4,  # three axes more, for which 15 are allowed, distlab check and Muon, for which 8 are
+    "source": 318.2,  # three axes more, for which 15 are allowed, distlab check and Muon, for which 8 are
     "tests": 236,
 }
 
