@@ -41,7 +41,7 @@ from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
 from distlab.theory.memory.recompute import recomputed_flops
-from distlab.theory.reliability import GPU_HOURS_BETWEEN_FAILURES, Failures
+from distlab.theory.reliability import Failures
 from distlab.train.memory_budget import stages_of
 from experiments._own_model import num_parameters, simulated
 
@@ -54,6 +54,8 @@ PARTS = {  # of a step, and the metric of each
     "waiting for the host": "host", "optimizer": "optimizer",
 }  # fmt: skip
 STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
+NODE_WRITES = 2e9  # bytes per second of a checkpoint
+RESTART_S = 600.0  # from a failure to the first new step
 
 
 @dataclass(frozen=True)
@@ -67,9 +69,6 @@ class PlanConfig(MachineOptions):
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
     recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
     layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
-    gpu_hours: float = option(round(GPU_HOURS_BETWEEN_FAILURES), "of one GPU between failures", above=0)
-    storage_gb_per_s: float = option(2.0, "that a node writes of a checkpoint", above=0)
-    restart_s: float = option(600.0, "from a failure to the first new step", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -264,8 +263,8 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     tokens_per_s = config.batch * model.context_length / time.step
     share = mfu(step_flops(**sizes) / shared, time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
     nodes = -(-ranks // machine.network.devices_per_node)
-    saving = STATE_BYTES * model.num_parameters / nodes / (1e9 * config.storage_gb_per_s)
-    failures = Failures.of_gpus(ranks, saving, config.restart_s, config.gpu_hours)
+    saving = STATE_BYTES * model.num_parameters / nodes / NODE_WRITES
+    failures = Failures.of_gpus(ranks, saving, RESTART_S)
     goodput = failures.goodput(failures.daly())
     return {
         "predicted_step_ms": 1e3 * time.step,

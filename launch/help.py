@@ -14,7 +14,7 @@ GROUPS = {
     "start here": "ddp_bench model_benchmark attention_sweep kernel_roofline plan sabotage",
     "strategies": "allreduce_sweep memory_breakdown muon_placements pipeline_schedules train_curves",
     "kernels": "calculator",
-    "models": "activation_checkpointing long_context mixed_precision model_comparison",
+    "models": "long_context mixed_precision model_comparison",
     "scale": "predict scaling simulate_scale",
     "lessons": "attention_steps gpu_lessons ir",
 }

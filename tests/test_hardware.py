@@ -1,10 +1,12 @@
-"""The table of devices: names found and not found, figures that fit each other, and the device at hand."""
+"""The tables of devices and clusters: names found and not found, figures that fit, and the device at hand."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from distlab import hardware
-from distlab.hardware import lookup, peak_flops
+from distlab.hardware import CLUSTERS, GB, cluster, lookup, peak_flops
 
 NAMES = [
     "NVIDIA A100-SXM4-40GB",
@@ -69,6 +71,39 @@ def test_bandwidth_grows_towards_the_core():
         assert 1.2e9 < spec.clock < 2.1e9
     assert lookup("NVIDIA A100-SXM4-80GB").clock == pytest.approx(1.41e9, rel=2e-3)
     assert lookup("NVIDIA H100 80GB HBM3").shared_bandwidth == pytest.approx(33.4e12, rel=2e-2)
+
+
+def test_clusters_by_their_names():
+    spec = cluster("grand-teton:128")
+    assert (spec.hosts, spec.gpus_per_host, spec.between) == (16, 8, 50 * GB)
+    assert spec.gpu.hbm_bandwidth == 2.4e12 and spec.gpu.watts == 500
+    shared = cluster("p4d:2x8")
+    assert shared.between == 6.25 * GB  # four cards of 100 Gb/s for eight GPUs
+    assert replace(shared, oversubscription=2.0).between == 3.125 * GB
+    assert all(spec.source for spec in CLUSTERS.values())
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [("dgx-z9", "choose one of"), ("dgx-h100:12", "nearest"), ("dgx-h100:axb", "HOSTSxGPUS"), ("p4d:0", "HOSTSxGPUS")],
+)
+def test_refused_names(text, says):
+    with pytest.raises(ValueError, match=says):
+        cluster(text)
+
+
+@pytest.mark.parametrize(
+    "wrong, says",
+    [
+        ({"oversubscription": 0.5}, "oversubscription"),
+        ({"card_bytes_per_s": 400 * 8 * GB}, "not bits"),
+        ({"cards_per_host": 0}, "at least one"),
+        ({"inside_bytes_per_s": -1.0, "hosts": 1}, "positive"),
+    ],
+)
+def test_contradictory_links(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        replace(CLUSTERS["dgx-h100"], **{"hosts": 2} | wrong)
 
 
 @pytest.mark.gpu

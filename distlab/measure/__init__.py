@@ -2,7 +2,6 @@
 
 from distlab.measure.bandwidth import (
     BY_HAND,
-    LIBRARY,
     OPERATIONS,
     disturb,
     time_collective,
@@ -30,10 +29,6 @@ from distlab.measure.rounds import interleave, sample_rounds
 from distlab.measure.statistics import (
     MIN_PAIRS,
     MIN_SAMPLES,
-    noise_floor,
-    overhead_ratio,
-    own_noise_floor,
-    paired_ratio,
     percentiles,
 )
 from distlab.measure.trace.account import (
@@ -43,7 +38,6 @@ from distlab.measure.trace.account import (
     explain,
     exposed_all_gathers,
     lanes,
-    median_step,
     step_windows,
 )
 from distlab.measure.trace.capture import Event, busy_ms, launched, load_trace
@@ -51,7 +45,6 @@ from distlab.measure.validity import attempt, check_clock, check_speed, check_wo
 
 __all__ = [
     "BY_HAND",
-    "LIBRARY",
     "MIN_PAIRS",
     "MIN_SAMPLES",
     "OPERATIONS",
@@ -82,12 +75,7 @@ __all__ = [
     "lanes",
     "launched",
     "load_trace",
-    "median_step",
     "named_ranges",
-    "noise_floor",
-    "overhead_ratio",
-    "own_noise_floor",
-    "paired_ratio",
     "peak_memory",
     "percentiles",
     "sample_rounds",

@@ -25,7 +25,6 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
-from distlab.measure.statistics import percentiles
 
 # Each from what this rank contributes to its result, which are one tensor where the collective works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
@@ -80,11 +79,6 @@ class CollectiveTiming:
     num_bytes: int
     samples_ms: list[float]
     max_abs_error: float
-
-    @property
-    def p50_s(self) -> float:
-        """The median in seconds."""
-        return percentiles(self.samples_ms)["p50"] / 1e3
 
 
 def time_collective(

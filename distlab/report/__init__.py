@@ -25,12 +25,11 @@ from distlab.report.derived import (
 )
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
-from distlab.report.style import GREYS, INK, OKABE_ITO, horizontal, picture
+from distlab.report.style import INK, OKABE_ITO, picture
 from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
 from distlab.report.view import View, write
 
 __all__ = [
-    "GREYS",
     "INK",
     "NOISE",
     "OKABE_ITO",
@@ -45,7 +44,6 @@ __all__ = [
     "environment",
     "fastest",
     "grouped",
-    "horizontal",
     "host_bound",
     "is_number",
     "json_line",

@@ -44,10 +44,14 @@ RENAMED = (
 
 # Experiment of then → of now.
 MERGED = {
+    "activation_checkpointing": "model_benchmark",
     "attention_memory": "attention_sweep",
     **dict.fromkeys(("hardware_effects", "tuning"), "gpu_lessons"),
     **dict.fromkeys(("predict_published", "predict_steps"), "predict"),
 }
+
+# Experiment of then → what the configuration of its rows says now.
+SAID_NOW = {"activation_checkpointing": {"mode": "forward_backward", "checkpointing": "as the row says"}}
 
 # Ratios that were the other ÷ ours, and are ours ÷ the other now. Experiment → metric of then → of now.
 TURNED = {
@@ -164,6 +168,7 @@ def read_json(path: str | os.PathLike) -> list[Record]:
             rows = [{**body["headers"][row["header"]], **row} for row in rows]
             rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
         rows = [row | {"metrics": _as_now(row["metrics"], TURNED.get(row["experiment"], {}))} for row in rows]
+        rows = [row | {"config": row["config"] | SAID_NOW.get(row["experiment"], {})} for row in rows]
         rows = [row | {"experiment": MERGED.get(row["experiment"], row["experiment"])} for row in rows]
         return [Record.from_dict(row) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:

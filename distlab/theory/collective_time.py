@@ -13,18 +13,6 @@ rank sends and receives at once. The reduction itself costs nothing here.
 Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees: Thakur,
 Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
 
-Over hosts of several devices (`Fabric`) links differ. A message occupies its link for S/W and arrives α later, so a
-ring's time is that of its longest chain of messages, each of which waits for the one before it on its link or for the
-one it forwards. With N = H·G ranks, i inside and o between hosts, b the seconds of a chunk on a link:
-
-    flat ring      max over chains of j hops and 2(N−1)−j waits at the slowest link
-    binomial tree  2⌈log₂G⌉·(αᵢ + S/Wᵢ) + 2⌈log₂H⌉·(αₒ + S/card)
-    two-level      2(G−1)·(αᵢ + S/(G·Wᵢ)) + 2(H−1)·(αₒ + S/(G·H·Wₒ))
-
-A flat ring leaves each host through all its cards (one ring per card, as libraries build them), so it moves large
-payloads best; two levels need 2(G−1) + 2(H−1) hops instead of 2(N−1), and win below `Fabric.crossover()`. The two-level
-form: Cho et al. 2019, "BlueConnect".
-
 α–β from measured times: seconds(S) = α + S/W, in one range of sizes or several (`Piece`).
 
 Libraries change their algorithm with the size (low-latency protocols, trees, more channels), so one line does not
@@ -40,8 +28,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-
-from distlab.theory.checks import at_least_one
 
 
 @dataclass(frozen=True)
@@ -102,107 +88,6 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
     _check(num_bytes, ranks)
     rounds, chunks = ALGORITHMS[algorithm](ranks)
     return rounds * link.seconds(num_bytes / chunks)
-
-
-@dataclass(frozen=True)
-class Fabric:
-    """Hosts of several devices as links.
-
-    Args:
-        hosts, per_host: H and G.
-        inside: of a device to others of its host.
-        between: of a device to other hosts, while all of its host's send.
-        cards: network cards of a host.
-
-    Raises:
-        ValueError: a number below one.
-    """
-
-    hosts: int
-    per_host: int
-    inside: Link
-    between: Link
-    cards: int = 1
-
-    def __post_init__(self) -> None:
-        at_least_one(hosts=self.hosts, per_host=self.per_host, cards=self.cards)
-
-    @staticmethod
-    def of(cluster: Any, share: float = 1.0) -> "Fabric":
-        """The links of a `hardware.ClusterSpec`, at a share of its bandwidths."""
-        inside = Link(share * cluster.inside, cluster.inside_hop_s)
-        between = Link(share * cluster.between, cluster.between_hop_s)
-        return Fabric(cluster.hosts, cluster.gpus_per_host, inside, between, cluster.cards_per_host)
-
-    @property
-    def ranks(self) -> int:
-        """N."""
-        return self.hosts * self.per_host
-
-    @property
-    def card(self) -> Link:
-        """One network card, which serves one message at a time."""
-        return Link(self.between.bytes_per_s * self.per_host / self.cards, self.between.latency_s)
-
-    def ring_links(self, num_bytes: float, rings: int | None = None) -> tuple[float, float]:
-        """Seconds for which a ring's chunk occupies a link inside a host, and one between hosts."""
-        rings = self.cards if rings is None else rings
-        chunk = num_bytes / self.ranks
-        return chunk / self.inside.bytes_per_s, chunk / rings / self.card.bytes_per_s
-
-    def flat_ring(self, num_bytes: float, rings: int | None = None) -> float:
-        """Seconds of an all-reduce over rings through all ranks, host after host; `rings` default one per card.
-
-        Raises:
-            ValueError: negative bytes, or more rings than cards.
-        """
-        _check(num_bytes, self.ranks)
-        if rings is not None and not 1 <= rings <= self.cards:
-            raise ValueError(f"rings={rings}: each leaves a host through a card of its own, and it has {self.cards}")
-        steps, (inside, between) = 2 * (self.ranks - 1), self.ring_links(num_bytes, rings)
-        if steps == 0:
-            return 0.0
-        if self.hosts == 1:
-            return steps * (self.inside.latency_s + inside)
-        chains = []
-        for hops in {1, min(self.per_host, steps), (steps - 1) // self.per_host * self.per_host + 1, steps}:
-            for crossed in (1 + (hops - 1) // self.per_host, hops // self.per_host):  # most and fewest borders
-                moving = crossed * (self.between.latency_s + between)
-                moving += (hops - crossed) * (self.inside.latency_s + inside)
-                slowest = max(between if crossed else 0.0, inside if hops > crossed else 0.0)
-                chains.append(moving + (steps - hops) * slowest)
-        return max(chains)
-
-    def tree(self, num_bytes: float) -> float:
-        """Seconds of an all-reduce up and down a binomial tree, inside hosts first; exact where H and G are powers
-        of two, else the most it can take.
-        """
-        _check(num_bytes, self.ranks)
-        up = math.ceil(math.log2(self.per_host)) * self.inside.seconds(num_bytes)
-        return 2 * (up + math.ceil(math.log2(self.hosts)) * self.card.seconds(num_bytes))
-
-    def two_level(self, num_bytes: float) -> float:
-        """Seconds of reduce-scatter inside, all-reduce of the shards between, all-gather inside."""
-        _check(num_bytes, self.ranks)
-        shard = num_bytes / self.per_host
-        inside = collective_seconds("ring all-gather", num_bytes, self.per_host, self.inside)
-        return 2 * inside + collective_seconds("ring all-reduce", shard, self.hosts, self.between)
-
-    def crossover(self, rings: int | None = None) -> float:
-        """Bytes from which the flat ring is faster than two levels: 0 if always, infinite if never."""
-        low, high = 1.0, 1e15
-
-        def two_level_wins(size: float) -> bool:
-            return self.two_level(size) < self.flat_ring(size, rings)
-
-        if two_level_wins(high):
-            return math.inf
-        if not two_level_wins(low):
-            return 0.0
-        while high / low > 1 + 1e-9:
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if two_level_wins(middle) else (low, middle)
-        return low
 
 
 def _check(num_bytes: float, ranks: int) -> None:

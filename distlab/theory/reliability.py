@@ -42,11 +42,9 @@ class Failures:
             raise ValueError(f"{self}: time between failures must be positive, no time negative")
 
     @staticmethod
-    def of_gpus(
-        gpus: int, checkpoint: float, restart: float, gpu_hours: float = GPU_HOURS_BETWEEN_FAILURES
-    ) -> "Failures":
-        """Of a run on so many GPUs, each of which fails as often as `gpu_hours` says."""
-        return Failures(3600 * gpu_hours / gpus, checkpoint, restart)
+    def of_gpus(gpus: int, checkpoint: float, restart: float) -> "Failures":
+        """Of a run on so many GPUs, each of which fails once in `GPU_HOURS_BETWEEN_FAILURES`."""
+        return Failures(3600 * GPU_HOURS_BETWEEN_FAILURES / gpus, checkpoint, restart)
 
     def young(self) -> float:
         """Seconds of work between checkpoints by Young's rule; infinite without failures."""

@@ -5,6 +5,7 @@
     distlab run model_benchmark --quick --profile --memory-snapshot --saved
     distlab run model_benchmark --preset profile     # kinds of work, contexts of 256 to 4,096
     distlab run model_benchmark --preset memory      # memory over contexts, in fp32 and bf16
+    distlab run model_benchmark --preset recomputation  # of activations: memory, time
 
 Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
@@ -54,7 +55,7 @@ from distlab.measure import (
 )
 from distlab.measure.trace.capture import PHASES
 from distlab.options import SEED
-from distlab.report import NOISE, stacked_bars, waiting
+from distlab.report import NOISE, prediction_error, stacked_bars, waiting
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require, shortage
 
@@ -68,6 +69,7 @@ from .taken_apart import (
     headline,
     memory,
     ms_column,
+    predicted_peak,
     prefix,
     profile,
     saved,
@@ -172,6 +174,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
+            metrics["predicted_peak_bytes"] = predicted_peak(trial, context, mode)
             run.add(names[mode, warmup], metrics, **asdict(trial) | trial.facts(context), mode=mode, warmup=warmup)
     if config.nvtx:
         torch.cuda.profiler.stop()
@@ -351,7 +354,7 @@ def draw_steps(records: Sequence[Record], path: Path) -> None:
     rows = [record.metrics for record in records]
     timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
     parts = {
-        phase: [(m[f"{phase}_p50_ms"] or 0.0) if ok else m["status"] for m, ok in zip(rows, timed, strict=True)]
+        phase: [(m.get(f"{phase}_p50_ms") or 0.0) if ok else m["status"] for m, ok in zip(rows, timed, strict=True)]
         for phase in PHASES
     }
     ends = [(m["step_p20_ms"], m["step_p80_ms"]) if ok else None for m, ok in zip(rows, timed, strict=True)]
@@ -367,6 +370,8 @@ VIEW = View(
         ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
         ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
         Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
+        Column("metrics.predicted_peak_bytes", "predicted", ".2f", scale=2**-30, missing="", optional=True),
+        prediction_error("predicted_peak_bytes", "peak_alloc_bytes", form="+.1f"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
@@ -375,7 +380,10 @@ VIEW = View(
         NOISE, Column("metrics.status", "status", align="left"),
     ],
     headline=lambda records: headline(records) + waiting(records),
-    terminal=("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "tokens_per_s", "mfu_pct", "status"),
+    terminal=(
+        *("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "predicted_peak_bytes", "tokens_per_s"),
+        *("mfu_pct", "status"),
+    ),
     pictures={"steps.png": draw_steps},
     reading="Inference is a forward without gradients; forward keeps what backward needs and stops there; "
     "forward_backward adds backward and the synchronisation of gradients; step adds the optimizer. Every call works on "
@@ -385,7 +393,7 @@ VIEW = View(
     "attention, torch's operations, fp32, nothing compiled. A row whose error is above the tolerance of its dtype, "
     "whose clock does not cover the wall's, whose gradients are zero, or that is faster than the device's peak, says "
     "so in its status.",
-    prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
+    prediction="Peaks in closed form (distlab.theory.memory). For predicted steps see plan and predict.",
 )
 # Where the time and the memory of a step and of a forward alone go, over contexts.
 PROFILED = {
@@ -401,6 +409,14 @@ EXPERIMENT = Experiment(
         "profile-cpu": ON_CPU,
         "memory": PROFILED | {"context": (256, 1024, 2048), "dtype": ("fp32", "bf16"), "memory": True},
         "memory-cpu": ON_CPU,
+        "recomputation": {
+            "size": ("xl",), "batch": (4,), "context": (1024,), "dtype": ("bf16",), "modes": ("forward_backward",),
+            "checkpointing": ("none", "block", "every-2", "every-4", "every-8", "every-16", "every-32"),
+        },
+        "recomputation-cpu": ON_CPU | {
+            "layers": (8,), "batch": (4,), "context": (128,), "vocab": (256,), "memory": True,
+            "checkpointing": ("none", "block", "every-2", "every-4"),
+        },
         "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
     },
     ranks="many",

@@ -283,12 +283,18 @@ def memory(
 
 
 def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
-    """Bytes at the peak by the closed form, eager; None for a user's model."""
-    if config.factory is not None:
+    """Bytes at the peak by the closed form; None for a user's model, and for a forward that keeps what backward needs.
+
+    A step is a settled one; of forward and backward alone no optimizer state is there.
+    """
+    if config.factory is not None or mode == "forward":
         return None
     expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
     if mode == "step":
         return expected.peak.total
+    if mode == "forward_backward":
+        moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
+        return max(moment.total - moment.optimizer_state for moment in moments)
     model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
     sizes = config.batch, model.context_length, precision, model.attention
     shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary

@@ -15,7 +15,6 @@ from launch.registry import load
 from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset
-    "activation_checkpointing": {"groups": ("block", "every-2")},
     "allreduce_sweep": {
         "operations": ("all_reduce", "broadcast", "whole_all_reduce"), "group_sizes": (2, 3), "repeats": 5,
     },

@@ -7,6 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from distlab.bench.timing import TrialConfig
+from distlab.experiment import lone_context
 from distlab.measure import Event
 from distlab.model import TransformerLM
 from distlab.report.record import read_json
@@ -89,6 +91,17 @@ def test_rows_are_all_combinations_and_each_is_checked(results):
     assert step["first_ms"] == series[2] and step["step_samples_ms"][:-2] == series[2:]
 
 
+def test_a_predicted_peak_is_of_what_a_mode_holds(results):
+    trial = TrialConfig(size="tiny", batch=4, context=128, vocab=256, layers=8, checkpointing="every-2")
+    step, gradients, forward = (
+        taken_apart.predicted_peak(trial, lone_context("cpu"), mode) for mode in ("step", "forward_backward", "forward")
+    )
+    assert step - gradients == pytest.approx(8 * trial.model().num_parameters, rel=1e-3)  # AdamW's state
+    assert forward is None
+    rows = {record.variant: record.metrics["predicted_peak_bytes"] for record in results["sweep"]}
+    assert rows["sdpa, step, warm-up 0"] > 0 and rows["sdpa, forward, warm-up 0"] is None
+
+
 def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
     """Memory runs out on one of two ranks, and flash attention has no GPU: rows on both, and more rows after them."""
     rows = {record.variant: record.metrics for record in results["sweep"]}
@@ -96,7 +109,9 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
     assert rows["sdpa, step, warm-up 0"]["status"] == rows["sdpa, step, warm-up 2"]["status"] == "OOM"
     assert "step_p50_ms" not in rows["sdpa, step, warm-up 0"]
     if not torch.cuda.is_available():
-        assert set(rows["flash, step, warm-up 0"]) == {"status", "loss_rel_error", "grad_rel_error"}
+        assert set(rows["flash, step, warm-up 0"]) == {
+            *("status", "loss_rel_error", "grad_rel_error", "predicted_peak_bytes")
+        }
         assert "needs a CUDA device" in rows["flash, step, warm-up 0"]["status"]
 
 

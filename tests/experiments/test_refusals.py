@@ -6,8 +6,6 @@ import torch
 from tests.experiments.frame import refused
 
 REFUSED = {
-    "activation_checkpointing --groups every-0": "choose none, block, every-K",
-    "activation_checkpointing --steps 1 --rounds 1": "at least 5 steps",
     "allreduce_sweep --sizes 4096": "give two or more positive sizes",
     "allreduce_sweep --nproc 1 --backend gloo": "one rank alone sends nothing: start two or more with --nproc",
     "allreduce_sweep --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
@@ -34,6 +32,7 @@ REFUSED = {
     "long_context --scale 2": "scale='2': give a fraction above 0 and at most 1, such as 1/8",
     "long_context --scale a/b": "scale='a/b': give a fraction",
     "long_context --rows fsdp3": "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks",
+    "model_benchmark --checkpointing every-0": "choose none, block, every-K",
     "model_benchmark --steps 2": "at least 3",
     "plan --devices h99:8": "device 'h99' is unknown; choose one of",
     "plan --devices h100:x": "give a name and a number",

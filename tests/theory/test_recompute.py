@@ -1,19 +1,14 @@
 """Recomputation in groups: torch's own count of FLOPs, brute force over blocks, and the square-root rule."""
 
-import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.model import ModelConfig, TransformerLM, checkpoint_plan
 from distlab.model.config import RECOMPUTATION
 from distlab.theory.flops import forward_flops, step_flops
 from distlab.theory.memory.recompute import (
-    best_group_size,
-    kept_bytes,
     recomputed_flops,
 )
 
@@ -41,24 +36,3 @@ def test_what_blocks_keep_does_not_run_again(plan):
     sizes, keeps = config.sizes(2), checkpoint_plan(plan, 5)
     scores = forward_flops(**sizes).attention_scores // 5 * keeps.count("block")
     assert found[0] - found[1] == recomputed_flops(keeps, **sizes) - scores
-
-
-@given(st.integers(1, 40), st.integers(0, 9), st.integers(1, 100), st.integers(1, 30))
-def test_kept_bytes_are_the_worst_moment_of_a_walk(layers, group, inside, checkpoint):
-    block = checkpoint + inside  # a block's own input is among what it keeps
-    size = group or layers
-    moments = [place // size * checkpoint + (place % size + 1) * block for place in range(layers)]
-    # Where the size does not divide, the fullest group and the most inputs below do not coincide: the form is a bound.
-    assert max(moments) <= kept_bytes(layers, group, block, checkpoint)
-    if layers % size == 0:
-        assert max(moments) == kept_bytes(layers, group, block, checkpoint)
-
-
-@given(st.integers(1, 200), st.integers(1, 50))
-def test_the_square_root_rule(layers, ratio):
-    """Around √(L·c/b), where the form would be least if sizes were no integers."""
-    best, estimate = best_group_size(layers, ratio, 1), math.sqrt(layers / ratio)
-    real = kept_bytes(layers, best, ratio, 1)
-    for size in (math.floor(estimate), math.ceil(estimate)):
-        if 1 <= size <= layers:
-            assert real <= kept_bytes(layers, size, ratio, 1) <= real * 1.5 + ratio

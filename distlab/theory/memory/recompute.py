@@ -11,8 +11,6 @@ A block that is recomputed by itself may keep some results beside its input (`KE
 then do not run again.
 """
 
-
-from distlab.theory.checks import at_least_one
 from distlab.theory.flops import forward_flops
 
 # Whose results a recomputed block keeps beside its input, by the name of the choice; w1 and w3 are gate and up. What
@@ -27,26 +25,6 @@ KEEPS: dict[str, tuple[str, ...]] = {
     "selective": ("attention", "qkv", "w1", "w2"),
 }
 RECOMPUTATION = (*KEEPS, "none")
-
-
-def kept_bytes(num_layers: int, group: int, block: int, checkpoint: int) -> int:
-    """Most that blocks keep at once, in bytes: the inputs of groups, and the activations of one.
-
-    Args:
-        num_layers: L, blocks.
-        group: blocks per group; 0 for no checkpointing.
-        block, checkpoint: bytes that one block keeps, and that an input takes (`activations`).
-    """
-    at_least_one(num_layers=num_layers)
-    size = min(group or num_layers, num_layers)
-    # The group's own input is the first of what its blocks keep.
-    return (-(-num_layers // size) - 1) * checkpoint + size * block
-
-
-def best_group_size(num_layers: int, block: int, checkpoint: int) -> int:
-    """The group size that keeps least, the smallest where several do; arguments as `kept_bytes`."""
-    sizes = range(1, num_layers + 1)
-    return min(sizes, key=lambda size: kept_bytes(num_layers, size, block, checkpoint))
 
 
 def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
