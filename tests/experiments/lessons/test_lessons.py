@@ -40,7 +40,8 @@ def test_every_step_is_attention_across_several_tiles(number):
 
 
 @ON_CPU
-@pytest.mark.parametrize(("m", "n", "split", "fused"), [(16, 32, False, True), (32, 16, True, False)])
+@pytest.mark.parametrize(("m", "n", "split", "fused"), [(16, 32, False, True), (16, 32, True, False),
+                                                        (32, 16, False, False), (32, 16, True, True)])
 def test_tiles_need_not_be_square(m, n, split, fused):
     tile = lesson.Tile(m, n)
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
