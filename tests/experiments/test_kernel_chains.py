@@ -15,6 +15,7 @@ from experiments.kernel_roofline.chains import (
 from kernels import _triton
 from tests.experiments.frame import measured
 from tests.kernels.fused import DEVICE, TOLERANCE
+from tests.kernels.near import near
 
 MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias", "silu"))
 
@@ -30,11 +31,10 @@ def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
     monkeypatch.setattr(chain_kernel, "launch", lambda *args: launches.append(args) or launch(*args))
     found = case.variants["ours"](*inputs)
     exact = applied(chain, "naive")(*(tensor.double() for tensor in inputs))
-    torch.testing.assert_close(found.double(), exact, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    near(found, exact, TOLERANCE[dtype])
     assert found.dtype == dtype and len(launches) == 1
     monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
-    plain = case.variants["ours"](*inputs)  # without Triton
-    torch.testing.assert_close(plain, found, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    near(case.variants["ours"](*inputs), found, TOLERANCE[dtype])  # without Triton
 
 
 def test_what_the_kernel_has_no_form_for():

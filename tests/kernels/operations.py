@@ -10,7 +10,7 @@ from kernels import reference
 from kernels.cross_entropy import cross_entropy
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import add, gelu
-from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch
+from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, flash_attention
 from kernels.layernorm import layer_norm
 from kernels.linear_cross_entropy import linear_cross_entropy
 from kernels.matmul import EPILOGUES, matmul
@@ -20,6 +20,7 @@ from kernels.softmax import softmax
 from kernels.swiglu import swiglu
 from kernels.weighted_sum import weighted_sum
 
+from .attention_reference import attention, log_sum_exp
 from .fused import compare, draw
 
 
@@ -56,6 +57,20 @@ def attention_by(function):
     return lambda *t: function.apply(*(x[None] for x in t), True)[0], plain
 
 
+def options_of(q):
+    """Options of attention that need more than q, k and v: documents of three rows each, with a softcap."""
+    return {"causal": True, "softcap": 2.0, "document_ids": torch.arange(len(q), device=q.device)[None] // 3}
+
+
+def attention_and_lse(q, k, v):
+    return tuple(x[0] for x in flash_attention(q[None], k[None], v[None], **options_of(q), return_lse=True))
+
+
+def plain_attention_and_lse(q, k, v):
+    lse = log_sum_exp(q[None, None], k[None, None], **options_of(q))
+    return attention(q[None], k[None], v[None], **options_of(q))[0], lse[0, 0]
+
+
 def keep(x, p):
     """The elements that dropout with seed 1 keeps."""
     return dropout(torch.ones_like(x, dtype=torch.float32), p, seed=1) != 0
@@ -85,6 +100,7 @@ OPERATIONS = {
     "matmul": (matmul, lambda a, b: a @ b, "Nd", "do"),
     "matmul_gelu": (*product("gelu"), "Nd", "do", "o"),
     "attention": (*attention_by(FlashAttention2), "Nh", "Nh", "Nh"),
+    "attention_lse": (attention_and_lse, plain_attention_and_lse, "Nh", "Nh", "Nh"),
     "attention_torch": (*attention_by(FlashAttention2PyTorch), "Nh", "Nh", "Nh"),
 }
 # What takes other ways with other options; the properties that do not depend on those are tested of OPERATIONS alone.

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 
 from kernels import _dispatch
 from kernels._triton import generation
-from kernels.flash_attention import FlashAttention2, configs, document_bounds, flash_attention
+from kernels.flash_attention import FlashAttention2, configs, flash_attention
 from kernels.flash_attention.options import Problem
 
 from .attention_reference import attention, in_float64, inputs, rms, with_gradients
@@ -147,12 +147,7 @@ def test_accuracy_of_long_calls_in_fp32_beside_sdpa(head_dim):
 def test_documents(head_dim, dtype):
     tensors = inputs(2, 2, 1, 700, 700, head_dim, dtype)
     ids = torch.randint(0, 2, (2, 700), device="cuda").cumsum(1) // 50
-    options = {"causal": True, "document_ids": ids}
-    exact = in_float64(*tensors, **options)
-    peer = with_gradients(lambda *x: attention(*x, **options), *tensors)
-    options["document_ids"] = document_bounds(ids)
-    judge(with_gradients(lambda *x: flash_attention(*x, **options, precision="bf16x6"), *tensors), peer, exact,
-          rms_factor=3.0 if dtype == torch.float32 else 1.5)
+    check_beside_eager(tensors, "bf16x6", causal=True, document_ids=ids)
 
 
 # Keys that differ in their rows only and have the same tiles are one case: its sizes are not those of the key.

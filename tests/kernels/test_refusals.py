@@ -22,7 +22,7 @@ from .fused import DEVICE, draw
 X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
 
 
-# RELIABILITY 44
+# RELIABILITY 44. Shape, dtype and device are asked of a weight or bias by one function, of which each call has a row.
 @pytest.mark.parametrize(("call", "error", "message"), [
     (lambda: rms_norm(X, W[:3]), ValueError, r"weight has shape \(3,\).*allowed: \(8,\)"),
     (lambda: rms_norm(X.double(), W), ValueError, "x has dtype.*allowed: float32"),
@@ -36,11 +36,7 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
     (lambda: weighted_sum(X.long(), W), ValueError, "x has dtype"),
     (lambda: rms_norm(X, W.to("meta")), ValueError, "weight is on meta"),
     (lambda: RMSNormPyTorch.apply(X), TypeError, "weight"),
-    (lambda: RMSNormPyTorch.apply(X, None), TypeError, "weight must be a torch.Tensor"),
     (lambda: RMSNormPyTorch.apply(X, W[:3]), ValueError, r"weight has shape \(3,\)"),
-    (lambda: RMSNormPyTorch.apply(X, W.long()), ValueError, "weight has dtype"),
-    (lambda: layer_norm(X, W, W.long()), ValueError, "bias has dtype"),
-    (lambda: layer_norm(X, W, W.to("meta")), ValueError, "bias is on meta"),
     (lambda: add(X, X[:1]), ValueError, r"y has shape \(1, 8\), x \(2, 8\)"),
     (lambda: add(X, X.half()), ValueError, "y has dtype"),
     (lambda: swiglu(X, X.T), ValueError, "up has shape"),
@@ -53,9 +49,7 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
     (lambda: linear_gelu_dropout(X, X[:, :3]), ValueError, "weight has shape"),
     (lambda: linear_gelu_dropout(X, X.half()), ValueError, "weight has dtype torch.float16, x torch.float32"),
     (lambda: linear_gelu_dropout(X, X.to("meta")), ValueError, "weight is on meta"),
-    (lambda: linear_gelu_dropout(X, X, X[0, :2].long()), ValueError, "bias has dtype torch.int64"),
     (lambda: linear_gelu_dropout(X, X, X[0]), ValueError, r"bias has shape \(8,\); allowed: \(2,\)"),
-    (lambda: linear_gelu_dropout(X, X, X[0, :2].to("meta")), ValueError, "bias is on meta"),
     (lambda: rope(X, X.clone().requires_grad_(), X), ValueError, "cos or sin requires a gradient"),
     (lambda: AdamW([X], lr=-1.0), ValueError, "lr is -1"),
     (lambda: AdamW([X], betas=(1.0, 0.9)), ValueError, "betas is"),
@@ -74,7 +68,6 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
     (lambda: linear_cross_entropy(X, X, T, ignore_index=-2**63 - 1), ValueError, "ignore_index is -9223"),
     (lambda: linear_cross_entropy(X, X.half(), T), ValueError, "weight has dtype torch.float16, x torch.float32"),
     (lambda: linear_cross_entropy(X, X.to("meta"), T), ValueError, "weight is on meta"),
-    (lambda: matmul(X, X.T, X[0, :2].long()), ValueError, "bias has dtype torch.int64"),
     (lambda: cross_entropy(X[0], T), ValueError, "at least 2 dimensions"),
     (lambda: cross_entropy(X, [0, 1]), TypeError, "targets must be a torch.Tensor"),
     (lambda: linear_cross_entropy(X, X[:, :3], T), ValueError, "weight has shape"),
@@ -84,7 +77,6 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
     (lambda: average_into(X[0], X[:, :4], 1.0), ValueError, "own|strides"),
     (lambda: average_into(X[0], X.half(), 1.0), ValueError, "own|strides"),
     (lambda: average_into(X[0, ::2], X[:, :4], 1.0), ValueError, "own|strides"),
-    (lambda: linear_gelu_dropout(X, X, 3), TypeError, r"bias must be a torch\.Tensor, got int"),
 ])
 def test_bad_input_is_named(call, error, message):
     with pytest.raises(error, match=message):

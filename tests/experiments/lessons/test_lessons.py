@@ -33,14 +33,13 @@ def errors_of(step, shape):
 def test_every_step_is_attention_across_several_tiles(number):
     """Longer than a tile in both directions, so that full, cut and skipped tiles all occur."""
     step = attention_steps.staircase(16)[number]
-    found = errors_of(step, Shape(1, 2, 2, 128, 128, 16))
+    found = errors_of(step, Shape(1, 1, 1, 128, 128, 16))
     assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found  # fp32 sums
 
 
 @ON_CPU
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize(("m", "n"), [(16, 32), (32, 16)])
+@pytest.mark.parametrize(("m", "n", "split", "fused"), [(16, 32, False, True), (16, 32, True, False),
+                                                        (32, 16, False, False), (32, 16, True, True)])
 def test_tiles_need_not_be_square(m, n, split, fused):
     tile = lesson.Tile(m, n)
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
