@@ -33,6 +33,7 @@ from distlab.hardware import lookup
 from distlab.measure import (
     BY_HAND,
     OPERATIONS,
+    all_reduces,
     disturb,
     free_bytes,
     percentiles,
@@ -126,8 +127,8 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
                 run.add(operation, _row(config, context, operation, size), **own)
     if config.contention_bytes:
         run.progress(f"{context.world_size} ranks: contention")
-        for name, compute in _computations(config, context.device).items():
-            found = disturb(context, compute, config.contention_bytes)
+        for name, compute in computations(config.matrix, context.device).items():
+            found = disturb(context, compute, all_reduces(context, config.contention_bytes))
             own = shared | {"operation": "all_reduce", "num_bytes": config.contention_bytes}
             run.add(CONTENTION + name, found, **own)
 
@@ -153,10 +154,14 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
     return metrics
 
 
-def _computations(config: SweepConfig, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What runs beside the all-reduce: one that is bound by arithmetic, one by memory."""
+def computations(side: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What runs beside messages: one that is bound by arithmetic, one by memory.
+
+    Args:
+        side: of the matrices, 0 for 8192 (bf16), on a CPU 384 (fp32).
+    """
     on_gpu = device.type == "cuda"
-    side = config.matrix or (8192 if on_gpu else 384)
+    side = side or (8192 if on_gpu else 384)
     dtype = torch.bfloat16 if on_gpu else torch.float32
     a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     source = torch.randn(side * side, device=device)

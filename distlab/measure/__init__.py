@@ -3,6 +3,7 @@
 from distlab.measure.bandwidth import (
     BY_HAND,
     OPERATIONS,
+    all_reduces,
     disturb,
     time_collective,
     traffic,
@@ -55,6 +56,7 @@ __all__ = [
     "PhaseTimer",
     "StepAccount",
     "account",
+    "all_reduces",
     "allocated_bytes",
     "attempt",
     "busy_ms",

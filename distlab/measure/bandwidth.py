@@ -8,7 +8,7 @@ nccl-tests define them:
 
 How much do computation and communication slow each other down?
 
-A queue of all-reduces is put on the wire, and computation runs beside it for t seconds, in which it does what takes
+A queue of messages is put on the wire, and computation runs beside it for t seconds, in which it does what takes
 m seconds alone: its rate is p = m/t. The queue outlasts it and is done after T seconds, instead of C alone. All that
 lies outside of t ran undisturbed, so in t the queue has done what takes C − (T − t) alone: its rate is
 q = (C − (T − t))/t. Neither a second clock nor a separate stream is needed, so gloo and NCCL are measured in the same
@@ -18,6 +18,7 @@ way.
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from torch.distributed import ProcessGroup
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 
+Send = Callable[[int], Any]  # the number of a message → what to `wait()` for
 # Each from what this rank contributes to its result, which are one tensor where the collective works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
     "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
@@ -153,29 +155,35 @@ def _case(
     return lambda: _CALLS[operation](source, result, group), source, result, lambda: values(sent).add_(rank), expected
 
 
-def disturb(
-    context: RankContext,
-    compute: Callable[[], object],
-    num_bytes: int,
-    *,
-    least_ms: float = 20.0,
-    rounds: int = 3,
-) -> dict[str, float]:
-    """Time `compute()` and all-reduces of `num_bytes`, alone and together. Every rank calls it.
-
-    Returns:
-        As metrics: milliseconds of one computation and of one all-reduce, alone and beside each other, and with which
-        rate each runs beside the other, p and q in (0, 1]; 1 means undisturbed.
-
-    Args:
-        compute: queues work on the current stream; called often enough to last `least_ms`.
-        num_bytes: of each all-reduce; as many are queued as outlast twice the computation.
-        rounds: medians are taken over so many.
-    """
+def all_reduces(context: RankContext, num_bytes: int) -> Send:
+    """All-reduces of so many bytes each; repetitions do not change the values."""
     # Sums of zeros stay zeros; where the backend averages, ones stay ones and draw the power of real data.
     value = 1.0 if collectives.averages_in_reduction(context.device, context.group) else 0.0
     # gloo runs two messages at a time, which must not be one tensor.
     tensors = [torch.full((max(1, num_bytes // 4),), value, device=context.device) for _ in range(2)]
+    return lambda number: collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)
+
+
+def disturb(
+    context: RankContext,
+    compute: Callable[[], object],
+    send: Send,
+    *,
+    least_ms: float = 20.0,
+    rounds: int = 3,
+) -> dict[str, float]:
+    """Time `compute()` and messages, alone and together. Every rank calls it.
+
+    Returns:
+        As metrics: milliseconds of one computation and of one message, alone and beside each other, with which rate
+        each runs beside the other, p and q in (0, 1] where 1 means undisturbed, and by how many per cent the
+        computation's times beside messages lie around their median.
+
+    Args:
+        compute: queues work on the current stream; called often enough to last `least_ms`.
+        send: begins a message, see `all_reduces`; as many are queued as outlast twice the computation.
+        rounds: medians are taken over so many.
+    """
 
     def alone(calls: int) -> list[float]:
         """ms of `calls` computations, three times."""
@@ -193,10 +201,7 @@ def disturb(
         timer = PhaseTimer(context.device)
         timer.synchronize()
         timer.start()
-        works = [
-            collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)
-            for number in range(messages)
-        ]
+        works = [send(number) for number in range(messages)]
         timer.mark("queued")
         for _ in range(beside):
             compute()
@@ -216,7 +221,8 @@ def disturb(
     alone_ms = median(alone(calls))
     queue_ms = median(queue(messages, beside=0)[0] for _ in range(rounds))
     runs = [queue(messages, beside=calls) for _ in range(rounds)]
-    beside_ms = median(compute_ms for _, compute_ms in runs)
+    times = sorted(compute_ms for _, compute_ms in runs)
+    beside_ms = median(times)
     rate = median(rate_beside(queue_ms, total_ms, compute_ms) for total_ms, compute_ms in runs)
     return {
         "compute_alone_ms": alone_ms / calls,
@@ -225,6 +231,7 @@ def disturb(
         "comm_beside_ms": queue_ms / messages / rate,
         "compute_rate": min(1.0, alone_ms / beside_ms),
         "communication_rate": rate,
+        "compute_noise_pct": 50 * (times[-1] - times[0]) / beside_ms,
     }
 
 

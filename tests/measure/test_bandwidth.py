@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distlab.comm import collectives, ring
-from distlab.measure.bandwidth import OPERATIONS, disturb, rate_beside, time_collective, traffic
+from distlab.measure.bandwidth import OPERATIONS, all_reduces, disturb, rate_beside, time_collective, traffic
 from distlab.testing import run_ranks
 
 
@@ -92,7 +92,7 @@ def test_the_rate_of_a_queue_beside_computation():
 
 
 def disturbed(context):
-    return disturb(context, lambda: time.sleep(0.002), 4096, least_ms=4, rounds=1)
+    return disturb(context, lambda: time.sleep(0.002), all_reduces(context, 4096), least_ms=4, rounds=1)
 
 
 def test_contention_is_measured_alike_on_all_ranks():

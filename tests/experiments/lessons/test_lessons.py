@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.experiment import lone_context
+from distlab.experiment import Record, lone_context
 from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
-from experiments.lessons import attention_steps, gpu_lessons, ir
+from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from kernels import _triton
 from kernels._language import tl, triton
 from kernels.matmul import grouped_tile
@@ -160,3 +160,27 @@ def test_a_study_runs_on_a_gpu_and_all_of_it_is_right(module, tmp_path):
     assert [(r.variant, r.metrics["status"]) for r in run.records if r.metrics["status"] != "ok"] == []
     assert all("time_p50_ms" in r.metrics or "fwd_p50_ms" in r.metrics for r in run.records)
     assert module.EXPERIMENT.finish(run, json_only=True) == 0
+
+
+def test_what_messages_cost_the_computation_beside_them(smoke):
+    records, _ = smoke("contention")
+    assert [r.variant for r in records] == [
+        f"{name} beside {way}" for way in ("all-reduce", "all-gather") for name in ("matmul", "copy")
+    ]
+    for record in records:
+        metrics = record.metrics
+        assert metrics["max_abs_error"] == 0 and 0 < metrics["compute_rate"] <= 1
+        assert metrics["lost_ms_per_gb"] * record.config["megabytes"] >= 0
+
+
+def test_a_message_that_brings_too_little_is_called_wrong_and_its_cost_is_of_its_time():
+    found = {"comm_alone_ms": 2.0, "comm_beside_ms": 4.0, "compute_rate": 0.75}
+    costs = contention.costs(found, "all-gather, copy engines", 10**9, ranks=2)
+    assert costs == {"alone_busbw_gb_per_s": 250.0, "beside_busbw_gb_per_s": 125.0, "lost_ms_per_gb": 1.0}
+    records = [
+        Record("contention", "matmul beside all-reduce", {"megabytes": 4.0}, {"max_abs_error": error}, {}, None)
+        for error in (0.0, float("nan"), 0.5)
+    ]
+    assert contention.wrong_rows(records) == [
+        "matmul beside all-reduce of 4 MiB: off by nan", "matmul beside all-reduce of 4 MiB: off by 0.5"
+    ]

@@ -1,0 +1,233 @@
+"""What does a collective cost the computation beside it?
+
+    distlab run contention --nproc 2
+    distlab run contention --nproc 2 --ways "all-reduce, 2 CTAs" "all-reduce, copy engines" --megabytes 256
+
+NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and all transfers use the
+memory's bandwidth. A row is a computation, bound by arithmetic or by memory, beside a queue of messages that are sent
+in one way: how fast each runs beside the other, and what one message costs the computation. On CPUs the messages and
+the computation share cores.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from distlab.comm import collectives
+from distlab.comm.copy_engine import CopyEngineAllReduce
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import disturb, traffic
+from experiments.allreduce_sweep import computations
+
+MIB = 2**20
+
+
+@dataclass
+class Messages:
+    """Two messages, by turns: what this rank contributes to each, what it gets, and what begins to send one."""
+
+    sent: Sequence[Tensor]
+    received: Sequence[Tensor]
+    send: Callable[[int], Any]
+
+    def fill(self, value: float) -> None:
+        for tensor in self.sent:
+            tensor.fill_(value)
+
+
+@contextmanager
+def all_reduces(context: RankContext, count: int, ctas: int | None = None) -> Iterator[Messages]:
+    """By the library; on NCCL by a communicator with so many CTAs."""
+    group = context.group
+    if ctas is not None:
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.min_ctas = options.config.max_ctas = ctas
+        ranks = dist.get_process_group_ranks(group)
+        group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+    tensors = [torch.zeros(count, device=context.device) for _ in range(2)]
+    yield Messages(tensors, tensors, lambda k: collectives.all_reduce_mean(tensors[k % 2], group, prescaled=True))
+    if ctas is not None:
+        dist.destroy_process_group(group)
+
+
+@contextmanager
+def copied_all_reduces(context: RankContext, count: int) -> Iterator[Messages]:
+    """By copy engines, as `bucketed-dma` sends them."""
+    sender = CopyEngineAllReduce([count] * 2, [torch.float32] * 2, context.device, context.group)
+    yield Messages(sender.tensors, sender.tensors, lambda k: sender.start(k % 2))
+
+
+@contextmanager
+def all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
+    """By the library, of results with so many elements."""
+    parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
+    whole = [torch.zeros(count, device=context.device) for _ in range(2)]
+    send = lambda k: collectives.all_gather(whole[k % 2], parts[k % 2], context.group)  # noqa: E731
+    yield Messages(parts, whole, send)
+
+
+@dataclass
+class Arriving:
+    """A message of torch's functional collectives."""
+
+    result: Tensor
+    received: Tensor
+
+    def wait(self) -> None:
+        self.received.set_(torch.ops._c10d_functional.wait_tensor(self.result))
+
+
+@contextmanager
+def copied_all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
+    """By copy engines from torch's symmetric memory, as its asynchronous tensor parallelism sends them."""
+    from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
+
+    name = context.group.group_name
+    symmetric.enable_symm_mem_for_group(name)
+    parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
+    received = [torch.empty(0, device=context.device) for _ in range(2)]
+
+    def send(k: int) -> Arriving:
+        return Arriving(torch.ops.symm_mem._low_contention_all_gather(parts[k % 2], name), received[k % 2])
+
+    yield Messages(parts, received, send)
+
+
+Way = Callable[[RankContext, int], Any]  # the rank and a payload's elements → messages, as a context
+EVERYWHERE: dict[str, Way] = {"all-reduce": all_reduces, "all-gather": all_gathers}
+ON_GPUS: dict[str, Way] = {
+    **{f"all-reduce, {ctas} CTAs": partial(all_reduces, ctas=ctas) for ctas in (1, 4, 16, 32)},
+    "all-reduce, copy engines": copied_all_reduces,
+    "all-gather, copy engines": copied_all_gathers,
+}
+WAYS = EVERYWHERE | ON_GPUS
+
+
+@dataclass(frozen=True)
+class ContentionConfig(Options):
+    """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    ways: tuple[str, ...] = option((), "to send [all that this machine has]", choices=tuple(WAYS))
+    megabytes: tuple[float, ...] = option((16.0, 64.0, 256.0), "MiB of a message", above=0)
+    rounds: int = option(5, "medians are taken over so many", least=2)
+    least_ms: float = option(50.0, "of computation beside messages", above=0)
+    matrix: int = option(0, "side of the matmul, 0 for 8192 (bf16), on a CPU 384 (fp32)", least=0)
+
+
+def measure(config: ContentionConfig, context: RankContext, run: Run) -> None:
+    """Measure every row; call it on every rank.
+
+    Raises:
+        ValueError: one rank alone, or a way that needs NCCL, without it.
+    """
+    ways = config.ways or tuple(WAYS if context.backend == "nccl" else EVERYWHERE)
+    if context.world_size < 2 or (context.backend != "nccl" and set(ways) & set(ON_GPUS)):
+        raise ValueError(
+            f"contention: {context.world_size} ranks on {context.backend}: start two or more with --nproc; without "
+            f"NCCL --ways has {', '.join(EVERYWHERE)}"
+        )
+    for way in ways:
+        for size in config.megabytes:
+            run.progress(f"{way} of {size:g} MiB")
+            count = -(-int(size * MIB) // (4 * 128 * context.world_size)) * 128 * context.world_size
+            with WAYS[way](context, count) as messages:
+                error = checked(context, way, messages)
+                for name, compute in computations(config.matrix, context.device).items():
+                    found = disturb(
+                        context, compute, messages.send, least_ms=config.least_ms, rounds=config.rounds
+                    )
+                    found |= costs(found, way, 4 * count, context.world_size) | {"max_abs_error": error}
+                    shared = {"world_size": context.world_size, "backend": context.backend}
+                    run.add(f"{name} beside {way}", found, computation=name, way=way, megabytes=size, **shared)
+
+
+def checked(context: RankContext, way: str, messages: Messages) -> float:
+    """The largest error of a message from other values on each rank; leaves values that repetitions do not change."""
+    ranks = torch.arange(1.0, context.world_size + 1, device=context.device)
+    if way.startswith("all-gather"):
+        expected = ranks.repeat_interleave(messages.sent[0].numel())
+        kept = 1.0
+    else:
+        averages = collectives.averages_in_reduction(context.device, context.group)
+        expected, kept = (ranks.mean(), 1.0) if averages else (ranks.sum(), 0.0)
+    messages.fill(context.rank + 1)
+    messages.send(0).wait()
+    error = (messages.received[0] - expected).abs().max().item()
+    messages.fill(kept)
+    return max(collectives.gather_objects(error, context.group))
+
+
+def costs(found: dict[str, float], way: str, num_bytes: int, ranks: int) -> dict[str, float]:
+    """What a message costs the computation, in its own time, and its bus bandwidth, alone and beside."""
+    carried = num_bytes * traffic(way.partition(",")[0].replace("-", "_"), ranks)
+    lost_ms = found["comm_beside_ms"] * (1 - found["compute_rate"])
+    return {
+        "alone_busbw_gb_per_s": carried / found["comm_alone_ms"] / 1e6,
+        "beside_busbw_gb_per_s": carried / found["comm_beside_ms"] / 1e6,
+        "lost_ms_per_gb": lost_ms / num_bytes * 1e9,
+    }
+
+
+def wrong_rows(records: Sequence[Record]) -> list[str]:
+    """Rows whose messages did not bring what they should, a line each."""
+    return [
+        f"{record.variant} of {record.config['megabytes']:g} MiB: off by {record.metrics['max_abs_error']:g}"
+        for record in records
+        if not record.metrics["max_abs_error"] < 1e-5
+    ]
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "computation beside messages"),
+        Column("config.megabytes", "MiB", "g"),
+        Column("metrics.compute_alone_ms", "alone ms", ".3f"),
+        Column("metrics.compute_beside_ms", "beside ms", ".3f"),
+        Column("metrics.compute_rate", "its rate", ".3f"),
+        Column("metrics.compute_noise_pct", "± %", ".1f"),
+        Column("metrics.alone_busbw_gb_per_s", "bus alone GB/s", ".1f"),
+        Column("metrics.beside_busbw_gb_per_s", "bus beside GB/s", ".1f"),
+        Column("metrics.communication_rate", "their rate", ".3f"),
+        Column("metrics.lost_ms_per_gb", "ms lost per GB", ".3f"),
+        Column("metrics.max_abs_error", "max |Δ|", ".1e"),
+    ],
+    headline=headline_from(
+        "Contention on {ranks} ranks, {device_name} ({backend}), torch {torch}",
+        ranks=lambda records: records[0].config["world_size"],
+    ),
+    terminal=("variant", "megabytes", "compute_rate", "compute_noise_pct", "alone_busbw_gb_per_s",
+              "beside_busbw_gb_per_s", "lost_ms_per_gb"),
+    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    reading="A rate is the speed relative to running alone, of the computation and of the messages. What is lost is "
+    "the computation's own time that a message takes from it, per gigabyte of payload: a slow message that disturbs "
+    "little can cost as much as a fast one that disturbs a lot. Bus bandwidth as in allreduce_sweep.",
+    noise="Half of the range of the computation's times beside messages.",
+)  # fmt: skip
+
+QUICK = {"megabytes": (4.0,), "rounds": 2, "least_ms": 10.0}
+EXPERIMENT = Experiment(
+    ContentionConfig, measure, VIEW,
+    presets={
+        "cpu": {"megabytes": (1.0, 4.0)},
+        "quick": QUICK,
+        "smoke": QUICK | {"megabytes": (0.01,), "least_ms": 1.0, "matrix": 64},
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip
