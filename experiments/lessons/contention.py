@@ -1,12 +1,12 @@
 """What does a collective cost the computation beside it?
 
     distlab run contention --nproc 2
-    distlab run contention --nproc 2 --ways "all-reduce, 2 CTAs" "all-reduce, copy engines" --megabytes 256
+    distlab run contention --nproc 2 --ways "all-reduce, 4 CTAs" "all-reduce, copy engines" --megabytes 256
 
 NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and all transfers use the
-memory's bandwidth. A row is a computation, bound by arithmetic or by memory, beside a queue of messages that are sent
-in one way: how fast each runs beside the other, and what one message costs the computation. On CPUs the messages and
-the computation share cores.
+memory's bandwidth. Beside long kernels a message also waits until one of them leaves multiprocessors free. A row is a
+computation, bound by arithmetic or by memory, beside a queue of messages that are sent in one way: how fast each runs
+beside the other, and what one message costs the computation. On CPUs messages and computation share cores.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -124,10 +124,10 @@ class ContentionConfig(Options):
     """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
 
     ways: tuple[str, ...] = option((), "to send [all that this machine has]", choices=tuple(WAYS))
-    megabytes: tuple[float, ...] = option((16.0, 64.0, 256.0), "MiB of a message", above=0)
+    megabytes: tuple[float, ...] = option((64.0, 256.0), "MiB of a message", above=0)
     rounds: int = option(5, "medians are taken over so many", least=2)
     least_ms: float = option(50.0, "of computation beside messages", above=0)
-    matrix: int = option(0, "side of the matmul, 0 for 8192 (bf16), on a CPU 384 (fp32)", least=0)
+    matrix: int = option(4096, "side of the matmul, in bf16, on a CPU in fp32", least=1)
 
 
 def measure(config: ContentionConfig, context: RankContext, run: Run) -> None:
@@ -220,11 +220,11 @@ VIEW = View(
     noise="Half of the range of the computation's times beside messages.",
 )  # fmt: skip
 
-QUICK = {"megabytes": (4.0,), "rounds": 2, "least_ms": 10.0}
+QUICK = {"megabytes": (4.0,), "matrix": 384, "rounds": 2, "least_ms": 10.0}
 EXPERIMENT = Experiment(
     ContentionConfig, measure, VIEW,
     presets={
-        "cpu": {"megabytes": (1.0, 4.0)},
+        "cpu": {"megabytes": (1.0, 4.0), "matrix": 384},
         "quick": QUICK,
         "smoke": QUICK | {"megabytes": (0.01,), "least_ms": 1.0, "matrix": 64},
     },

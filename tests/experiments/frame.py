@@ -20,7 +20,7 @@ def measured(experiment: Experiment, root: str | Path, preset: str = "smoke", **
     """
     if experiment.ranks == "many":
         ranks = experiment.nproc or max(fields.get("group_sizes", (2,)))
-        arguments = (experiment.measure.__module__.split(".")[1], str(root), preset, fields)
+        arguments = (experiment.measure.__module__.removeprefix("experiments."), str(root), preset, fields)
         return run_ranks(on_rank, ranks, *arguments, deadline_s=300)[0]
     return _measured(experiment, lone_context("cpu"), root, preset, fields)
 
