@@ -90,6 +90,7 @@ class Strategy:
         takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
         takes_layout: whether ranks may share a model under it, see `Layout`; under torch's by torch's own means.
         materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
+        may_keep_gathered: whether `wrap` takes `keep_gathered=…`, see `FSDP`.
         synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
         needs_gpu: whether it runs on GPUs only.
@@ -110,6 +111,7 @@ class Strategy:
     takes_mesh: bool = False
     takes_layout: bool = True
     materializes: bool = False
+    may_keep_gathered: bool = False
     synchronizes: bool = True
     is_peer: bool = False
     needs_gpu: bool = False
@@ -157,8 +159,8 @@ class Strategy:
             compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own dtype.
             layout: how ranks share the model; the strategy averages over the others (`Layout.axes`).
             parts: attention over some of the keys, where ranks share sequences.
-            options: `bucket_size_mb`, MiB, by default the strategy's own, and `shard_size`, ranks of a shard group, by
-                default those of a host; ignored by strategies without buckets, or without a mesh.
+            options: `bucket_size_mb`, MiB, by default the strategy's own; `shard_size`, ranks of a shard group, by
+                default those of a host; `keep_gathered`, see `FSDP`. Each is ignored by strategies that do not take it.
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
@@ -183,6 +185,8 @@ class Strategy:
         cuts = {} if axes.tensor is None or by_torch else parallelize(module, axes.tensor)
         if not self.has_buckets:
             options.pop("bucket_size_mb", None)
+        if not self.may_keep_gathered:
+            options.pop("keep_gathered", None)
         shard_size = options.pop("shard_size", None)
         if self.takes_mesh:
             options["mesh"] = hybrid_mesh(axes.data, shard_size)
@@ -225,6 +229,7 @@ def _sharded(
 
 
 _UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}
+_GATHERED = {"materializes": True, "may_keep_gathered": True}
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
@@ -242,8 +247,8 @@ STRATEGIES: dict[str, Strategy] = {
                  does="each rank updates some parameters"),
         Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
                  does="ZeRO-1: each updates 1/N of all"),
-        Strategy("fsdp", FSDP, "units", **_UNITS, materializes=True, does="parameters sharded, too"),
-        Strategy("hsdp", FSDP, "units", **_UNITS, materializes=True, takes_mesh=True, takes_layout=False,
+        Strategy("fsdp", FSDP, "units", **_UNITS, **_GATHERED, does="parameters sharded, too"),
+        Strategy("hsdp", FSDP, "units", **_UNITS, **_GATHERED, takes_mesh=True, takes_layout=False,
                  does="sharded within hosts, else copies"),
         Strategy("torch-ddp", TorchDDP, "buckets", may_leave_unused=False, is_peer=True, takes_layout=False,
                  does="torch DDP, as it comes"),

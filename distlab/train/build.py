@@ -55,7 +55,7 @@ def build_training(
         source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module that has its values.
         checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s `checkpoint_blocks`.
         compile: see `distlab.train.step.compiled`.
-        options: `compute_dtype`, `bucket_size_mb`, `shard_size` and `layout`, see `Strategy.build`.
+        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout`, see `Strategy.build`.
 
     Raises:
         ValueError: see `Strategy.build` and `TransformerLM`.

@@ -58,6 +58,10 @@ class TrainConfig(ModelOptions):
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
     shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
+    reshard: str = option(
+        "unit", "when a strategy that gathers parameters gives them back: after each use, or once a step",
+        choices=("unit", "step"),
+    )  # fmt: skip
     layout: str = option(
         "", "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]"
     )

@@ -113,6 +113,7 @@ class Trainer:
             compute_dtype=DTYPES[config.dtype],
             bucket_size_mb=config.bucket_size_mb,
             shard_size=config.shard_size,
+            keep_gathered=config.reshard == "step",
             layout=layout,
         )
         self.train_step = TrainStep(

@@ -83,6 +83,32 @@ def test_a_tied_weight_is_gathered_once_per_pass_and_reduced_once():
     assert sorted(n for op, n, _ in calls if op == "reduce_scatter") == [E, B, B, B]
 
 
+def kept(context: RankContext) -> None:
+    """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what memory stays."""
+    found = []
+    for keep in (False, True):
+        fsdp = FSDP(own_model(0, context.device), process_group=context.group, keep_gathered=keep)
+        for _ in range(2):
+            fsdp.zero_grad()
+            with CollectiveRecorder() as recorder:
+                with fsdp.no_sync():
+                    own_loss(fsdp, context.rank, 0, context.device).backward()
+                held = [size > 0 for size in bytes_held(fsdp)]
+                step(fsdp, context, 1)
+        assert held == [keep] * 5 and bytes_held(fsdp) == [0] * 5
+        with torch.no_grad():
+            own_loss(fsdp, context.rank, 0, context.device)
+        assert bytes_held(fsdp) == [0] * 5
+        ops = [call.op for call in recorder.calls]
+        assert (ops.count("all_gather"), ops.count("reduce_scatter")) == (5 if keep else 20, 5)
+        found.append([shard.grad for shard in fsdp.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end():
+    run(kept, 2)
+
+
 def bytes_held(fsdp: FSDP) -> list[int]:
     """Bytes of each unit's gathered buffers, freed or not."""
     return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]

@@ -81,6 +81,7 @@ def test_all_axes_at_once(request):
         (("pp2", "bucketed"), {"compile": "blocks"}),
         (("pp2-interleaved", "zero1"), {"checkpointing": "every-2"}),
         (("pp2", "fsdp"), {"checkpointing": "attention"}),
+        (("pp2-interleaved", "fsdp"), {"checkpointing": "block", "keep_gathered": True}),
     ],
 )
 def test_compiled_blocks_and_recomputation_change_no_gradient(row, options):

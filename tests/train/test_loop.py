@@ -66,7 +66,8 @@ def test_all_strategies_clip_by_the_same_norm():
 
 def test_accumulation_dtypes_recomputation_and_compiled_names():
     checkpointing = ("block", "qkv:1,attention:1", "auto")
-    alike = [{}, {"accumulate": 3}, *({"checkpointing": keep} for keep in checkpointing), {"attention": "naive"}]
+    alike = [{}, {"accumulate": 3}, {"strategy": "fsdp", "accumulate": 3, "reshard": "step"}, {"attention": "naive"}]
+    alike += [{"checkpointing": keep} for keep in checkpointing]
     low = [{"strategy": strategy, "dtype": "bf16"} for strategy in ("bucketed", "fsdp")]
     changed = [{"strategy": "zero1"} | changes for changes in alike] + low
     plain, *others = (losses for losses, *_ in run_ranks(losses_and_norms, 2, changed)[0])

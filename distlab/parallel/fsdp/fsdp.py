@@ -62,6 +62,8 @@ class FSDP(ParallelModel):
         init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in registration order, as
             `lambda model: model.reset_parameters(seed)` does; see `distlab.parallel.meta`. Ranks must draw alike.
         device: where to make the shards of a module built on meta.
+        keep_gathered: whether matrices that a forward has gathered stay, in full, until the step's gradients are
+            finished: a step of several micro-batches then gathers once, and has the memory of all.
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
@@ -82,6 +84,7 @@ class FSDP(ParallelModel):
         process_group: ProcessGroup | None = None,
         init_fn: Callable[[nn.Module], Any] | None = None,
         device: torch.device | str | None = None,
+        keep_gathered: bool = False,
     ):
         super().__init__()
         shard_guard.check_compute_dtype(compute_dtype)
@@ -127,7 +130,7 @@ class FSDP(ParallelModel):
             [(name, p) for name, p in trainable if (id(p) in replicated) == is_vector] for is_vector in (False, True)
         )
         self.guard = ShardGuard(self, entries, sharded, vectors, self._replicated.cast)
-        self._runtime = Runtime(self._units, self.process_group, self.guard)
+        self._runtime = Runtime(self._units, self.process_group, self.guard, keep_gathered)
         self._held = list(self._find_shards())
         self._handles = [*hook_casts(casts), module_guard.refuse_loaded_by_assignment(self)]
 

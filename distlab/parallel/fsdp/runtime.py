@@ -41,14 +41,16 @@ class Runtime:
     """Watches the units of one FSDP and moves their parameters and gradients in time.
 
     Attributes:
+        keep: whether what a forward with gradients has gathered stays until `finish()`, and not until it was used.
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
         stage: of a pipeline, the one whose units run.
         arrived: whether backward has brought a parameter of a unit a gradient since the last `finish()`.
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
-    def __init__(self, units: Sequence[Unit], group: ProcessGroup, guard: ShardGuard):
+    def __init__(self, units: Sequence[Unit], group: ProcessGroup, guard: ShardGuard, keep: bool = False):
         self.units, self.guard = units, guard
+        self.keep, self._keeping = keep, False
         self.synchronize, self.stage = True, 0
         self.arrived = False
         self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
@@ -93,6 +95,7 @@ class Runtime:
             self._order.begin((self.stage, training, torch.is_grad_enabled()))
             self.guard.pending |= torch.is_grad_enabled() and self.synchronize
             self._in_forward, self._running = True, []
+            self._keeping |= self.keep and torch.is_grad_enabled()
             try:
                 yield
             finally:
@@ -133,7 +136,7 @@ class Runtime:
         while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
             pass
         if unit not in self._running:  # else it runs inside itself
-            unit.reshard()
+            self._reshard(unit)
         if torch.is_grad_enabled() and self._announce(_Call(unit, [other.index for other in self._running]), outputs):
             unit.uses += 1
             self._ran.append(unit.index)
@@ -154,7 +157,11 @@ class Runtime:
         """Let go of all gathered parameters, except of units that run, as in a backward inside of forward."""
         for unit in self.units:
             if unit.state is not State.SHARDED and unit not in self._running:
-                unit.reshard()
+                self._reshard(unit)
+
+    def _reshard(self, unit: Unit) -> None:
+        if not self._keeping:
+            unit.reshard()
 
     # -- backward ------------------------------------------------------------------------------------------
 
@@ -187,7 +194,7 @@ class Runtime:
         # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits, by the stream, for
         # the kernels that still read this memory.
         for other in done:
-            other.reshard()
+            self._reshard(other)
         # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for the gradients.
         unit.unshard()
         unit.wait_for_unshard()
@@ -261,7 +268,8 @@ class Runtime:
             refuse_lost_gradients(self.units)
         if not self.arrived and lead_to(self._reached, (p for unit in self.units for p in unit.trained)):
             refuse_no_gradient()
-        self.arrived = False
+        self.arrived = self._keeping = False
+        self.reshard()
         self._reached.clear()
         for unit in self.units:
             unit.uses = 0
@@ -276,7 +284,7 @@ class Runtime:
     def recover(self) -> None:
         """Forget a backward that raised."""
         self.backward_task = None
-        self.guard.unfinished = False
+        self.guard.unfinished = self._keeping = False
         self._reached.clear()
         self.reshard()
         self.wait_for_gradients()
