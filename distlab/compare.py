@@ -10,6 +10,7 @@ twice differed by 1.3 to 1.9 times the noise of a run.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
+from distlab.report.charts import Panel, lines, overlaid
 from distlab.report.derived import noise_of
 from distlab.report.record import Record, plain, read_json
 from distlab.report.table import Column, grouped, is_number
@@ -24,6 +26,7 @@ from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
 RATIO = "step_ratio"
+JOURNAL = "metrics.jsonl"
 ALIKE = (
     "date",
     "command",
@@ -175,7 +178,7 @@ def findings(rows: Sequence[Record]) -> list[str]:
             found.append(f"{row.variant} is {verdict}: {_sentence(row)}")
     ties = [row.variant for row in by_verdict.pop(TIE, [])]
     if ties:
-        found.append(f"Inside the noise, so no difference: {', '.join(ties)}.")
+        found.append(f"Inside the noise: {', '.join(ties)}.")
     for verdict, group in by_verdict.items():
         found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
     moved = [row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])]
@@ -195,6 +198,21 @@ def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
         if (row.metrics["verdict"] == SLOWER and abs(row.metrics["difference_pct"]) > limit_pct)
         or row.metrics["verdict"].startswith("only in the first")
     ]
+
+
+def undecided(rows: Sequence[Record], limit_pct: float) -> list[str]:
+    """The rows that may be worse by more than the limit without being found so, each with what it may be off by."""
+    found = []
+    for row in rows:
+        m, metric = row.metrics, row.config["metric"]
+        end = m["low_pct"] if higher_is_better(metric) else m["high_pct"]
+        least = (m["noise_pct"] or 0) * (1 if metric == RATIO else 2)
+        hidden = max(least, abs(end or 0))
+        if m["verdict"] == UNSURE:
+            found.append(f"{row.variant} (noise unknown)")
+        elif m["verdict"] == TIE and hidden > limit_pct:
+            found.append(f"{row.variant} (up to {hidden:.0f} %)")
+    return found
 
 
 def view_of(runs: Sequence[SavedRun], metric: str) -> View:
@@ -232,11 +250,28 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         "itself, whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",
+        pictures={"loss.png": lambda rows, path: _draw_losses(runs, path)},
     )
+
+
+def _draw_losses(runs: Sequence[SavedRun], path: Path) -> None:
+    """Draw the losses of training runs over each other, from the lines of their steps."""
+    curves = {}
+    for number, run in enumerate(runs, 1):
+        journal = run.path.with_name(JOURNAL)
+        if journal.is_file():
+            steps = [json.loads(line) for line in journal.read_text().splitlines()]
+            curves[f"{number}: {run.name}"] = ([s["step"] for s in steps], [s["loss"] for s in steps])
+    if curves:
+        panel = Panel("", "step", "loss (nats per token)", overlaid(curves), log_x=None, from_zero=False)
+        lines(path, [panel], title="training loss")
 
 
 def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     """Of each run, its rows by variant, and by the options that tell rows of one variant apart."""
+    if all(len(run.records) == 1 for run in runs):  # whatever they are called, such as a training run's strategy
+        name = " → ".join(dict.fromkeys(run.first.variant for run in runs))
+        return [{(name,): run.first} for run in runs]
     every = [record for run in runs for record in run.records]
     varying = []
     if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):

@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from tabulate import tabulate
-
 from distlab.cli_errors import how_to_continue, results_go_to
 from distlab.files import write_whole
 from distlab.report.provenance import date_of_commit
@@ -48,9 +46,12 @@ HEADER = "run.json"
 ROWS = "records.json"
 INDEX = "index.html"
 # What a run is about, if its rows hold it; else the first of their metrics.
-RESULTS = ("step_p50_ms", "predicted_step_ms", r"\w*_p50_ms", r"\w*_ms", r"\w*_per_s", r"\w*_bytes", r"\w+")
+RESULTS = (
+    "validation_loss", "final_loss", "step_p50_ms", "predicted_step_ms", r"\w*_p50_ms", r"\w*_ms", r"\w*_per_s",
+    r"\w*_bytes", r"\w+",
+)  # fmt: skip
 HEADINGS = ("run", "when (UTC)", "machine", "commit", "differs from the default", "result")
-WRAPPED = (27, 10, 12, 9, 18, 14)  # characters of a line in a terminal: 90, and 10 between
+STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
 MOST_VALUES = 3  # of an option that are written out
 
 Defaults = Callable[[Record], Mapping[str, Any]]
@@ -266,28 +267,32 @@ def open_run(header: Header, out: str | Path, name: str | None, differences: Cal
 # -- the list of all runs ------------------------------------------------------------------------------------------
 
 
-def rows_of(run: str | Path) -> Path:
+def rows_of(run: str | Path, *roots: str | Path) -> Path:
     """The file of a run's rows, from its folder or from that file itself.
+
+    Args:
+        run: a path, or as `distlab runs` names it: a path under one of `roots`.
 
     Raises:
         ValueError: neither; the message says what a run is.
     """
-    path = Path(run)
-    found = path / ROWS if path.is_dir() else path
-    if found.is_file():
-        return found
-    what = f"has no {ROWS}" if path.is_dir() else "is no folder and no file"
+    paths = [Path(run), *(Path(root) / run for root in roots)]
+    for path in paths:
+        found = path / ROWS if path.is_dir() else path
+        if found.is_file():
+            return found
+    what = f"has no {ROWS}" if any(path.is_dir() for path in paths) else "is no folder and no file"
     raise ValueError(
-        f"{run} {what}: give the folder of a run, its {ROWS} or a file of records/; `distlab runs` lists them"
+        f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of records/"
     )
 
 
 def files_of(roots: Sequence[Path]) -> list[Path]:
-    """The rows of every run under these folders; a comparison is no run."""
-    found = (
-        path for root in roots for form in (f"*/*/{ROWS}", "*/*.json") for path in sorted(root.glob(form))
-    )
-    return [path for path in found if path.parts[-3] != "compare"]
+    """The rows of every run under these folders, which one that failed may lack; a comparison is no run."""
+    forms = (f"*/*/{ROWS}", *(f"*/*/{name}" for name in STARTED), "*/*.json")
+    found = (path for root in roots for form in forms for path in root.glob(form))
+    rows = {path.with_name(ROWS) if path.name in STARTED else path for path in found}
+    return [path for path in sorted(rows) if path.parts[-3] != "compare"]
 
 
 def main_metric(records: Sequence[Record]) -> str:
@@ -318,6 +323,7 @@ def in_unit(value: float, metric: str) -> str:
         ("_tflop_per_s", "TFLOP/s", 1),
         ("_per_s", "/s", 1),
         ("_pct", "%", 1),
+        ("_loss", "nats", 1),
     ):
         if metric.endswith(end):
             return f"{value * scale:,.4g} {unit}"
@@ -365,6 +371,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         raise ValueError(f"{path}: no rows")
     first = records[0]
     count = first.config.get("world_size") or 1
+    unfinished = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {
         "run": str(path.parent if path.name == ROWS else path),
@@ -373,8 +380,16 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         "machine": f"{count} × {machine}",
         "commit": short(first.commit),
         "differs from the default": changed(first.config, defaults(first)),
-        "result": result_of(records),
+        "result": unfinished + result_of(records),
     }
+
+
+def _is_unfinished(path: Path, row: Record) -> bool:
+    """Whether a run ended before its last result, or a training run before its last step."""
+    header = path.with_name(HEADER)
+    if path.name == ROWS and header.is_file():
+        return read_checked(header)["complete"] is None
+    return row.experiment == "train" and row.metrics["steps"] < row.config["steps"]
 
 
 def short(commit: str | None) -> str:
@@ -400,22 +415,22 @@ def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
             rows.append(described(path, defaults))
         except (OSError, ValueError) as error:
             nothing = dict.fromkeys((*HEADINGS, "experiment"), "")
-            rows.append(nothing | {"run": str(path.parent), "result": f"cannot be read: {error}"})
+            when = datetime.fromtimestamp(path.parent.stat().st_mtime, UTC).isoformat(" ", timespec="seconds")
+            result = f"cannot be read: {error}" if path.exists() else "failed, without a row"
+            rows.append(nothing | {"run": str(path.parent), "when (UTC)": when[:19], "result": result})
     return sorted(rows, key=lambda row: row["when (UTC)"], reverse=True)
 
 
-def as_text(rows: Sequence[Mapping[str, str]]) -> str:
-    """The list for a terminal of 100 characters."""
-
-    def lines(texts: Sequence[str]) -> list[str]:
-        return [
-            textwrap.fill(text, width, max_lines=3, placeholder=" …")
-            for text, width in zip(texts, WRAPPED, strict=True)
-        ]
-
-    names = ["/ ".join(row["run"].rsplit("/", 1)) for row in rows]  # broken there
-    cells = [lines([name, *(row[n] for n in HEADINGS[1:])]) for name, row in zip(names, rows, strict=True)]
-    return tabulate(cells, lines(HEADINGS), disable_numparse=True)
+def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
+    """The list for a terminal: a run's name, which is never cut, with what it found, and below it the rest."""
+    longest = max(len(row["run"]) for row in rows)
+    texts = []
+    for row in rows:
+        first = f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  "
+        rest = "; ".join(filter(None, (row["machine"], row["commit"], row["differs from the default"])))
+        texts.append(first + textwrap.shorten(row["result"], max(columns - len(first), 20), placeholder=" …"))
+        texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
+    return "\n".join(texts)
 
 
 def write_index(root: Path) -> Path:

@@ -4,7 +4,7 @@
     distlab list                                  every experiment: its question, and what it needs
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` shows how
     torchrun --nproc-per-node N -m launch run NAME [options]
-    distlab show FILE… [--table STYLE]            redraw saved runs: table, pictures, page
+    distlab show RUN… [--table STYLE]             redraw saved runs: table, pictures, page
     distlab runs [WORD…]                          the runs there are, with what they found; links in outputs/index.html
     distlab compare RUN RUN… [--fail-above 5%]    what changed from the first run to the last, beyond the noise
     distlab records --machine NAME                measure the committed records again, as records/manifest.toml says
@@ -159,7 +159,7 @@ def show(arguments: Sequence[str]) -> int:
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
     """
     parser = Parser("distlab show", description=show.__doc__)
-    parser.add_argument("files", nargs="+", metavar="FILE", help="records.json of a run, or a file of records/")
+    parser.add_argument("files", nargs="+", metavar="RUN", help="as `distlab runs` names it, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
     parser.add_argument("--table", choices=("text", "markdown", "latex"), help="print the table alone, so")
@@ -167,23 +167,23 @@ def show(arguments: Sequence[str]) -> int:
 
     from distlab.report import read_json, reading
     from distlab.report.view import check_records, say, write
-    from distlab.runs import OutputFolder
+    from distlab.runs import OutputFolder, rows_of
 
-    records = [record for source in args.files for record in read_json(source)]
+    files = [rows_of(run, args.out, ROOT) for run in args.files]
+    records = [record for file in files for record in read_json(file)]
     if not records:
         raise ValueError(f"{', '.join(args.files)}: no records to show")
     view = view_of(records[0].experiment)
     check_records(view, records)
-    with reading(args.files):  # before there is a folder
+    with reading(files):  # before there is a folder
         view.headline_of(records), view.table(records)
         if args.table:
             print(view.table(records, args.table))
             return 0
     folder = OutputFolder(args.out, view.name)
-    beside = Path(args.files[0]).parent
-    for file in sorted(beside.glob("*.png")) if len(args.files) == 1 else []:
+    for file in sorted(files[0].parent.glob("*.png")) if len(files) == 1 else []:
         shutil.copy(file, folder.path)
-    with reading(args.files):
+    with reading(files):
         say(view, records, write(view, records, folder.path), quiet=args.json)
     return 0
 
@@ -203,6 +203,8 @@ def maker_of(name: str) -> str:
 
 def view_of(name: str) -> View:
     """The view of records of that name; ValueError if no experiment makes such."""
+    if name == "train":
+        return importlib.import_module("launch.trainer").VIEW
     return load(maker_of(name)).EXPERIMENT.views()[name]
 
 

@@ -1,6 +1,7 @@
 """`distlab runs` and `distlab compare`: see distlab/runs.py and distlab/compare.py."""
 
 import argparse
+import shutil
 import sys
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -9,24 +10,24 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distlab.compare import SavedRun, compared, differences, failures, view_of
+from distlab.compare import SavedRun, compared, differences, failures, undecided, view_of
 from distlab.options import Parser
 from distlab.report.record import Record, plain
 from distlab.report.view import WIDTH, highlighted, say, write
-from distlab.runs import OutputFolder, as_text, files_of, listed, write_index
+from distlab.runs import OutputFolder, as_text, files_of, listed, rows_of, write_index
 from launch.registry import ROOT, experiments, load
+
+CANNOT_TELL = 3  # exit code of a comparison whose noise hides what it was asked for
 
 
 def runs(arguments: Sequence[str]) -> int:
-    """List the runs under outputs/ and records/, the newest first, and make outputs/index.html."""
+    """List your runs, the newest first, and make outputs/index.html."""
     parser = runs_parser()
     args = parser.parse_args(arguments)
     out = Path(args.out)
     if args.out != parser.get_default("out") and not out.is_dir():
         raise ValueError(f"--out {out} is no folder: give one that holds results, or leave it out for outputs")
-    known = listed(
-        [*files_of([out]), *([] if args.outputs_only else files_of([ROOT / "records"]))], defaults_of
-    )
+    known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of)
     words = [word.lower() for word in args.words]
     rows = [
         {name: text.replace(f"{out}/", "").replace(f"{ROOT}/", "") for name, text in row.items()}
@@ -37,7 +38,7 @@ def runs(arguments: Sequence[str]) -> int:
         such = f" with {' '.join(args.words)}" if args.words else ""
         print(f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names")
         return 0
-    print(as_text(rows[: args.last]))
+    print(as_text(rows[: args.last], shutil.get_terminal_size((WIDTH, 24)).columns))
     if len(rows) > args.last:
         print(f"{len(rows) - args.last} older ones: --last {len(rows)}, or words that a line must hold")
     if out.is_dir():
@@ -53,7 +54,7 @@ def runs_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--since", default="", metavar="DATE", help="such as 2026-11 or 2026-11-22")
     parser.add_argument("--last", type=int, default=20, help="lines that are shown [%(default)s]")
-    parser.add_argument("--outputs-only", action="store_true", help="without the committed records")
+    parser.add_argument("--records", action="store_true", help="the committed records instead")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     return parser
 
@@ -61,7 +62,7 @@ def runs_parser() -> argparse.ArgumentParser:
 def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
-    saved = [SavedRun.read(run if Path(run).exists() else Path(args.out) / run) for run in args.runs]
+    saved = [SavedRun.read(rows_of(run, args.out, ROOT)) for run in args.runs]
     rows = compared(saved, args.metric, args.against)
     view = view_of(saved, rows[0].config["metric"])
     if not args.json:
@@ -72,13 +73,22 @@ def compare(arguments: Sequence[str]) -> int:
     page = write(view, rows, folder.path)
     without = len(differences(saved))  # are printed above
     say(replace(view, findings=lambda rows: view.findings(rows)[without:]), rows, page, quiet=args.json)
-    failed = failures(rows, args.fail_above) if args.fail_above is not None else []
+    if args.fail_above is None:
+        return 0
+    failed, unsure = failures(rows, args.fail_above), undecided(rows, args.fail_above)
     if failed:
         print(
             f"distlab compare: worse by more than {args.fail_above:g} %, or gone: {', '.join(failed)}",
             file=sys.stderr,
         )
-    return 1 if failed else 0
+    elif unsure:
+        print(
+            f"distlab compare: cannot tell whether these are worse by more than {args.fail_above:g} %: "
+            f"{', '.join(unsure)}. Measure both runs with more --steps or --rounds on a quieter machine, or compare "
+            "--against a row that did not change",
+            file=sys.stderr,
+        )
+    return 1 if failed else CANNOT_TELL if unsure else 0
 
 
 def compare_parser() -> argparse.ArgumentParser:
@@ -88,8 +98,7 @@ def compare_parser() -> argparse.ArgumentParser:
         "runs",
         nargs="*",
         metavar="RUN",
-        help="folder of a run (EXPERIMENT/NAME under --out will do), "
-        "its records.json, or a file of records/; the baseline first",
+        help="as `distlab runs` names it, its folder, its records.json, or a file of records/; the baseline first",
     )
     parser.add_argument(
         "--metric", help="what to compare [what the experiment is about, such as step_p50_ms]"
@@ -101,7 +110,7 @@ def compare_parser() -> argparse.ArgumentParser:
         "to it, step by step, from which drift of the machine cancels",
     )
     parser.add_argument(
-        "--fail-above", type=_percent, metavar="5%", help="exit code 1 if a row is worse by more"
+        "--fail-above", type=_percent, metavar="5%", help="exit code 1 if a row is worse by more, 3 if noise hides it"
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")

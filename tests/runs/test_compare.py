@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distlab.compare import SavedRun, compared, differences, failures, findings
+from distlab.compare import SavedRun, compared, differences, failures, findings, undecided
 from distlab.measure.statistics import percentiles, unpaired_ratio
-from distlab.report import write_json
+from distlab.report import Record, write_json
 from launch.__main__ import main
 from tests.runs.cases import MACHINE, record, saved
 
@@ -133,6 +133,42 @@ def test_a_row_that_is_worse_than_allowed_fails_the_comparison(tmp_path, capsys)
         ["compare", *(f"bench/run{day}" for day in (1, 2, 3)), "--out", str(tmp_path), "--fail-above", "5%"]
     )
     assert code == 1 and "worse by more than 5 %, or gone: a" in capsys.readouterr().err
+
+
+def test_noise_that_hides_the_limit_has_an_exit_code_of_its_own(tmp_path, capsys):
+    for name, step, noise in (("before", 10.0, 47.0), ("after", 10.5, 40.0)):
+        saved(tmp_path, name, record("a", step, noise_pct=noise), record("b", 1.0))
+    for later, limit, code, said in (
+        ("after", "5%", 3, r"cannot tell whether .* by more than 5 %: a \(up to 94 %\)\. Measure .* --rounds"),
+        ("after", "95%", 0, ""),
+    ):
+        arguments = ["compare", "bench/before", f"bench/{later}", "--fail-above", limit, "--out", str(tmp_path)]
+        assert main(arguments) == code, later
+        assert re.search(said, capsys.readouterr().err)
+
+
+def test_an_interval_that_reaches_beyond_the_limit_decides_nothing():
+    def rows(high, metric="step_p50_ms"):
+        metrics = {"low_pct": -1.0, "high_pct": high, "noise_pct": 1.0, "verdict": "tie"}
+        return [Record("compare", "a", {"metric": metric}, metrics, {}, None)]
+
+    assert undecided(rows(12.0), 5) == ["a (up to 12 %)"] and undecided(rows(4.0), 5) == []
+    assert undecided(rows(12.0, "tokens_per_s"), 5) == []  # fewer would be worse
+
+
+def test_training_runs_are_compared_by_loss_and_curves_whatever_their_strategies(tmp_path, capsys):
+    for name, strategy, loss in (("a", "bucketed", 3.0), ("b", "zero1", 2.7)):
+        folder = tmp_path / "train" / name
+        folder.mkdir(parents=True)
+        metrics = {"steps": 2, "validation_loss": loss, "step_p50_ms": 10.0}
+        write_json([Record("train", strategy, {"steps": 2}, metrics, MACHINE, None)], folder / "records.json")
+        steps = [{"step": step, "loss": 4.0 - step} for step in (1, 2)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    assert main(["compare", "train/a", "train/b", "--out", str(tmp_path), "--fail-above", "5%"]) == 3
+    shown = capsys.readouterr()
+    assert re.search(r"bucketed → zero1 +3 nats +2\.7 nats +-10\.0 +noise unknown", shown.out)
+    assert "bucketed → zero1 (noise unknown)" in shown.err
+    assert next((tmp_path / "compare").glob("*/loss.png")).stat().st_size > 5000
 
 
 def test_bad_input_is_one_message_each(tmp_path, capsys):

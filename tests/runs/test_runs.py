@@ -3,7 +3,7 @@
 import pytest
 
 from distlab import runs
-from distlab.report import write_json
+from distlab.report import Record, write_json
 from launch import runs as commands
 from launch.__main__ import main
 from tests.runs.cases import record, saved
@@ -41,15 +41,58 @@ def test_results_of_other_kinds_of_rows():
     assert runs.result_of([record("a", "OOM")]) == "1 rows without a number"
 
 
-def test_the_command_filters_and_shows_at_most_a_hundred_columns(two, capsys):
-    assert main(["runs", "--outputs-only", "--out", str(two), "BENCH", "later"]) == 0
+@pytest.mark.parametrize("columns", [80, 140])
+def test_the_command_filters_and_shows_whole_names_in_the_terminals_width(two, capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    long = "a-name-of-many-words-that-stays-whole"
+    many = [record("bucketed", 8.0, config={f"option_{n}": n for n in range(40)})]
+    saved(two, long, *many)
+    monkeypatch.setattr(commands, "defaults_of", lambda row: {f"option_{n}": 0 for n in range(40)})
+    assert main(["runs", "--out", str(two), "BENCH", long]) == 0
     shown = capsys.readouterr().out
-    assert "bench/ later" in shown and "20261101" not in shown
-    assert max(map(len, shown.split("page:")[0].splitlines())) <= 100
-    main(["runs", "--outputs-only", "--out", str(two), "--since", "2026-11-02"])
+    assert shown.startswith(f"bench/{long}  2026-") and "20261101" not in shown
+    assert columns - 16 < max(map(len, shown.split("page:")[0].splitlines())) <= columns
+    main(["runs", "--out", str(two), "--since", "2026-11-02"])
     assert "20261101" not in capsys.readouterr().out
-    main(["runs", "--outputs-only", "--out", str(two), "nothing of the kind"])
+    main(["runs", "--out", str(two), "nothing of the kind"])
     assert capsys.readouterr().out.startswith("no runs with nothing of the kind")
+
+
+def test_committed_records_are_listed_apart_by_names_that_show_takes(two, capsys, monkeypatch):
+    main(["runs", "--out", str(two)])
+    assert "records/" not in capsys.readouterr().out
+    main(["runs", "--out", str(two), "--records", "h200x2-medium-batch8.json"])
+    name = "records/ddp_bench/h200x2-medium-batch8.json"
+    assert name in capsys.readouterr().out.split()
+    monkeypatch.chdir(two)
+    assert main(["show", name, "--table", "text"]) == 0
+
+
+def test_runs_that_failed_or_were_stopped_are_marked(two, capsys):
+    stopped = runs.Run(runs.Header("bench", {}, 1, {}, None), two / "bench" / "stopped")
+    trained = two / "train" / "short"
+    for folder in (stopped.path, trained, two / "train" / "killed"):
+        folder.mkdir(parents=True)
+    stopped.add("a", {"step_p50_ms": 1.5})
+    rows = Record("train", "zero1", {"steps": 9}, {"steps": 3, "step_p50_ms": 2.0, "validation_loss": 2.5}, {}, None)
+    write_json([rows], trained / "records.json")
+    (two / "train" / "killed" / "config.json").write_text("{}")
+    results = {line["run"].split("/")[-1]: line["result"] for line in runs.listed(runs.files_of([two]), none)}
+    assert results["stopped"] == "stopped; a 1.5 ms"
+    assert results["short"] == "stopped; zero1 2.5 nats"
+    assert results["killed"] == "failed, without a row"
+    stopped.complete()
+    assert "bench/stopped" in runs.as_text(runs.listed(runs.files_of([two]), none), 80)
+    assert runs.described(stopped.path / "records.json", none)["result"] == "a 1.5 ms"
+
+
+def test_a_training_run_is_shown(two):
+    folder = two / "train" / "mine"
+    folder.mkdir(parents=True)
+    config = {"size": "tiny", "steps": 3, "batch": 8, "dtype": "fp32", "world_size": 2, "backend": "gloo"}
+    where = {"device_name": "CPU", "torch": "2.11"}
+    write_json([Record("train", "zero1", config, {"validation_loss": 2.5}, where, None)], folder / "records.json")
+    assert main(["show", "train/mine", "--out", str(two)]) == 0
 
 
 def test_a_run_that_cannot_be_read_is_listed_as_such(two):
@@ -83,7 +126,7 @@ def test_defaults_come_from_the_experiment():
 
 
 def test_rows_of_something_else(tmp_path):
-    with pytest.raises(ValueError, match=r"has no records\.json: give the folder of a run"):
+    with pytest.raises(ValueError, match=r"has no records\.json: give a run"):
         runs.rows_of(tmp_path)
     with pytest.raises(ValueError, match="is no folder and no file"):
         runs.rows_of(tmp_path / "gone")
