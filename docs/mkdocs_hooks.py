@@ -3,7 +3,6 @@
 import os
 import posixpath
 import re
-import shutil
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
@@ -14,7 +13,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 # Public names: people's scripts and submissions import these.
 REFERENCE = {
-    "distlab.parallel": "NaiveDDP FlatDDP OverlapDDP BucketedDDP CopyEngineDDP ShardedOptimizer ZeroOptimizer FSDP",
+    "distlab.parallel": "ParallelModel DataParallel NaiveDDP FlatDDP OverlapDDP BucketedDDP CopyEngineDDP FSDP "
+    "LocalOptimizer ShardedOptimizer ZeroOptimizer",
     "distlab.comm": "RankContext rank_context",
     "distlab.testing": "check_gradients run_ranks",
     "distlab.experiment": "Experiment",
@@ -24,15 +24,15 @@ REFERENCE = {
         "linear_cross_entropy")},
 }  # fmt: skip
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
-_linked: set[Path] = set()
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that do not lie under docs/."""
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, target, content=_relinked(text, ROOT / source, target)))
-    files.append(File.generated(config, "reference.md", content=_reference()))
+        files.append(File.generated(config, target, content=_relinked(text, ROOT / source, target, config, files)))
+    for name, text in _reference().items():
+        files.append(File.generated(config, name, content=text))
     return files
 
 
@@ -40,7 +40,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     """Links of the repository's pages become links of the site."""
     if page.file.generated_by:
         return markdown
-    return _relinked(markdown, Path(page.file.abs_src_path), page.file.src_uri)
+    return _relinked(markdown, Path(page.file.abs_src_path), page.file.src_uri, config, files)
 
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
@@ -54,22 +54,17 @@ def on_post_template(output_content: str, template_name: str, config: MkDocsConf
     return output_content.replace("https://unpkg.com/iframe-worker/shim", "assets/worker.js")
 
 
-def on_post_build(config: MkDocsConfig) -> None:
-    """Sources that pages link to lie beside the site, as text that a browser shows."""
-    for path in _linked:
-        target = Path(config.site_dir) / "source" / f"{path.relative_to(ROOT)}.txt"
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-
-
-def _reference() -> str:
-    lines = ["# Reference", "", "What scripts and course submissions import, and what each takes and returns."]
+def _reference() -> dict[str, str]:
+    """A page for each package: methods that classes inherit stand with the base class alone."""
+    pages: dict[str, list[str]] = {}
     for module, names in REFERENCE.items():
-        lines += ["", *(f"::: {module}.{name}" for name in names.split())] if names else ["", f"::: {module}"]
-    return "\n".join(lines) + "\n"
+        package = module.removeprefix("distlab.").partition(".")[0]
+        lines = pages.setdefault(f"reference/{package}.md", [f"# Reference: {package}"])
+        lines += [f"::: {module}.{name}" for name in names.split()] or [f"::: {module}"]
+    return {page: "\n\n".join(lines) + "\n" for page, lines in pages.items()}
 
 
-def _relinked(markdown: str, source: Path, page: str) -> str:
+def _relinked(markdown: str, source: Path, page: str, config: MkDocsConfig, files: Files) -> str:
     def address(match: re.Match[str]) -> str:
         if "://" in match[2] or match[2].startswith("mailto:"):
             return match[0]
@@ -80,9 +75,9 @@ def _relinked(markdown: str, source: Path, page: str) -> str:
             target = path.relative_to(ROOT / "docs").as_posix()
         else:
             path = path / "__init__.py" if path.is_dir() else path
-            _linked.add(path)
-            # As an absolute path of the site it is left alone by mkdocs; `use_directory_urls` is off.
-            return f"]({posixpath.relpath(f'source/{path.relative_to(ROOT)}.txt', posixpath.dirname(page) or '.')})"
+            target = f"source/{path.relative_to(ROOT)}.txt"  # a source lies beside the site, as text that a browser shows
+            if files.get_file_from_path(target) is None:
+                files.append(File.generated(config, target, abs_src_path=str(path)))
         return f"{match[1]}{posixpath.relpath(target, posixpath.dirname(page) or '.')}{match[3]}"
 
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)

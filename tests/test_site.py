@@ -55,8 +55,9 @@ def test_no_link_is_dead_and_nothing_is_fetched(site):
 
 
 def test_every_public_name_has_its_signature(site):
-    text = (site / "reference.html").read_text(encoding="utf-8")
     for module, names in NAMES.items():
+        package = module.removeprefix("distlab.").partition(".")[0]
+        text = (site / "reference" / f"{package}.html").read_text(encoding="utf-8")
         for name in names.split():
             assert f'id="{module}.{name}"' in text, f"{module}.{name}"
 
@@ -68,7 +69,7 @@ def test_it_can_be_searched_without_a_server(site):
 
 
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
-@pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference.html", "bucket_size_mb")])
+@pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference/parallel.html", "bucket_size_mb")])
 def test_a_browser_shows_it(site, tmp_path, page, words):
     shown = subprocess.run(
         [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr",
@@ -96,4 +97,4 @@ def test_the_search_finds_from_a_file(site, tmp_path):
         capture_output=True, text=True, timeout=90, check=False,
     ).stdout  # fmt: skip
     page.unlink()
-    assert re.search(r'href="[^"]*reference\.html[^"]*" class="md-search-result__link"', shown)
+    assert re.search(r'href="[^"]*reference/parallel\.html[^"]*" class="md-search-result__link"', shown)
