@@ -1,8 +1,5 @@
 """Random models under every strategy, against one process: see `tests/fuzz.py` for what is compared."""
 
-from dataclasses import replace
-from functools import partial
-
 import pytest
 
 from tests import fuzz
@@ -15,7 +12,7 @@ from tests.fuzz import Case, Part, Regime
     ids=["2-ranks", "2-ranks-more", "3-ranks", "a-mesh"],
 )
 def test_random_models_train_as_in_one_process(ranks, seeds):
-    """`python -m tests.fuzz --seed N --strategy S --ranks R` shows a failure again, and shrinks it."""
+    """`python -m tests.fuzz --first N --seeds 1 --strategies S --ranks R` shows a failure again, and shrinks it."""
     meshes = ranks == 4
     strategies = [name for name in fuzz.STRATEGIES if (name in fuzz.ON_A_MESH) == meshes]
     jobs = fuzz.jobs_of(map(fuzz.generate, seeds), strategies)
@@ -24,20 +21,6 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
         assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
     outcomes = [verdict.outcome for _, verdict in results]
     assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)  # a quarter has what is refused
-
-
-def test_what_is_rounding_alone_may_differ_by_it_and_nothing_else_may():
-    """A bias before a batch norm: its gradient is zero, but for roundings of what cancels, which AdamW enlarges."""
-    alone = partial(fuzz._trained_alone, fuzz.generate(100), 3, 0, masters=False)
-    expected = alone()
-
-    def found_if_off(name: str) -> list[str]:
-        off = replace(expected, parameters=expected.parameters | {name: expected.parameters[name] + 3e-5})
-        return fuzz._differences(off, expected, alone)
-
-    assert found_if_off("body.3.bias") == []
-    (found,) = found_if_off("body.4.norm.bias")
-    assert found.startswith("parameter 'body.4.norm.bias' differs by 3.00e-05; allowed")
 
 
 def test_a_seed_makes_one_case_and_its_text_makes_it_again():
@@ -57,7 +40,7 @@ def test_every_kind_of_part_and_regime_is_drawn():
 
 
 def test_what_is_refused_counts_only_where_it_is_there():
-    plain, reentrant = Case((Part("linear"),)), Case((Part("around", (Part("linear"),), "reentrant"),))
+    plain, reentrant = Case((Part(),)), Case((Part("around", (Part(),), "reentrant"),))
     said = "checkpoint activations with use_reentrant=False"
     assert fuzz.is_refusal(reentrant, "fsdp", said)
     assert not fuzz.is_refusal(plain, "fsdp", said) and not fuzz.is_refusal(reentrant, "flat", said)
@@ -83,14 +66,12 @@ def test_a_failing_case_is_shrunk_to_what_makes_it_fail(monkeypatch, capsys):
 
     seeds = [seed for seed in range(500) if condition(fuzz.generate(seed))]
     monkeypatch.setattr(fuzz, "run_jobs", fails_where(condition))
-    assert fuzz.main(["--seed", str(seeds[0]), "--strategies", "flat", "--ranks", "2"]) == 1
-    shortest = Case(
-        (Part("around", (Part("linear"),), "twice"),), seed=seeds[0], width=2, regime=Regime(micro=2)
-    )
+    alone = ["--strategies", "flat", "--ranks", "2"]
+    assert fuzz.main([*alone, "--first", str(seeds[0]), "--seeds", "1"]) == 1
+    shortest = Case((Part("around", (Part(),), "twice"),), seed=seeds[0], width=2, regime=Regime(micro=2))
     said = capsys.readouterr().out
     assert f"the shortest that fails so: {shortest}\n" in said
-    assert f"python -m tests.fuzz --strategy flat --ranks 2 --seed {seeds[0]}\n" in said
-    assert fuzz.main(["--case", repr(shortest), "--strategy", "flat", "--ranks", "2"]) == 1
+    assert f"python -m tests.fuzz --strategies flat --ranks 2 --first {seeds[0]} --seeds 1\n" in said
+    assert fuzz.main([*alone, "--case", repr(shortest)]) == 1
     monkeypatch.setattr(fuzz, "run_jobs", fails_where(lambda case: False))
-    assert fuzz.main(["--seeds", "20", "--strategies", "all", "--ranks", "2"]) == 0
-    assert fuzz.main(["--strategies", "typo"]) == 2
+    assert fuzz.main(["--seeds", "20", "--ranks", "2"]) == 0
