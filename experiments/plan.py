@@ -43,6 +43,7 @@ from distlab.theory.memory.peak import devices_to_fit
 from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import Failures
 from distlab.train.memory_budget import stages_of
+from distlab.train.step import OPTIMIZERS
 from experiments._own_model import num_parameters, simulated
 
 WIDEST = 8  # ranks along an axis that is offered
@@ -67,6 +68,7 @@ class PlanConfig(MachineOptions):
     tokens: float = option(1e11, "to train on", above=0)
     days: float | None = option(None, "that training may take", above=0)
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
+    optimizer: str = option("adamw", "muon: of blocks' matrices", choices=tuple(OPTIMIZERS))
     recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
     layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
 
@@ -75,6 +77,8 @@ class PlanConfig(MachineOptions):
         _, count = self.fleet()
         if self.layouts and self.factory is not None:
             raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
+        if self.optimizer != "adamw" and self.factory is not None:
+            raise ValueError(f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out")
         for asked in map(Layout.parse, self.layouts):
             if reason := mismatch(self, asked):
                 raise ValueError(f"layout {asked}: {reason}")
@@ -157,6 +161,8 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
         return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
     if layout.ranks == 1:
         return None
+    if layout.tensor > 1 and config.optimizer == "muon":
+        return "Muon steps whole matrices, and ranks that share them have parts"
     if layout.pipeline > 1 and count // layout.pipeline < nodes:
         return f"{layout.pipeline} stages of {count} devices are less than a node of {nodes} each"
     if layout.tensor > min(nodes, count):
@@ -191,7 +197,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
     usable = USABLE * gpu.hbm_bytes
     tried = (
-        choice
+        replace(choice, optimizer=config.optimizer)
         for layout in config.offered()
         for choice in choices(
             ranks // (layout.tensor * layout.pipeline), max(1, nodes // layout.tensor),

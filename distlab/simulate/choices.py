@@ -39,6 +39,7 @@ class Choice:
         bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
         layout: how ranks share a model; `micro_batch` then counts the sequences of all that do, and `group` the ranks
             that have equal parts of its matrices.
+        optimizer: `adamw` or `muon`.
     """
 
     strategy: str
@@ -48,6 +49,7 @@ class Choice:
     group: int | None = None
     bucket_size_mb: float = BUCKET_SIZES_MB[0]
     layout: Layout = DATA_PARALLEL
+    optimizer: str = "adamw"
 
     def __str__(self) -> str:
         group = f" in {self.group}s" if self.group else ""
@@ -98,6 +100,7 @@ def memory(
         compiled=compiled,
         shard_size=choice.group,
         layout=choice.layout,
+        optimizer=choice.optimizer,
     )
     return step.memory(ranks)
 
@@ -119,6 +122,7 @@ def estimated(
         bucket_size_mb=choice.bucket_size_mb,
         kernels=kernels,
         layout=choice.layout,
+        optimizer=choice.optimizer,
     )
 
 

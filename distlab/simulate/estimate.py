@@ -27,6 +27,7 @@ from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
 from distlab.theory.memory.activations import PRECISIONS
 from distlab.theory.model_shape import ModelShape
+from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
 from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
 from distlab.theory.volume import padded_parameters, sharded_buffers
@@ -121,6 +122,7 @@ def estimate_step(
     fused_loss: bool | None = None,
     reduced_bytes: int = FP32,
     layout: Layout = DATA_PARALLEL,
+    optimizer: str = "adamw",
 ) -> StepTime:
     """The time of a step, of the rank of a pipeline that takes longest.
 
@@ -136,6 +138,7 @@ def estimate_step(
         kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
         reduced_bytes: per element of the gradients that are sent.
         layout: how ranks share a model.
+        optimizer: `adamw`, or `muon`, which sends parts of matrices to their owners and back where they are sharded.
 
     Raises:
         ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the ranks, or a number
@@ -153,7 +156,7 @@ def estimate_step(
             part.shape, batch, config.context_length // layout.context, precision,
             kernels or ("eager" if config.ops == "torch" else "fused"),
             fused_loss=fused_loss and layout.tensor == 1, shards=inner if strategy.casts_parameters else None,
-            sharing=layout.context,
+            sharing=layout.context, optimizer=optimizer,
         )  # fmt: skip
         levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
         stages.append(stage_time(work, levels, machine, layout, dtype))
@@ -173,6 +176,12 @@ def estimate_step(
             strategy, compute, sent, network, averaging, contention=machine.contention, micro_batches=micro_batches,
             group=group,
         )  # fmt: skip
+        if optimizer == "muon" and strategy.updates == "slices":
+            holders = inner if strategy.casts_parameters else averaging
+            parts_sent = 2 * BF16 * part.shape.num_layers * sum(part.shape.matrices_per_block) / holders
+            exchanged = network.seconds(parts_sent, holders, 2, "all_to_all")
+            time = replace(time, overhead=time.overhead + exchanged, communication=time.communication + exchanged,
+                           calls=time.calls + 2)  # fmt: skip
         waited = steps[-1].end - compute.forward - compute.backward
         inside = micro_batches * sum(stage.sent + stage.returned for stage in mine)
         between = pipeline_volume(part.shape, batch=batch, context=work.context, micro_batches=micro_batches)

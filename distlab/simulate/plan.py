@@ -60,5 +60,5 @@ def step_time(step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches:
     return estimate_step(
         step.model, step.strategy, machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim), batch=step.batch,
         ranks=ranks, dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
-        group=step.shard_size, kernels="fused" if step.compiled else None, layout=step.layout,
+        group=step.shard_size, kernels="fused" if step.compiled else None, layout=step.layout, optimizer=step.optimizer,
     )  # fmt: skip

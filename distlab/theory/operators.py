@@ -11,6 +11,7 @@ two. Of ranks that share matrices (`ModelShape.tensor`), d of attention, f, k an
 residual stream have its part of the tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ from distlab.theory.checks import at_least_one
 from distlab.theory.memory.activations import FP32, Precision
 from distlab.theory.memory.recompute import KEEPS, RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
+from distlab.theory.muon import orthogonalize_flops
 
 ATTENTION = "_scaled_dot_product_attention"
 KERNELS = ("eager", "composite", "fused")
@@ -62,6 +64,7 @@ class Workload:
         fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and forward makes the
             gradients.
         shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
+        optimizer: `adamw`, or `muon` for the matrices of blocks.
         sharing: ranks that share sequences: a query sees so many times the keys.
 
     Raises:
@@ -77,6 +80,7 @@ class Workload:
     fused_loss: bool = False
     shards: int | None = None
     sharing: int = 1
+    optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
@@ -96,7 +100,7 @@ class Workload:
 
     def outside(self) -> list[Compute]:
         """Everything but the blocks: embedding, final norm, head, loss, optimizer."""
-        return [*self._ends_forward(), *self._ends_backward(), self._update()]
+        return [*self._ends_forward(), *self._ends_backward(), *self._update()]
 
     def block(self) -> list[Compute]:
         """One block: forward, what runs again, backward."""
@@ -276,6 +280,13 @@ class Workload:
             ends += self._unit(shape.embedding_parameters, backward=True)
         yield from (Compute(*each, "backward") for each in ends)
 
-    def _update(self) -> Compute:
-        """AdamW reads and writes parameters, gradients and both moments, in fp32."""
-        return Compute("_fused_adamw_", 0, 8 * FP32 * self.shape.num_parameters, "optimizer")
+    def _update(self) -> Iterator[Compute]:
+        """AdamW reads and writes parameters, gradients and both moments, in fp32. Muon has one moment of a matrix, and
+        its update in fp32 and bf16 besides.
+        """
+        blocks, by_muon = self.shape.num_layers, 0
+        for shape in self.shape.matrix_shapes_per_block if self.optimizer == "muon" else ():
+            numel = blocks * math.prod(shape)
+            by_muon += numel
+            yield Compute("orthogonalize", blocks * orthogonalize_flops(*shape), 14 * FP32 * numel, "optimizer")
+        yield Compute("_fused_adamw_", 0, 8 * FP32 * (self.shape.num_parameters - by_muon), "optimizer")

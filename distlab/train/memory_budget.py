@@ -55,6 +55,7 @@ class PlannedStep:
         batch_option: what `--batch` would be for one sequence at once on each rank.
         shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
         layout: how ranks share a model.
+        optimizer: `adamw` or `muon`.
     """
 
     model: ModelConfig
@@ -68,6 +69,7 @@ class PlannedStep:
     batch_option: int = 1
     shard_size: int | None = None
     layout: Layout = DATA_PARALLEL
+    optimizer: str = "adamw"
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
         """The closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
@@ -92,6 +94,7 @@ class PlannedStep:
             attention=self.model.attention,
             checkpointing=part.keeps,
             loss_chunk=LOGITS_CHUNK if in_chunks else None,
+            optimizer="muon" if self.optimizer == "muon" else "adamw-fused",
             accumulates=part.accumulates,
             workspace_bytes=CUBLAS_WORKSPACES if on_gpu else 0,
             fused=self.compiled or (on_gpu and self.model.ops != "torch"),
@@ -178,6 +181,7 @@ def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
         batch_option=parts,
         shard_size=config.shard_size,
         layout=layout,
+        optimizer=config.optimizer,
     )
 
 

@@ -40,6 +40,26 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
     assert other.time is None
 
 
+def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them_and_holds_one_moment_less():
+    step = {
+        (strategy, optimizer): estimate_step(CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer)
+        for strategy in ("bucketed", "zero1") for optimizer in ("adamw", "muon")
+    }  # fmt: skip
+    more = {key: time.optimizer - step[key[0], "adamw"].optimizer for key, time in step.items()}
+    longer = (3072, 1024, 4096, 4096, 4096)  # sides; the other has 1024
+    matrices = 4 * 1024 * sum(longer)
+    flops = 4 * 5 * sum(4 * 1024**2 * side + 2 * 1024**3 for side in longer)
+    saved = 8 * 4 * matrices / 3e12  # AdamW's pass over them
+    launches = 5e-6
+    assert more["bucketed", "muon"] == pytest.approx(flops / 4e14 + launches - saved, rel=1e-3)
+    assert more["zero1", "muon"] == pytest.approx(more["bucketed", "muon"] / 4, rel=1e-3)
+    sent = step["zero1", "muon"].communication - step["zero1", "adamw"].communication
+    assert sent == pytest.approx(MACHINE.network.seconds(2 * 2 * matrices / 4, 4, 2, "all_to_all"))
+    adamw, muon = (PlannedStep(CONFIG, 8, "zero1", optimizer=optimizer).memory(4) for optimizer in ("adamw", "muon"))
+    saved = adamw.after_step.optimizer_state - muon.after_step.optimizer_state
+    assert saved == pytest.approx(4 * matrices / 4, rel=1e-5)
+
+
 @pytest.mark.parametrize("strategy", ["overlap", "zero1", "fsdp"])
 def test_is_close_to_the_simulation(strategy):
     """The closed form assumes an even flow of messages; the simulation knows which comes when."""

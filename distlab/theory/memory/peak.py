@@ -93,7 +93,7 @@ def step_memory(
             what is kept of each block of this rank, names of `Activations.kept`.
         loss_chunk: where the loss is computed in the head, which makes the gradients in the forward, most bytes of
             logits that exist at a time; None: the head returns all logits.
-        optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`.
+        optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`, `muon`.
         accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
         fused: blocks are compiled, or run as fused kernels, and keep a little less (`block_activations`).
         compiled: they are compiled (`activations`).
@@ -119,8 +119,11 @@ def step_memory(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
         )
     layers = -(-shape.num_layers // shape.stages)  # of the largest stage
+    of_matrices, of_others, in_step = OPTIMIZERS[optimizer]
+    share = shape.num_layers * sum(shape.matrices_per_block) / shape.num_parameters
+    states = share * of_matrices + (1 - share) * of_others
     setting = held.Setting(
-        shape, kept, precision, strategy, world_size, group, *OPTIMIZERS[optimizer], levels[-layers:], loss_chunk,
+        shape, kept, precision, strategy, world_size, group, states, in_step, levels[-layers:], loss_chunk,
         layers, accumulates,
     )  # fmt: skip
     resident = held.resident(setting)

@@ -17,13 +17,15 @@ from distlab.theory.volume import padded_parameters, sharded_buffers
 # Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 
-# fp32 numbers per stepped parameter: kept, and needed during the step. Only the foreach form makes temporaries of
-# whole size: the square root of the second moment, of all parameters at once.
+# fp32 numbers per stepped parameter: kept, of the matrices of blocks and of the rest, and needed during the step. The
+# foreach form makes temporaries of whole size: the square root of the second moment, of all parameters at once. Muon
+# has updates of all matrices that it sends, in fp32 and in bf16.
 OPTIMIZERS = {
-    "adamw-fused": (2, 0),
-    "adamw-foreach": (2, 1),
-    "sgd": (0, 0),
-    "sgd-momentum": (1, 0),
+    "adamw-fused": (2, 2, 0),
+    "adamw-foreach": (2, 2, 1),
+    "sgd": (0, 0, 0),
+    "sgd-momentum": (1, 1, 0),
+    "muon": (1, 2, 1.5),
 }
 
 
@@ -72,8 +74,8 @@ class Setting:
     strategy: Form
     world_size: int
     group: int
-    state_numbers: int
-    step_numbers: int
+    state_numbers: float
+    step_numbers: float
     levels: tuple[str, ...]  # what is kept of each block of a stage, an entry of `Activations.kept`; empty with groups
     loss_chunk: int | None  # bytes of logits at a time, where the loss is computed in the head
     layers: int  # of a stage: all, unless ranks share the blocks
@@ -128,14 +130,14 @@ def optimizer_state(setting: Setting) -> int:
     """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
     parameters = setting.shape.num_parameters
     if setting.shards_parameters:
-        return setting.state_numbers * setting.sharded(parameters)
+        return int(setting.state_numbers * setting.sharded(parameters))
     if setting.strategy.updates == "slices":
         owned = -(-parameters // setting.world_size)
     elif setting.strategy.updates == "owned":
         owned = max(dealt_out(setting.shape.parameter_numels(), setting.world_size))
     else:
         owned = parameters
-    return FP32 * setting.state_numbers * owned
+    return int(FP32 * setting.state_numbers * owned)
 
 
 def dealt_out(numels: list[int], ranks: int) -> list[int]:
@@ -199,7 +201,7 @@ def weight_gradient(setting: Setting, numel: int) -> int:
 
 def step_temporary(setting: Setting) -> int:
     """What the optimizer needs besides its state, and the messages in which owners send parameters."""
-    stepped = optimizer_state(setting) // max(1, setting.state_numbers)
+    stepped = int(optimizer_state(setting) / max(1, setting.state_numbers))
     ours = setting.strategy.updates == "owned" and not setting.strategy.is_peer
     sent = FP32 * setting.shape.num_parameters if ours else 0
-    return max(setting.step_numbers * stepped, sent)
+    return max(int(setting.step_numbers * stepped), sent)
