@@ -1,3 +1,34 @@
 """distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
 
 __version__ = "0.1.0"
+
+
+def run(experiment: str, **options: object) -> list[dict[str, object]]:
+    """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.
+
+        rows = distlab.run("ddp_bench", strategies=["flat", "bucketed"], batch=4)
+        pandas.DataFrame(rows)
+
+    Args:
+        options: as on the command line, with `_` for `-`; a list for several values, True for an option without one.
+
+    Raises:
+        RuntimeError: the run failed, or a row is wrong; with what the command said.
+    """
+    import json
+    import subprocess
+    import sys
+    from pathlib import Path
+
+    from distlab.command import COMMAND
+    from distlab.report.record import read_json
+
+    words = [sys.executable, str(COMMAND), "run", experiment, "--json"]
+    for name, value in options.items():
+        words.append(f"--{name.replace('_', '-')}")
+        words += map(str, value if isinstance(value, list | tuple) else [] if value is True else [value])
+    done = subprocess.run(words, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}")
+    records = read_json(Path(json.loads(done.stdout.splitlines()[-1])["out"]) / "records.json")
+    return [{"variant": record.variant, **record.config, **record.metrics} for record in records]

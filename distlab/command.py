@@ -4,9 +4,10 @@ import runpy
 from pathlib import Path
 
 
+HERE = Path(__file__).resolve().parent
+COMMAND = (HERE / "commands" if (HERE / "commands").is_dir() else HERE.parent) / "launch" / "__main__.py"
+
+
 def console() -> None:
     """Run the command of `sys.argv`, and end the process with its exit code."""
-    here = Path(__file__).resolve().parent
-    installed = here / "commands"
-    root = installed if installed.is_dir() else here.parent
-    runpy.run_path(str(root / "launch" / "__main__.py"), run_name="__main__")
+    runpy.run_path(str(COMMAND), run_name="__main__")

@@ -57,6 +57,13 @@ class RanksFailed(RuntimeError):
         self.failures = failures
 
 
+class Interrupted(KeyboardInterrupt):
+    """Raised by `run_ranks` where it is interrupted; a notebook shows its one line."""
+
+    def _render_traceback_(self) -> list[str]:  # for IPython
+        return [str(self)]
+
+
 def run_ranks(
     fn: Callable[..., Any],
     world_size: int,
@@ -82,6 +89,7 @@ def run_ranks(
         TypeError: `fn` or an argument cannot be pickled, or imported by another process.
         RuntimeError: called while a script is imported, so that the rank processes cannot be started.
         RanksFailed: a rank raised, died or outlasted the deadline.
+        KeyboardInterrupt: the caller was interrupted; the ranks are ended.
     """
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
@@ -101,12 +109,16 @@ def run_ranks(
     except (pickle.PicklingError, AttributeError) as error:
         raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from error
     _end_if_edited()
-    ranks = _started_ranks(world_size, deadline_s)
-    with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
-        settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
-        for rank, process in enumerate(ranks):
-            process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
-        results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
+    try:
+        ranks = _started_ranks(world_size, deadline_s)
+        with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
+            settings = (os.path.join(folder, "store"), world_size, backend, device, group_timeout_s)
+            for rank, process in enumerate(ranks):
+                process.pipe.send_bytes(pickle.dumps((rank, settings, job)))
+            results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
+    except KeyboardInterrupt:
+        shut_down()  # or what ranks still answer would be taken for the next call's
+        raise Interrupted(f"run_ranks was interrupted, and its {world_size} ranks are ended") from None
     if failures:
         raise RanksFailed(failures)
     return [results[rank] for rank in range(world_size)]
@@ -164,7 +176,11 @@ class _Rank:
         self.stacks = tempfile.NamedTemporaryFile(prefix="distlab-stacks-", mode="r")  # noqa: SIM115
         arguments = (theirs, list(sys.path), self.stacks.name)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        self.process.start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the fork server inherits; see _serve
+        try:
+            self.process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         theirs.close()
 
     def dump_stack(self) -> str:
@@ -255,6 +271,8 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's Ctrl-C is for the caller, who ends this process
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A job may start processes, such as a DataLoader's. They are forked, a script's default, and end with this one: a
     # fork server and what it forks would keep each other alive. The caller hears of this one's end by the pipe.
     multiprocessing.current_process().daemon = False

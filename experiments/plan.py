@@ -222,7 +222,8 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         if layout.ranks > 1:
             rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"] or math.inf)[:1]
         for choice, metrics in rows:
-            run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
+            row = run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
+            row.environment["device_name"] = f"{gpu.name}, predicted"
     run.records.sort(
         key=lambda r: (
             not r.metrics["fits"],

@@ -7,6 +7,8 @@
 """
 
 import argparse
+import itertools
+import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -20,12 +22,12 @@ from distlab.report import (
     Column,
     Panel,
     Record,
+    Series,
     View,
     commit,
     environment,
     json_line,
     lines,
-    overlaid,
     read_json,
     write,
 )
@@ -72,17 +74,20 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
     ) -> None:
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
+        shared["trained_by"] = trained_by(journal)
+        if data.is_bytes and metrics["validation_loss"] is not None:
+            metrics["validation_bits_per_byte"] = metrics["validation_loss"] / math.log(2)
         record = Record(NAME, config.strategy, shared, metrics, environment(context.device), commit(args.commit))
-        series = {"training": ([line["step"] for line in journal], [line["loss"] for line in journal])}
+        series = [Series("training", [line["step"] for line in journal], [line["loss"] for line in journal], line="-")]
         if outcome.validation:
-            series["validation"] = tuple(zip(*outcome.validation, strict=True))
-        title = f"{config.size}, {config.strategy}, {context.world_size} ranks"
-        panel = Panel("", "step", "loss (nats per token)", overlaid(series), log_x=None, from_zero=False)
-        lines(folder / "loss.png", [panel], title=title)
+            series.append(Series("validation", *zip(*outcome.validation, strict=True), line="-", marked=True))
+        panel = Panel("", "step", "loss (nats per token)", series, log_x=None, from_zero=False)
+        lines(folder / "loss.png", [panel], title=f"{config.size}, {shared['trained_by']}")
         write(VIEW, [record], folder)
         if outcome.stopped_by is None:
             for step, loss in outcome.validation:
-                progress(f"validation loss after step {step}: {loss:.4f} nats per token")
+                bits = f" ({loss / math.log(2):.2f} bits per byte)" if data.is_bytes else ""
+                progress(f"validation loss after step {step}: {loss:.4f} nats per token{bits}")
             progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}")
             print(json_line(NAME, [record], folder), flush=True)
 
@@ -98,6 +103,12 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         f"written ({folder}). The same command continues the run"
     )
     return 128 + outcome.stopped_by
+
+
+def trained_by(journal: list[dict[str, Any]]) -> str:
+    """Which strategy trained up to which step on how many ranks: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
+    by = itertools.groupby(journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}")
+    return ", ".join(f"{who} to step {[*lines][-1]['step']}" for who, lines in by)
 
 
 def has_record(folder: Path, steps: int) -> bool:
@@ -116,13 +127,15 @@ VIEW = View(
         Column("metrics.steps", "steps", ",d"),
         Column("metrics.final_loss", "loss", ".4f"),
         Column("metrics.validation_loss", "validation loss", ".4f"),
+        Column("metrics.validation_bits_per_byte", "bits per byte", ".3f", optional=True),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-        Column("metrics.mfu_pct", "MFU %", ".1f"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True),
     ],
     headline_from(
-        "{size}, {steps} steps of {batch} sequences, {dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
+        "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "
+        "torch {torch}"
     ),
     name=NAME,
     question="How does this model train?",

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -44,6 +45,7 @@ from distlab.parallel import ParallelModel, Strategy
 from distlab.train.step import LossFunction, next_token_loss
 
 BATCHES = 4  # different ones, used one after the other
+NOT_THE_USERS = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))  # folders
 FORM = (
     "build() must return (module, batch, loss): an nn.Module, batch(size, generator) and loss(model, batch)"
 )
@@ -224,15 +226,13 @@ def blamed(name: str, what: str, flag: str = "--model") -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         places = [
-            each
+            f" at {Path(each.filename).name}:{each.lineno}"
             for each in traceback.extract_tb(error.__traceback__)
-            if not each.filename.startswith("<frozen")
+            if Path(each.filename).is_file() and not any(map(Path(each.filename).is_relative_to, NOT_THE_USERS))
         ]
         said = (str(error).strip().splitlines() or [""])[0]
-        raise ValueError(
-            f"{flag} {name}: {what} failed at {Path(places[-1].filename).name}:{places[-1].lineno} "
-            f"({type(error).__name__}: {said})"
-        ) from error
+        place = places[-1] if places else ""
+        raise ValueError(f"{flag} {name}: {what} failed{place} ({type(error).__name__}: {said})") from error
 
 
 class UserWrapper(ParallelModel):

@@ -7,7 +7,7 @@ FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 import torch
@@ -121,5 +121,6 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value that is a tensor, or lists, tuples and dictionaries of them, in order."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    """The tensors of a value that is a tensor, or lists, tuples, dictionaries and dataclasses of them, in order."""
+    leaves = [getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf for leaf in tree_leaves(value)]
+    return [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]

@@ -74,7 +74,10 @@ class Column:
             return str(value)
         if callable(self.format):
             return self.format(value) + self.note(record)
-        return format(value if self.scale == 1 else value * self.scale, self.format) + self.note(record)
+        text = format(value if self.scale == 1 else value * self.scale, self.format)
+        if self.scale != 1 and value and not text.strip("+-0."):  # nothing that was counted is shown as none
+            text = f"{value * self.scale:.1g}"
+        return text + self.note(record)
 
 
 def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:

@@ -70,13 +70,13 @@ def train(
         journal.write({
             "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
             "grad_norm": step.grad_norm, "step_ms": step.step_ms, "tokens_per_s": rate, "mfu_pct": share,
-            "checkpoint_ms": step.checkpoint_ms,
+            "checkpoint_ms": step.checkpoint_ms, "strategy": config.strategy, "ranks": context.world_size,
         })  # fmt: skip
         if step.step % log_every == 0 or step.step == config.steps:
-            shown = "n/a" if share is None else f"{share:.1f} %"
+            shown = "" if share is None else f"  MFU {share:.1f} %"
             progress(
                 f"step {step.step}/{config.steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
-                f"{rate:,.0f} tokens/s  MFU {shown}"
+                f"{rate:,.0f} tokens/s{shown}"
             )
 
     with hold(folder, context, progress) as lock:

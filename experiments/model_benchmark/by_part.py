@@ -199,14 +199,18 @@ def part_findings(records: Sequence[Record]) -> list[str]:
     for label in dict.fromkeys(record.config["label"] for record in records):
         mine = [record.metrics for record in records if record.config["label"] == label]
         total, said = (sum(m[name] or 0 for m in mine) for name in ("part_ms", "predicted_part_ms"))
-        lines.append(f"{f'{label}: ' if label else ''}kernels take {total:.2f} ms, predicted {said:.2f} ms.")
+        predicted = f", predicted {said:.2f} ms" if said else ""
+        lines.append(f"{f'{label}: ' if label else ''}kernels take {total:.2f} ms{predicted}.")
     return lines
 
 
 def draw_parts(records: Sequence[Record], path: Path) -> None:
     """Time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
-    bars = [(label, metric) for label in labels for metric in ("part_ms", "predicted_part_ms")]
+    bars = [
+        (label, metric) for label in labels for metric in ("part_ms", "predicted_part_ms")
+        if any(record.metrics[metric] for record in records if record.config["label"] == label)
+    ]  # fmt: skip
     parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
     for record in records:
         label = record.config["label"]
@@ -215,7 +219,7 @@ def draw_parts(records: Sequence[Record], path: Path) -> None:
         for place, (bar, metric) in enumerate(bars):
             parts[kind][place] += (record.metrics[metric] or 0.0) * (bar == label)
     parts = {kind: values for kind, values in parts.items() if any(values)}
-    rows = [f"{label} {said}".strip() for label in labels for said in ("measured", "predicted")]
+    rows = [f"{label} {'measured' if metric == 'part_ms' else 'predicted'}".strip() for label, metric in bars]
     stacked_bars(path, rows, parts, title=f"Where the time goes: {PART_VIEW.headline(records)}", unit="ms per step")
 
 

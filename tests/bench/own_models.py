@@ -134,6 +134,11 @@ def vector_loss():
     return model, batch, lambda model, batch: model(batch[0])["logits"]
 
 
+def fails_in_torch():
+    model, _, _ = dictionary()
+    return model, lambda count, generator: torch.randn(count, 1), lambda model, batch: nn.Linear(2, 2)(batch).sum()
+
+
 def batch_without_generator():
     model, _, loss = dictionary()
     return model, lambda count: None, loss

@@ -2,6 +2,7 @@
 
 import os
 from contextlib import contextmanager
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
@@ -186,6 +187,11 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
         assert all(by_part[part][f"{said}{phase}_part_ms"] > 0 for said in ("", "predicted_") for phase in phases[:2])
     assert sum(metrics["of_kernel_time_pct"] for metrics in by_part.values()) == pytest.approx(100)
     assert "predicted" in by_part_module.part_findings(parts["model_parts"])[0]
+    unpredicted = [replace(r, metrics=r.metrics | {"predicted_part_ms": None}) for r in parts["model_parts"]]
+    assert "predicted" not in by_part_module.part_findings(unpredicted)[0]
+    with patch.object(by_part_module, "stacked_bars") as drawn:
+        by_part_module.draw_parts(unpredicted, folder / "parts.png")
+    assert drawn.call_args.args[1] == ["naive measured"]
     # The buckets were there before the step, and hold the gradients of it.
     forward, held = parts["model_memory"][0].metrics, parts["model_memory"][-1].metrics
     assert (forward["scope"], held["scope"]) == ("forward only", "full step")

@@ -110,9 +110,10 @@ def test_a_sharded_optimizer_is_predicted_to_hold_a_part():
     ("name", "said"),
     [
         ("fails", r"fails\(\) failed at own_models.py:\d+ \(RuntimeError: no such file of weights\)"),
+        ("fails_in_torch", r"loss\(model, batch\) failed at own_models.py:\d+ \(RuntimeError: mat1"),
         ("bare_module", r"build\(\) must return \(module, batch, loss\): .*; it returned Linear"),
         ("vector_loss", r"must return a scalar tensor with a gradient, not a tensor of shape \(4, 10\)"),
-        ("batch_without_generator", r"batch\(size, generator\) failed at .*TypeError"),
+        ("batch_without_generator", r"batch\(size, generator\) failed \(TypeError: batch_without_generator"),
         ("frozen", "the module has no parameter to train"),
         ("gone", "tests.bench.own_models has no function 'gone'"),
     ],

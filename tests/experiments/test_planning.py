@@ -11,6 +11,7 @@ import pytest
 from distlab.hardware import cluster
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
+from distlab.runs import described
 from distlab.simulate.choices import Choice, estimated, simulated
 from distlab.simulate.estimate import machine_on
 from distlab.simulate.step import simulate_training
@@ -42,6 +43,7 @@ def test_plan(tmp_path, capsys):
     assert all(record.metrics["fits"] for record in records)
     assert {record.config["strategy"] for record in records} == {"bucketed", "fsdp"}
     assert {record.config["recompute"] for record in records} == {"none", "selective", "block"}
+    assert described(folder / "records.json", lambda row: {})["machine"] == "4 × H100 SXM, predicted"
     text = (folder / "table.md").read_text()
     assert "Fastest: " in text
     assert "Next best: " in text

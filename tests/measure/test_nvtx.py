@@ -1,5 +1,6 @@
 """Ranges say what ran, and cost nothing when they are off."""
 
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -39,6 +40,27 @@ class Log:
     def pop(self):
         self.depth -= 1
         return self.depth
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+
+
+class Answers(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return Answer(self.layer(x))
+
+
+def test_the_backward_behind_a_dataclass_belongs_to_its_parts():
+    log, model = Log(), Answers()
+    with named_ranges(model, log.emitter):
+        model(torch.ones(1, 2)).logits.sum().backward()
+    assert "layer backward" in [name for _, name in log.names]
 
 
 def test_parts_operations_backward_and_the_optimizer_are_ranges():

@@ -95,6 +95,12 @@ def test_a_terminal_is_never_wider_than_it_is():
         render_for_terminal([], [])
 
 
+def test_what_is_counted_is_never_shown_as_zero():
+    column = Column("metrics.step_p50_ms", "peak GiB", ".2f", scale=2**-30)
+    texts = [column.text(record("a", value)) for value in (2.0**29, 2.0**20, 0.0)]
+    assert texts == ["0.50", "0.001", "0.00"]
+
+
 def test_how_far_a_prediction_is_off():
     rows = [record("near", 100.0), record("far", 50.0), record("none", "OOM")]
     rows = [replace(row, metrics=row.metrics | {"predicted_step_ms": 90.0}) for row in rows]

@@ -126,7 +126,7 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (None, "No such file"),
+        (None, "is no folder and no file"),
         ("{", "truncated or not JSON"),
         ("other", "records of other cannot be shown as bench"),
     ],
