@@ -75,7 +75,7 @@ def _relinked(markdown: str, source: Path, page: str, config: MkDocsConfig, file
             target = path.relative_to(ROOT / "docs").as_posix()
         else:
             path = path / "__init__.py" if path.is_dir() else path
-            target = f"source/{path.relative_to(ROOT)}.txt"  # a source lies beside the site, as text that a browser shows
+            target = f"source/{path.relative_to(ROOT)}.txt"  # text, which a browser shows
             if files.get_file_from_path(target) is None:
                 files.append(File.generated(config, target, abs_src_path=str(path)))
         return f"{match[1]}{posixpath.relpath(target, posixpath.dirname(page) or '.')}{match[3]}"

@@ -333,23 +333,29 @@ headline = headline_from(
 )
 
 
-def unexplained_rows(records: Sequence[Record]) -> list[str]:
-    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained, one line each.
+def unexplained_rows(records: Sequence[Record]) -> dict[str, str]:
+    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained → how much.
 
     The account is of steps under the profiler, so a row within its noise is let pass; where the GPU waits for the host
     most of the time, which the headline says, the profiler's own calls decide and no account can close.
     """
     if any((r.metrics.get("gpu_idle_pct") or 0.0) > HOST_BOUND_PCT for r in records if r.variant == "local"):
-        return []
-    return [
-        f"{record.variant}: {record.metrics['overhead_unexplained_ms']:+.1f} ms of "
-        f"{record.metrics['overhead_ms']:.1f} ms overhead are in no part of its trace's account"
-        f"{_what_to_try(record)}"
+        return {}
+    return {
+        record.variant: f"{record.metrics['overhead_unexplained_ms']:+.1f} ms of {record.metrics['overhead_ms']:.1f} ms"
         for record in records
         if record.metrics.get("overhead_closes") is False
         and abs(record.metrics["overhead_unexplained_ms"])
         > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
-    ]
+    }
+
+
+def unexplained(records: Sequence[Record]) -> list[str]:
+    """One paragraph for the page: what no account explains, and what to try."""
+    if not (rows := unexplained_rows(records)):
+        return []
+    amounts = ", ".join(f"{name} {amount}" for name, amount in rows.items())
+    return [f"Unexplained overhead, in no part of the trace's account: {amounts}{_what_to_try(records[0])}."]
 
 
 def open_accounts(records: Sequence[Record]) -> list[str]:
@@ -357,8 +363,7 @@ def open_accounts(records: Sequence[Record]) -> list[str]:
     noisy = any((noise_of(record.metrics) or 0.0) > NOISY_PCT for record in records)
     if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
         return []
-    names = ", ".join(row.partition(":")[0] for row in rows)
-    return [f"(The trace explains the overhead of {names} only in part; the page says how much is open.)"]
+    return [f"(The trace explains the overhead of {', '.join(rows)} only in part; the page says how much is open.)"]
 
 
 def _what_to_try(record: Record) -> str:
@@ -466,37 +471,80 @@ def draw_step_times(records: Sequence[Record], path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "strategy"),
-        Column("metrics.step_p20_ms", "step p20 ms", ".1f"),
-        Column("metrics.step_p50_ms", "p50 ms", ".1f"),
-        Column("metrics.step_p80_ms", "p80", ".1f"),
+        Column("metrics.step_p20_ms", "step p20 ms", ".1f", about="a fifth of the steps took less"),
+        Column("metrics.step_p50_ms", "p50 ms", ".1f", about="the median step"),
+        Column("metrics.step_p80_ms", "p80 ms", ".1f", about="a fifth of the steps took more"),
         NOISE,
-        Column("metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f"),
-        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
-        Column("metrics.overhead_ms", "overhead ms", ".1f", note=OVER_LOCAL.tie),
-        Column("metrics.comm_ms", "comm ms", ".1f"),
-        Column("metrics.exposed_ms", "exposed ms", ".1f"),
-        Column("metrics.comm_share_pct", "of step %", ".0f"),
-        Column("metrics.overlap_pct", "overlap %", ".0f"),
-        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
-        Column("metrics.collectives_per_step", "calls", "d"),
-        Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6),
-        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-        Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
-        Column("metrics.mfu_pct", "MFU %", ".1f"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
-        OVER_TORCH.column("÷ torch"),
-        Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f"),
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column(
+            "metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f",
+            about="median of forward, backward and the wait for communication",
+        ),
+        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f", about="median of the optimizer's step"),
+        Column(
+            "metrics.overhead_ms", "overhead ms", ".1f", note=OVER_LOCAL.tie,
+            about="what a step takes longer than `local`'s; a tie where the 95 % interval of their ratio contains 1",
+        ),
+        Column("metrics.comm_ms", "comm ms", ".1f", about="time of all communication in the trace of rank 0"),
+        Column("metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"),
+        Column("metrics.comm_share_pct", "of step %", ".0f", about="communication over the traced step"),
+        Column("metrics.overlap_pct", "overlap %", ".0f", about="the share of communication that compute covers"),
+        Column(
+            "metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True,
+            about="the part of an untraced step for which the trace shows no work on the GPU",
+        ),
+        Column(
+            "metrics.collectives_per_step", "calls", "d",
+            about="collectives of a step, counted at torch's dispatcher",
+        ),
+        Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, about="handed to them by a rank"),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
+        Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True, about="of all ranks"),
+        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
+        Column(
+            "metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True,
+            about="most that torch's allocator held",
+        ),
+        OVER_TORCH.column(
+            "÷ torch",
+            about="over torch DDP's fastest row, paired step by step; a tie where the 95 % interval contains 1",
+        ),
+        Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f", about="the upper end of that interval"),
+        Column(
+            "metrics.max_abs_param_diff", "max |Δparam|", ".1e",
+            about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
+            "on the tiny preset",
+        ),
         OVERHEAD_OVER_TORCH.column("overhead ÷ torch's", ".2f", optional=True),
         Column("metrics.overhead_vs_torch_ddp_high", "≤ (95 %)", ".2f", optional=True),
-        Column("metrics.exposed_all_gather_forward_ms", "exposed all-gather fwd ms", ".1f", optional=True),
-        Column("metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True),
-        Column("metrics.overhead_exposed_ms", "overhead: exposed ms", ".1f", optional=True),
-        Column("metrics.overhead_slowdown_ms", "slower compute", ".1f", optional=True),
-        Column("metrics.overhead_copies_ms", "copies", ".1f", optional=True),
-        Column("metrics.overhead_optimizer_ms", "optimizer", "+.1f", optional=True),
-        Column("metrics.overhead_idle_ms", "idle", "+.1f", optional=True),
-        Column("metrics.overhead_unexplained_ms", "unexplained", "+.1f", optional=True),
+        Column(
+            "metrics.exposed_all_gather_forward_ms", "exposed all-gather fwd ms", ".1f", optional=True,
+            about="in forward",
+        ),
+        Column(
+            "metrics.exposed_all_gather_backward_ms", "bwd ms", ".1f", optional=True,
+            about="exposed all-gather in backward",
+        ),
+        Column(
+            "metrics.overhead_exposed_ms", "overhead: exposed ms", ".1f", optional=True,
+            about="the part of the overhead that is exposed communication",
+        ),
+        Column(
+            "metrics.overhead_slowdown_ms", "overhead: slower compute ms", ".1f", optional=True,
+            about="compute that communication slows",
+        ),
+        Column(
+            "metrics.overhead_copies_ms", "overhead: copies ms", ".1f", optional=True,
+            about="copies into buckets and out of them",
+        ),
+        Column(
+            "metrics.overhead_optimizer_ms", "overhead: optimizer ms", "+.1f", optional=True,
+            about="negative where the optimizer is sharded",
+        ),
+        Column("metrics.overhead_idle_ms", "overhead: idle ms", "+.1f", optional=True, about="nothing runs"),
+        Column(
+            "metrics.overhead_unexplained_ms", "overhead: unexplained ms", "+.1f", optional=True,
+            about="what of the overhead is in no part of the trace's account",
+        ),
         Column("config.does", "what it does", derived=what_it_does, align="left", optional=True),
     ],
     headline=headline,
@@ -512,17 +560,9 @@ VIEW = View(
         *against_the_peer(records),
         *open_accounts(records),
     ],
-    notes=lambda records: [f"Unexplained: {row}." for row in unexplained_rows(records)],
-    reading="Overhead is what a step takes longer than the same step without communication (local), divided among its "
-    "causes by the profiler's trace of rank 0: exposed communication, which no compute covers, compute that "
-    "communication slows, copies, idle time, and the optimizer, whose part is negative where it is sharded. From the "
-    "trace come also the time of all communication and overlap, the share of it that compute covers; "
-    "calls and bytes are counted at torch's dispatcher. The ratio to torch is over torch DDP's fastest row, paired "
-    "step by step; beside it stands the upper end of its 95 % bootstrap interval. The last column is the largest "
-    "difference of any parameter from training in one process after a few steps of fp32 SGD on the tiny preset. A tie "
-    "is a ratio whose 95 % interval contains 1, for the overhead that of the step over local's; ± is the row's own "
-    "noise.\n\n"
-    "GPU idle is the part of an untraced step for which the trace shows no work on the GPU. "
+    notes=unexplained,
+    reading="Overhead is divided among its causes by the profiler's trace of rank 0. The bars end at the median of the "
+    "untraced steps, and divide what a step takes longer than local's in the proportions of that account.\n\n"
     "In the timeline compute is above, communication below; what is exposed is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict`, before a measurement.",

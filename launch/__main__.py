@@ -168,6 +168,7 @@ def show(arguments: Sequence[str]) -> int:
     from distlab.report import read_json, reading
     from distlab.report.view import check_records, say, write
     from distlab.runs import OutputFolder, rows_of
+    from launch.runs import refresh_index
 
     files = [rows_of(run, args.out, ROOT) for run in args.files]
     records = [record for file in files for record in read_json(file)]
@@ -185,6 +186,7 @@ def show(arguments: Sequence[str]) -> int:
         shutil.copy(file, folder.path)
     with reading(files):
         say(view, records, write(view, records, folder.path), quiet=args.json)
+    refresh_index(args.out)
     return 0
 
 

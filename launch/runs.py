@@ -71,6 +71,7 @@ def compare(arguments: Sequence[str]) -> int:
         print()
     folder = OutputFolder(args.out, view.name)
     page = write(view, rows, folder.path)
+    refresh_index(args.out)
     without = len(differences(saved))  # are printed above
     say(replace(view, findings=lambda rows: view.findings(rows)[without:]), rows, page, quiet=args.json)
     if args.fail_above is None:

@@ -1,11 +1,15 @@
 """Let a model that was trained on text (`distlab train --data my.txt`) continue a prompt.
 
+    distlab sample outputs/train/my-tiny-bucketed                   asks for prompts, a line each
     distlab sample outputs/train/my-tiny-bucketed --prompt "Once"
+    distlab sample outputs/train/my-tiny-bucketed --export llama    the model as transformers reads it
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +17,7 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.comm.rank_process import run_rank
+from distlab.model.export import export
 from distlab.options import SEED, Options, config_from, option, parser_of
 from distlab.train.sample import generate, load_model, newest_usable
 
@@ -22,10 +27,11 @@ class SampleOptions(Options):
     """What to continue, and how."""
 
     run: str = option("", "folder of the run", positional=True)
-    prompt: str = option("\n", "what to continue")
+    prompt: str | None = option(None, "what to continue [lines of the terminal, until its end]")
     tokens: int = option(200, "how many more", least=0)
     temperature: float = option(0.8, "0 takes the likeliest", least=0)
     seed: int = option(0, "of the draws", **SEED)
+    export: str | None = option(None, "write the model to this folder instead, as safetensors with Llama's names")
     backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
 
 
@@ -36,20 +42,35 @@ def parser() -> argparse.ArgumentParser:
 def sample(context: RankContext, args: SampleOptions) -> int:
     stored = newest_usable(Path(args.run) / "checkpoints")
     model = load_model(stored, context)
+    if args.export is not None:
+        if context.is_main:
+            export(model, Path(args.export))
+            print(f"{args.export}/model.safetensors and config.json")
+        return 0
     if model.config.vocab_size != 256:
         raise ValueError(f"{stored.path} was not trained on bytes (vocabulary of {model.config.vocab_size})")
-    prompt = torch.tensor(list(os.fsencode(args.prompt)), dtype=torch.int64, device=context.device)
-    tokens = generate(model, prompt, args.tokens, temperature=args.temperature, seed=args.seed)
+    for prompt in _lines(context) if args.prompt is None else [args.prompt]:
+        bytes_T = torch.tensor(list(os.fsencode(prompt)), dtype=torch.int64, device=context.device)
+        tokens = generate(model, bytes_T, args.tokens, temperature=args.temperature, seed=args.seed)
+        if context.is_main:
+            print(bytes(tokens.tolist()).decode(errors="replace"), flush=True)
     if context.is_main:
-        print(bytes(tokens.tolist()).decode(errors="replace"))
         print(f"(step {stored.step} of {args.run})", file=sys.stderr)
     return 0
+
+
+def _lines(context: RankContext) -> Iterator[str]:
+    """The lines that a person types, on the rank that has the terminal; an empty one is asked for again."""
+    with contextlib.suppress(EOFError):
+        while context.is_main:
+            if line := input("> " if sys.stdin.isatty() else ""):
+                yield line
 
 
 def main(argv: list[str]) -> int:
     """`distlab sample`; returns the exit code."""
     args = parser().parse_args(argv)
     options = config_from(SampleOptions, args)
-    if not options.prompt:
+    if options.prompt == "":
         raise ValueError("--prompt is empty: give at least one character to continue")
     return run_rank(lambda context: sample(context, options), backend=options.backend, timeout_s=60.0, name="sample")

@@ -10,6 +10,7 @@ import argparse
 import itertools
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
 from distlab.train.memory_budget import require, training_step
 from launch.ranks import run_on_ranks
+from launch.runs import refresh_index
 
 NAME = "train"
 QUICK = {"size": "tiny", "steps": 10}
@@ -84,6 +86,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         panel = Panel("", "step", "loss (nats per token)", series, log_x=None, from_zero=False)
         lines(folder / "loss.png", [panel], title=f"{config.size}, {shared['trained_by']}")
         write(VIEW, [record], folder)
+        refresh_index(args.out)
         if outcome.stopped_by is None:
             for step, loss in outcome.validation:
                 bits = f" ({loss / math.log(2):.2f} bits per byte)" if data.is_bytes else ""
@@ -121,17 +124,25 @@ def has_record(folder: Path, steps: int) -> bool:
         return False
 
 
+def what_it_reached(records: Sequence[Record]) -> list[str]:
+    """Say the losses at the end."""
+    (metrics,) = (record.metrics for record in records)
+    losses = {"training": metrics["final_loss"], "validation": metrics.get("validation_loss")}
+    texts = [f"{name} loss {loss:.2f}" for name, loss in losses.items() if loss is not None]
+    return [f"After {metrics['steps']:,} steps: {', '.join(texts)} nats per token."]
+
+
 VIEW = View(
     [
         Column("variant", "strategy"),
         Column("metrics.steps", "steps", ",d"),
-        Column("metrics.final_loss", "loss", ".4f"),
-        Column("metrics.validation_loss", "validation loss", ".4f"),
-        Column("metrics.validation_bits_per_byte", "bits per byte", ".3f", optional=True),
-        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-        Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
-        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True),
+        Column("metrics.final_loss", "loss", ".4f", about="nats per token of the last step's batch"),
+        Column("metrics.validation_loss", "validation loss", ".4f", about="nats per token of the held-out data"),
+        Column("metrics.validation_bits_per_byte", "bits per byte", ".3f", optional=True, about="the same in bits"),
+        Column("metrics.step_p50_ms", "step p50 ms", ".1f", about="median time of a step, data and logging included"),
+        Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
+        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
+        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True, about="most allocated"),
     ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "
@@ -140,7 +151,8 @@ VIEW = View(
     name=NAME,
     question="How does this model train?",
     reading="The loss of every step is in metrics.jsonl, decimal and in hex; two runs of the same command, one of them "
-    "killed and resumed, have the same hex. Times are those of whole steps, data and logging included.",
+    "killed and resumed, have the same hex.",
+    findings=what_it_reached,
     noise="A single run: the loss of one step varies with its batch. Compare curves, not last values.",
 )
 

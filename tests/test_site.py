@@ -60,6 +60,13 @@ def test_every_public_name_has_its_signature(site):
         text = (site / "reference" / f"{package}.html").read_text(encoding="utf-8")
         for name in names.split():
             assert f'id="{module}.{name}"' in text, f"{module}.{name}"
+    inherited = re.findall(r'id="(distlab\.parallel\.\w+\.no_sync)"', (site / "reference/parallel.html").read_text())
+    assert inherited == ["distlab.parallel.ParallelModel.no_sync"]
+
+
+def test_a_reader_can_go_on_at_the_foot_of_a_page(site):
+    text = (site / "learn/ddp.html").read_text(encoding="utf-8")
+    assert {"md-footer__link--prev", "md-footer__link--next"} <= set(re.findall(r"md-footer__link--\w+", text))
 
 
 def test_it_can_be_searched_without_a_server(site):
@@ -69,7 +76,7 @@ def test_it_can_be_searched_without_a_server(site):
 
 
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
-@pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference/parallel.html", "bucket_size_mb")])
+@pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference/kernels.html", "rms_norm")])
 def test_a_browser_shows_it(site, tmp_path, page, words):
     shown = subprocess.run(
         [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr",

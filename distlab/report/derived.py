@@ -163,5 +163,8 @@ def waiting(records: Sequence[Record]) -> str:
     return f"; the GPU waits for the host{which} of the step"
 
 
-NOISE = Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics))
+NOISE = Column(
+    "metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics),
+    about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
+)  # fmt: skip
 

@@ -1,14 +1,15 @@
 """`report.html`: an experiment's question, set-up, results, predictions, noise and how to read them, on one page.
 
-The page needs no network and no other file: pictures are inside it, and its content security policy forbids the
-rest. It prints what the records hold and computes nothing that the tables beside it do not have.
+The page needs no network and no other file: pictures are inside it, its content security policy forbids the rest, and
+links lead to files beside it. It prints what the records hold and computes nothing that its tables do not have.
 """
 
 from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,52 +20,75 @@ from distlab.report.table import STYLES, Column, by_machine, is_number, render
 if TYPE_CHECKING:
     from distlab.report.view import View
 
+MOST_COLUMNS = 14  # beside a row's name
+
 
 def page(
     view: View,
     records: Sequence[Record],
     pictures: Sequence[tuple[str, Path]] = (),
     findings: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    links: Mapping[str, Sequence[str]] | None = None,
 ) -> str:
     """The whole page.
 
     Args:
         view: how the records are shown.
         pictures: caption and file (`.png`) of each.
-        findings: sentences that follow from these records.
+        findings: sentences that answer the question.
+        notes: further sentences, below the tables.
+        links: what lies beside the page → its addresses from there.
     """
+    tables = view.tables(records)
     return rendered(
-        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
-        noises=_noises(records),
+        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings, notes=notes,
+        noises=_noises(records), links=links,
+        columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
-            _table(group, columns) | {style: render(group, columns, style) for style in STYLES if style != "text"}
-            | {"title": title} for title, group, columns in view.tables(records)
+            {style: render(group, columns, style) for style in STYLES if style != "text"}
+            | {"title": title, "parts": [_table(group, part) for part in _parts(columns)]}
+            for title, group, columns in tables
         ],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
     )  # fmt: skip
 
 
 def rendered(template: str, **values: Any) -> str:
-    """One of the templates beside this file, filled in."""
+    """One of the templates beside this file, filled in; its filter `code` makes code of what stands in backticks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
+    from markupsafe import Markup, escape
 
     environment = Environment(
         loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
+    environment.filters["code"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     return environment.get_template(template).render(**values)
 
 
+def _parts(columns: Sequence[Column]) -> list[list[Column]]:
+    """The columns of a table as a page of 1,400 pixels shows them: above one another where there are many, each part
+    beginning with the columns that name the row.
+    """
+    names = 1 + next((i for i, column in enumerate(columns[:3]) if column.key == "variant"), 0)
+    rest = len(columns) - names
+    size = -(-rest // max(1, -(-rest // MOST_COLUMNS)))
+    return [[*columns[:names], *columns[start : start + size]] for start in range(names, len(columns), size or 1)] or [
+        list(columns)
+    ]
+
+
 def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
-    """What the template makes a table of: (title, whether it stands left) of each column; cells are (text, number to
-    sort by).
+    """What the template makes a table of: (title, whether it stands left, what it says) of each column; cells are
+    (text, number to sort by).
     """
     rows = [
         [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]
         for record in records
     ]
-    return {"head": [(column.title, column.stands_left) for column in columns], "rows": rows}
+    return {"head": [(column.title, column.stands_left, column.about) for column in columns], "rows": rows}
 
 
 def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
@@ -94,7 +118,6 @@ def _noises(records: Sequence[Record]) -> list[str]:
     if noises:
         best, worst = (pick(noises, key=noises.__getitem__) for pick in (min, max))
         return [
-            f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst}). Two rows "
-            "that differ by less than the noise of the worse one are a tie."
+            f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst})."
         ]
     return []

@@ -30,6 +30,7 @@ class Column:
         derived: record → value for a record that lacks it, such as one written before there was such a metric.
         note: record → text behind a number, such as `` tie``; empty for none.
         optional: left out of a table in which no record has it.
+        about: what it says, in a sentence; a page shows it.
         align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
             right.
     """
@@ -43,6 +44,7 @@ class Column:
     derived: Callable[[Record], Any] = lambda record: None
     note: Callable[[Record], str] = lambda record: ""
     optional: bool = False
+    about: str = ""
 
     def __post_init__(self) -> None:
         roots = ("experiment", "variant", "commit", "config", "metrics", "environment")

@@ -5,6 +5,8 @@ An experiment declares its `View` once; `write` makes of records and view the wh
     records.json  records.csv  table.md  table.tex  report.html  and the pictures
 """
 
+import glob
+import os
 import shutil
 import string
 import sys
@@ -13,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from distlab.files import write_whole
 from distlab.report import page as html
@@ -38,7 +41,7 @@ class View:
             file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
         findings: records → sentences that follow from them, at most five. One that begins with `WRONG:` is red on a
             terminal, one in parentheses grey.
-        notes: records → sentences for the page alone.
+        notes: records → sentences for the page alone, below its tables.
         prediction: how predictions are made, or why there are none.
         noise: what to know of the noise, beside what the records say of it.
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
@@ -155,16 +158,35 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     groups = by_machine(records).values()
-    findings = [line for group in groups for line in (*view.findings(group), *view.notes(group))]
-    below = "".join(f"\n{line}\n" for line in findings)
+    findings, notes = ([line for group in groups for line in lines(group)] for lines in (view.findings, view.notes))
+    below = "".join(f"\n{line}\n" for line in (*findings, *notes))
     files = {
         "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
         "table.tex": view.table(records, "latex") + "\n",
-        "report.html": html.page(view, records, _draw(view, records, path), findings),
     }
     for name, text in files.items():
         write_whole(path / name, text)
+    page = html.page(view, records, _draw(view, records, path), findings, notes, _links(path))
+    write_whole(path / "report.html", page)
     return path / "report.html"
+
+
+FILES = {
+    "records.json": "every number; `distlab show` and `distlab compare` read it",
+    "records.csv": "the same as a table, for a spreadsheet or pandas",
+    "metrics.jsonl": "the loss of every step",
+    "trace_*": "a timeline: open it at https://ui.perfetto.dev (Open trace file), or in chrome://tracing",
+    "parts/*/report.html": "a part of this run",
+}
+
+
+def _links(path: Path) -> dict[str, list[str]]:
+    """What lies in a run's folder and around it: what it is → the addresses from its page."""
+    found = {text: sorted(path.glob(pattern)) for pattern, text in FILES.items()}
+    before = path.parent.glob(f"{glob.escape(path.name)}-old-*/report.html")
+    found["the run before this one, of the same name"] = sorted(before, key=os.path.getmtime)[-1:]
+    found["all runs"] = [path.parents[3 if path.parent.name == "parts" else 1] / "index.html"]
+    return {text: [quote(os.path.relpath(file, path)) for file in files] for text, files in found.items() if files}
 
 
 def check_records(view: View, records: Sequence[Record]) -> None:

@@ -31,11 +31,12 @@ class Seen:
     console: list[str]
 
 
-def visit(page: Path, script: str, *, dark: bool = False, timeout: float = 60) -> Seen:
+def visit(page: Path, script: str, *, dark: bool = False, width: int = 1200, timeout: float = 60) -> Seen:
     """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what happened.
 
     Args:
         script: a JavaScript expression, whose value JSON can hold.
+        width: pixels of the window.
         dark: whether the system prefers dark pages.
         timeout: seconds.
     """
@@ -52,7 +53,7 @@ def visit(page: Path, script: str, *, dark: bool = False, timeout: float = 60) -
     )
     result = subprocess.run(
         [
-            chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,900", "--dump-dom",
+            chromium(), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom",
             "--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", visited.as_uri(),
         ],

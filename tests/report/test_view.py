@@ -90,7 +90,7 @@ def test_the_report_in_a_browser(page):
     assert {*steps[0][1][3:]} == {*steps[1][1][3:]} == {"bucketed", "broken <i>"}
     assert seen.answer["pictures"] == [1200] and not seen.answer["wider"] and not seen.answer["fetched"]
     assert seen.answer["width"] > 1100  # of a window of 1200
-    assert seen.answer["headings"] == ["Set-up", "Result", "Prediction", "Noise floor", "Reading"]
+    assert seen.answer["headings"] == ["Result", "Reading", "Noise", "Set-up", "Files"]
     dark = visit(page, "getComputedStyle(document.body).backgroundColor", dark=True)
     brightness = [sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)]
     assert brightness[0] > 700 and brightness[1] < 100 and not dark.problems
@@ -103,10 +103,38 @@ def test_the_page_says_what_was_run_on_what(page):
                   "from 5.0 % (flat) to 10.0 % (naive)"):  # fmt: skip
         assert words in text, words
     assert "batch 4 on &lt;b&gt;NVIDIA H200" in text and "<i>" not in text
-    outside = re.findall(r"(?:src|href)=\"(?!data:)[^\"]*\"|https?://|url\(|@import", text)
-    assert not outside
+    outside = re.findall(r"(?:src|href)=\"(?!data:)([^\"]*)\"|url\(|@import", text)
+    assert outside == ["records.json", "records.csv", "../../index.html"]
     other = dataclasses.replace(RECORDS[0], config={"batch": 8, "world_size": 2})
     assert _setup("a GPU", [RECORDS[0], other])["options"] == {"world_size": "2"}  # what all have
+
+
+def test_the_page_leads_with_the_answer_and_to_what_lies_beside_it(tmp_path):
+    run, older = tmp_path / "bench" / "mine", tmp_path / "bench" / "mine-old-1"
+    for folder in (run, older, run / "parts" / "model"):
+        folder.mkdir(parents=True)
+        (folder / "report.html").touch()
+    (run / "trace_a b_rank0.json.gz").touch()
+    about = dataclasses.replace(COLUMNS[1], about="of `distlab` <alone>")
+    columns = [COLUMNS[0], about]
+    text = write(dataclasses.replace(VIEW, columns=columns, notes=lambda rows: ["a note"]), RECORDS, run).read_text()
+    parts = ("5 rows", "<img", "<table", "a note", "First this.", "abc123", "records.csv")
+    order = [text.index(part) for part in parts]
+    assert order == sorted(order)
+    links = re.findall(r'href="([^"]*(?:trace|parts|mine-old)[^"]*)"', text)
+    assert links == ["trace_a%20b_rank0.json.gz", "parts/model/report.html", "../mine-old-1/report.html"]
+    assert "ui.perfetto.dev" in text and "<dd>of <code>distlab</code> &lt;alone&gt;</dd>" in text
+    assert "Prediction" not in text  # the view has none
+
+
+@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+def test_a_table_of_many_columns_is_not_cut(tmp_path):
+    many = [Column(f"metrics.number_{i}", f"figure {i} ms", ",.1f") for i in range(30)]
+    rows = [record("a strategy", 1.0, **{f"number_{i}": 12345.6 for i in range(30)})]
+    page = write(dataclasses.replace(VIEW, columns=[*COLUMNS, *many]), rows, tmp_path)
+    script = """[...document.querySelectorAll(".scroll")].map(each =>
+      [each.scrollWidth <= each.clientWidth, each.querySelectorAll("th").length])"""
+    assert visit(page, script, width=1400).answer == [[True, 12], [True, 12], [True, 10]]
 
 
 def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, monkeypatch):

@@ -1,0 +1,73 @@
+"""Write a model as other libraries read it: `model.safetensors` and `config.json`, under Llama's names.
+
+The model is Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU, grouped queries. So
+nothing is computed anew; queries, keys and values, which are one matrix here, become three.
+"""
+
+import json
+from pathlib import Path
+
+from torch import Tensor
+
+from distlab.model.config import ModelConfig
+from distlab.model.transformer import TransformerLM
+
+LLAMA = {
+    "embedding": ["model.embed_tokens"],
+    "norm": ["model.norm"],
+    "head": ["lm_head"],
+    "attention_norm": ["input_layernorm"],
+    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    "attention.output": ["self_attn.o_proj"],
+    "feed_forward_norm": ["post_attention_layernorm"],
+    "feed_forward.w1": ["mlp.gate_proj"],
+    "feed_forward.w3": ["mlp.up_proj"],
+    "feed_forward.w2": ["mlp.down_proj"],
+}
+
+
+def export(model: TransformerLM, folder: Path) -> None:
+    """Write a whole model in fp32; `transformers.AutoModelForCausalLM.from_pretrained(folder)` reads it.
+
+    Raises:
+        OSError: the folder cannot be written.
+    """
+    tensors = llama_tensors(model)
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, tensor in tensors.items():
+        begin, end = end, end + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            file.write(tensor.numpy())
+    (folder / "config.json").write_text(json.dumps(llama_config(model.config), indent=2), encoding="utf-8")
+
+
+def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
+    """Llama's name → tensor, in fp32 on the CPU."""
+    rows = [model.config.d_model, model.config.kv_width, model.config.kv_width]
+    found = {}
+    for name, parameter in model.named_parameters():
+        *block, layer = name.removesuffix(".weight").split(".", 2 if name.startswith("blocks.") else 0)
+        prefix = f"model.layers.{block[1]}." if block else ""
+        names = LLAMA[layer]
+        parts = parameter.detach().split(rows) if len(names) == 3 else [parameter.detach()]
+        found |= {f"{prefix}{n}.weight": part.float().cpu() for n, part in zip(names, parts, strict=True)}
+    return found
+
+
+def llama_config(config: ModelConfig) -> dict[str, object]:
+    """What transformers needs to know of the model; tokens are what it was trained on, with no special ones."""
+    return {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+        "bos_token_id": None, "eos_token_id": None,
+        "hidden_size": config.d_model, "intermediate_size": config.d_ff, "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
+        "rope_theta": config.rope_theta, "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+    }  # fmt: skip

@@ -1,0 +1,33 @@
+"""`distlab sample`: each line that is typed is a prompt, and an export reads the same model."""
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distlab.experiment import lone_context
+from distlab.model.config import ModelConfig
+from distlab.model.transformer import TransformerLM
+from launch import sample
+from launch.sample import SampleOptions
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    model = TransformerLM(ModelConfig(16, 16, 1, 2, vocab_size=256, context_length=8))
+    monkeypatch.setattr(sample, "newest_usable", lambda folder: SimpleNamespace(step=3, path=folder))
+    monkeypatch.setattr(sample, "load_model", lambda stored, context: model)
+
+
+def test_each_line_is_a_prompt_and_an_empty_one_is_none(trained, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO("Once\n\nThe é"))
+    assert sample.sample(lone_context("cpu"), SampleOptions(run="r", tokens=0)) == 0
+    assert capsys.readouterr().out == "Once\nThe é\n"
+
+
+def test_an_export_says_where_it_is(trained, tmp_path, capsys):
+    folder = tmp_path / "llama"
+    assert sample.sample(lone_context("cpu"), SampleOptions(run="r", export=str(folder))) == 0
+    assert {path.name for path in Path(folder).iterdir()} == {"config.json", "model.safetensors"}
+    assert str(folder) in capsys.readouterr().out
