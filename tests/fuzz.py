@@ -38,7 +38,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -174,7 +174,7 @@ class Case:
         head: "" (the body's output is the root's), "linear", "tied" to the embedding, or "read": the embedding's
             matrix is read by the root itself.
         ties: pairs (i, j): the j-th `linear` part uses the i-th's weight.
-        output: what the root returns: "tensor", "tuple", "dict", "dataclass", "nested", "twice" (the same tensor).
+        output: what the root returns: "tensor", or see `packed`.
     """
 
     body: tuple[Part, ...] = ()
@@ -374,6 +374,37 @@ class Around(nn.Module):
         return self.child(x.to(torch.float32)).to(x.dtype)
 
 
+class Plain:
+    """An object of which nobody knows that it holds a tensor."""
+
+    def __init__(self, hidden: Tensor):
+        self.hidden = hidden
+
+
+def packed(form: str, x: Tensor) -> Any:
+    """What a module may return instead of a tensor."""
+    if form == "dict":
+        return {"hidden": x, "other": [{"deep": (torch.tanh(x), 3)}], "name": "hidden"}
+    if form == "dataclass":
+        return Found(x, "other")
+    if form == "object":
+        return Plain(x)
+    if form == "same":
+        return x, x
+    return (x, x.square()) if form in ("tuple", "unused") else x
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors that `packed` has packed."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Found | Plain):
+        yield value.hidden
+    elif isinstance(value, dict | list | tuple):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from tensors_in(each)
+
+
 class Answer(nn.Module):
     """A child that returns more than a tensor, and stands in a list of one."""
 
@@ -383,19 +414,8 @@ class Answer(nn.Module):
         self.form = form
 
     def forward(self, x: Tensor) -> Tensor:
-        y = self.answers[0](x)
-        if self.form == "dict":
-            return y["hidden"] + 0.5 * y["other"]["deep"][0]
-        if self.form in ("dataclass", "object"):
-            return y.hidden
-        return y[0] if self.form == "unused" else y[0] + y[1]
-
-
-class Plain:
-    """An object of which nobody knows that it holds a tensor."""
-
-    def __init__(self, hidden: Tensor):
-        self.hidden = hidden
+        first, *others = tensors_in(self.answers[0](x))
+        return first if self.form == "unused" else sum(others, first)
 
 
 class Answering(nn.Module):
@@ -404,16 +424,7 @@ class Answering(nn.Module):
         self.form, self.child = form, child
 
     def forward(self, x: Tensor) -> Any:
-        y = self.child(x)
-        if self.form == "dict":
-            return {"hidden": y, "other": {"deep": [torch.tanh(y)], "name": "hidden"}}
-        if self.form == "dataclass":
-            return Found(y, None)
-        if self.form == "object":
-            return Plain(y)
-        if self.form == "same":
-            return y, y
-        return (y, y.square()) if self.form == "tuple" else (y, torch.tanh(y))
+        return packed(self.form, self.child(x))
 
 
 class Root(nn.Module):
@@ -491,15 +502,7 @@ class Root(nn.Module):
             x = F.linear(x, self.embedding.weight)
         elif case.head:
             x = self.head(x)
-        if case.output == "tuple":
-            return x, x.mean()
-        if case.output == "dict":
-            return {"logits": x, "other": None}
-        if case.output == "dataclass":
-            return Found(x, "other")
-        if case.output == "nested":
-            return [{"logits": (x, torch.tanh(x))}, 3]
-        return (x, x) if case.output == "twice" else x
+        return packed(case.output, x)
 
 
 def _fail(gradient: Tensor) -> None:
@@ -539,22 +542,9 @@ def loss_of(model: nn.Module, moment: Moment, case: Case, rank: int, step: int, 
     moment.number = rank + step + number // case.regime.forwards  # one for all forwards that a backward takes
     losses = [
         F.smooth_l1_loss(tensor, torch.full_like(tensor, 0.3 + 0.1 * place))
-        for place, tensor in enumerate(_tensors(model(data)))
+        for place, tensor in enumerate(tensors_in(model(data)))
     ]
     return torch.stack(losses).sum()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Found):
-        yield value.hidden
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _tensors(each)
 
 
 # -- training it -------------------------------------------------------------------------------------------
@@ -1147,7 +1137,7 @@ def generate(seed: int) -> Case:
         own=chance.choice(("", "", "", "matrix", "frozen-matrix", "vector")),
         head=chance.choice(heads),
         ties=ties,
-        output=chance.choice(("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "nested", "twice")),
+        output=chance.choice(("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "dict", "same")),
         regime=_regime(chance),
     )
 

@@ -31,7 +31,7 @@ QUICK = {
     r"examples/train\.py": "--steps 4 --log-every 1",
     r"distlab records": "--list",
     r"distlab sample|launch/sample\.py": "--tokens 5",
-    r"-m tests\.kill_runs": "--moments 1 --series same",
+    r"-m tests\.kill_runs": "--moments 1",
     r"-m tests\.fuzz": "--seeds 3",
     r"-m tests\.mutations": "--list",
     r"^pytest -n auto": "tests/test_hardware.py",

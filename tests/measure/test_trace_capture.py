@@ -183,7 +183,6 @@ def test_without_operators_ranges_are_recorded_also_on_autograds_thread(tmp_path
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("queued", [True, False])
 def test_without_operators_the_gpus_work_and_its_launches_are_the_same(tmp_path, queued):
     model = nn.Sequential(*[nn.Linear(256, 256, device="cuda") for _ in range(4)])

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from distlab.parallel.buckets import MIB, GradientBucket, plan_buckets
-from distlab.theory import volume as closed_form
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 parameters = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=20)
@@ -41,14 +40,6 @@ def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_
     position = {index: place for place, index in enumerate(order)}
     last = [max(position[index] for index in bucket.indices) for bucket in plan]
     assert last == sorted(last)  # buckets leave in the order in which they fill up
-
-
-@given(parameters, limits)
-def test_a_plan_sends_what_the_closed_form_says(sizes, limit):
-    numels, dtypes = [n for n, _ in sizes], [d for _, d in sizes]
-    plan = plan_buckets(numels, dtypes, limit)
-    volume = closed_form.bucketed(numels, [d.itemsize for d in dtypes], limit, dtypes=dtypes)
-    assert (len(plan), sum(bucket.num_bytes for bucket in plan)) == (volume.collectives, volume.bytes)
 
 
 def test_buckets_follow_reversed_registration_order_and_their_limit():
