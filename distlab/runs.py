@@ -371,7 +371,6 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         raise ValueError(f"{path}: no rows")
     first = records[0]
     count = first.config.get("world_size") or 1
-    unfinished = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {
         "run": str(path.parent if path.name == ROWS else path),
@@ -380,7 +379,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         "machine": f"{count} × {machine}",
         "commit": short(first.commit),
         "differs from the default": changed(first.config, defaults(first)),
-        "result": unfinished + result_of(records),
+        "result": "stopped; " * _is_unfinished(path, first) + result_of(records),
     }
 
 
