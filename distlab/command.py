@@ -3,7 +3,6 @@
 import runpy
 from pathlib import Path
 
-
 HERE = Path(__file__).resolve().parent
 COMMAND = (HERE / "commands" if (HERE / "commands").is_dir() else HERE.parent) / "launch" / "__main__.py"
 

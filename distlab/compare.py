@@ -75,7 +75,8 @@ def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str |
     """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first.
 
     `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both runs kept samples;
-    `noise_pct` is the larger of the two rows', `least_pct` what a difference must exceed to count; `verdict` one of worse, better, tie, noise unknown, or what is missing.
+    `noise_pct` is the larger of the two rows', `least_pct` what a difference must exceed to count;
+    `verdict` one of worse, better, tie, noise unknown, or what is missing.
 
     Args:
         runs: the baseline first.

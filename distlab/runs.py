@@ -427,7 +427,7 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     for row in rows:
         first = f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  "
         rest = "; ".join(filter(None, (row["machine"], row["commit"], row["differs from the default"])))
-        texts.append(first + textwrap.shorten(row["result"], max(columns - len(first), 20), placeholder=" …"))
+        texts.append(first + row["result"])
         texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
     return "\n".join(texts)
 

@@ -95,5 +95,5 @@ def test_the_cells_of_the_notebook_run(tmp_path):
 
 
 def test_a_run_from_python_that_fails_says_why():
-    with pytest.raises(RuntimeError, match="(?s)exit code 2.*'nope' is unknown"):
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 2.*'nope' is unknown"):
         distlab.run("ddp_bench", strategies=["nope"])
