@@ -3,7 +3,7 @@
 __version__ = "0.1.0"
 
 
-def run(experiment: str, **options: object) -> list[dict[str, object]]:
+def run(experiment: str, **options: object) -> list[dict]:
     """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.
 
         rows = distlab.run("ddp_bench", strategies=["flat", "bucketed"], batch=4)
@@ -18,7 +18,6 @@ def run(experiment: str, **options: object) -> list[dict[str, object]]:
     import json
     import subprocess
     import sys
-    from pathlib import Path
 
     from distlab.command import COMMAND
     from distlab.report.record import read_json
@@ -30,5 +29,5 @@ def run(experiment: str, **options: object) -> list[dict[str, object]]:
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}")
-    records = read_json(Path(json.loads(done.stdout.splitlines()[-1])["out"]) / "records.json")
+    records = read_json(json.loads(done.stdout.splitlines()[-1])["out"] + "/records.json")
     return [{"variant": record.variant, **record.config, **record.metrics} for record in records]

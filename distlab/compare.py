@@ -75,7 +75,8 @@ def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str |
     """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first.
 
     `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both runs kept samples;
-    `noise_pct` is the larger of the two rows'; `verdict` one of worse, better, tie, noise unknown, or what is missing.
+    `noise_pct` is the larger of the two rows', `least_pct` what a difference must exceed to count;
+    `verdict` one of worse, better, tie, noise unknown, or what is missing.
 
     Args:
         runs: the baseline first.
@@ -204,10 +205,9 @@ def undecided(rows: Sequence[Record], limit_pct: float) -> list[str]:
     """The rows that may be worse by more than the limit without being found so, each with what it may be off by."""
     found = []
     for row in rows:
-        m, metric = row.metrics, row.config["metric"]
-        end = m["low_pct"] if higher_is_better(metric) else m["high_pct"]
-        least = (m["noise_pct"] or 0) * (1 if metric == RATIO else 2)
-        hidden = max(least, abs(end or 0))
+        m = row.metrics
+        end = m["low_pct" if higher_is_better(row.config["metric"]) else "high_pct"]
+        hidden = max(m["least_pct"] or 0, abs(end or 0))
         if m["verdict"] == UNSURE:
             found.append(f"{row.variant} (noise unknown)")
         elif m["verdict"] == TIE and hidden > limit_pct:
@@ -294,7 +294,7 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
 
 
 def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
-    nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct"))
+    nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
     if not is_number(first) or not is_number(last) or not first > 0 or not last > 0:
         where = "the first" if is_number(first) else "the last" if is_number(last) else "neither"
@@ -318,7 +318,7 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, A
         verdict = UNSURE
     else:
         verdict = FASTER if (last > first) == higher_is_better(metric) else SLOWER
-    return percent | {"noise_pct": noise, "verdict": verdict}
+    return percent | {"noise_pct": noise, "least_pct": least, "verdict": verdict}
 
 
 def _sentence(row: Record) -> str:

@@ -371,7 +371,6 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         raise ValueError(f"{path}: no rows")
     first = records[0]
     count = first.config.get("world_size") or 1
-    unfinished = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {
         "run": str(path.parent if path.name == ROWS else path),
@@ -380,7 +379,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         "machine": f"{count} × {machine}",
         "commit": short(first.commit),
         "differs from the default": changed(first.config, defaults(first)),
-        "result": unfinished + result_of(records),
+        "result": "stopped; " * _is_unfinished(path, first) + result_of(records),
     }
 
 
@@ -428,7 +427,7 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     for row in rows:
         first = f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  "
         rest = "; ".join(filter(None, (row["machine"], row["commit"], row["differs from the default"])))
-        texts.append(first + textwrap.shorten(row["result"], max(columns - len(first), 20), placeholder=" …"))
+        texts.append(first + row["result"])
         texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
     return "\n".join(texts)
 

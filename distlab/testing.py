@@ -176,11 +176,7 @@ class _Rank:
         self.stacks = tempfile.NamedTemporaryFile(prefix="distlab-stacks-", mode="r")  # noqa: SIM115
         arguments = (theirs, list(sys.path), self.stacks.name)
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # which the fork server inherits; see _serve
-        try:
-            self.process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        self.process.start()
         theirs.close()
 
     def dump_stack(self) -> str:
@@ -272,7 +268,6 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
     signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's Ctrl-C is for the caller, who ends this process
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     # A job may start processes, such as a DataLoader's. They are forked, a script's default, and end with this one: a
     # fork server and what it forks would keep each other alive. The caller hears of this one's end by the pipe.
     multiprocessing.current_process().daemon = False

@@ -77,19 +77,18 @@ def compare(arguments: Sequence[str]) -> int:
     if args.fail_above is None:
         return 0
     failed, unsure = failures(rows, args.fail_above), undecided(rows, args.fail_above)
+    more = f"worse by more than {args.fail_above:g} %"
     if failed:
+        print(f"distlab compare: {more}, or gone: {', '.join(failed)}", file=sys.stderr)
+        return 1
+    if unsure:
         print(
-            f"distlab compare: worse by more than {args.fail_above:g} %, or gone: {', '.join(failed)}",
+            f"distlab compare: cannot tell whether these are {more}: {', '.join(unsure)}. Measure both runs with more "
+            "--steps or --rounds on a quieter machine, or compare --against a row that did not change",
             file=sys.stderr,
         )
-    elif unsure:
-        print(
-            f"distlab compare: cannot tell whether these are worse by more than {args.fail_above:g} %: "
-            f"{', '.join(unsure)}. Measure both runs with more --steps or --rounds on a quieter machine, or compare "
-            "--against a row that did not change",
-            file=sys.stderr,
-        )
-    return 1 if failed else CANNOT_TELL if unsure else 0
+        return CANNOT_TELL
+    return 0
 
 
 def compare_parser() -> argparse.ArgumentParser:

@@ -146,7 +146,8 @@ VIEW = View(
     ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "
-        "torch {torch}"
+        "torch {torch}",
+        trained_by=lambda records: records[0].config.get("trained_by", records[0].variant),
     ),
     name=NAME,
     question="How does this model train?",

@@ -1,11 +1,16 @@
 """The files in examples/: they train, and resume under another strategy; so does the loop that the README shows."""
 
+import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+import distlab
 from distlab.parallel import BucketedDDP
 from distlab.testing import run_ranks
 from examples import strategies, train
@@ -75,3 +80,20 @@ def test_the_loop_of_the_readme_trains(one_rank):
     imported = {"BucketedDDP": BucketedDDP, "AdamW": torch.optim.AdamW, "cross_entropy": nn.functional.cross_entropy}
     exec(loop, imported | {"module": module, "batches": batches})
     assert not torch.equal(module.weight, before)
+
+
+def test_the_cells_of_the_notebook_run(tmp_path):
+    """As a kernel executes them: one after the other, in a process that has no main file."""
+    cells = json.loads((ROOT / "examples" / "notebook.ipynb").read_text())["cells"]
+    sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    code = f"names = {{'__name__': '__main__'}}\nfor cell in {sources!r}:\n    exec(cell, names)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"^(\w+) +[\d.]+ ms, (\d+) messages$", done.stdout, re.M)[:2] == [("local", "0"), ("flat", "1")]
+    assert done.stdout.splitlines()[-1] == "[3.0, 3.0, 3.0]" and (tmp_path / "outputs" / "ddp_bench").is_dir()
+
+
+def test_a_run_from_python_that_fails_says_why():
+    with pytest.raises(RuntimeError, match=r"(?s)exit code 2.*'nope' is unknown"):
+        distlab.run("ddp_bench", strategies=["nope"])

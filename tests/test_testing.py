@@ -200,3 +200,38 @@ def test_ranks_end_when_the_program_that_started_them_is_killed(tmp_path):
     program.kill()
     assert all(ends_within(rank, 2) for rank in ranks)
     program.wait()
+
+
+INTERRUPTED = """
+import os, signal, threading
+from distlab.testing import run_ranks
+
+def rank(context):
+    return context.rank
+
+def interrupt(context):
+    if context.rank == 0:
+        os.killpg(0, signal.SIGINT)  # as a terminal and a notebook do: caller and ranks
+    threading.Event().wait()
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run_ranks(rank, 2)
+    try:
+        run_ranks(interrupt, 2)
+    except KeyboardInterrupt as stopped:
+        print(*stopped._render_traceback_())
+    print(run_ranks(rank, 2))
+"""
+
+
+def test_an_interrupt_ends_the_ranks_in_one_line_and_the_next_call_starts_new_ones(tmp_path):
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    assert (done.stdout.splitlines(), done.stderr) == (
+        ["run_ranks was interrupted, and its 2 ranks are ended", "[0, 1]"],
+        "",
+    )

@@ -207,10 +207,8 @@ def part_findings(records: Sequence[Record]) -> list[str]:
 def draw_parts(records: Sequence[Record], path: Path) -> None:
     """Time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
-    bars = [
-        (label, metric) for label in labels for metric in ("part_ms", "predicted_part_ms")
-        if any(record.metrics[metric] for record in records if record.config["label"] == label)
-    ]  # fmt: skip
+    known = [metric for metric in ("part_ms", "predicted_part_ms") if any(r.metrics[metric] for r in records)]
+    bars = [(label, metric) for label in labels for metric in known]
     parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
     for record in records:
         label = record.config["label"]

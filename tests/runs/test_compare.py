@@ -149,7 +149,7 @@ def test_noise_that_hides_the_limit_has_an_exit_code_of_its_own(tmp_path, capsys
 
 def test_an_interval_that_reaches_beyond_the_limit_decides_nothing():
     def rows(high, metric="step_p50_ms"):
-        metrics = {"low_pct": -1.0, "high_pct": high, "noise_pct": 1.0, "verdict": "tie"}
+        metrics = {"low_pct": -1.0, "high_pct": high, "least_pct": 2.0, "verdict": "tie"}
         return [Record("compare", "a", {"metric": metric}, metrics, {}, None)]
 
     assert undecided(rows(12.0), 5) == ["a (up to 12 %)"] and undecided(rows(4.0), 5) == []
