@@ -9,7 +9,7 @@ error); and measures how a matmul and an all-reduce slow each other down, both w
 fits are records: `distlab.simulate.calibrate.measured_links` reads them for predictions.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,7 @@ from distlab.measure import (
     BY_HAND,
     OPERATIONS,
     all_reduces,
+    computations,
     disturb,
     free_bytes,
     percentiles,
@@ -152,21 +153,6 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
     link = spec and spec.nvlink_bandwidth
     metrics["link_ms"] = None if link is None else 1e3 * timing.num_bytes * share / link
     return metrics
-
-
-def computations(side: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What runs beside messages: one that is bound by arithmetic, one by memory.
-
-    Args:
-        side: of the matrices, 0 for 8192 (bf16), on a CPU 384 (fp32).
-    """
-    on_gpu = device.type == "cuda"
-    side = side or (8192 if on_gpu else 384)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
-    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
-    source = torch.randn(side * side, device=device)
-    target = torch.empty_like(source)
-    return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
 
 
 def timings(records: Sequence[Record]) -> list[Record]:

@@ -352,10 +352,9 @@ def unexplained_rows(records: Sequence[Record]) -> dict[str, str]:
 
 def unexplained(records: Sequence[Record]) -> list[str]:
     """One paragraph for the page: what no account explains, and what to try."""
-    if not (rows := unexplained_rows(records)):
-        return []
-    amounts = ", ".join(f"{name} {amount}" for name, amount in rows.items())
-    return [f"Unexplained overhead, in no part of the trace's account: {amounts}{_what_to_try(records[0])}."]
+    amounts = ", ".join(map(" ".join, unexplained_rows(records).items()))
+    told = f"Unexplained overhead, in no part of the trace's account, which is of the traced steps alone: {amounts}. "
+    return [told + "More --profile-steps, or a machine that does nothing else, may close it."] if amounts else []
 
 
 def open_accounts(records: Sequence[Record]) -> list[str]:
@@ -364,15 +363,6 @@ def open_accounts(records: Sequence[Record]) -> list[str]:
     if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
         return []
     return [f"(The trace explains the overhead of {', '.join(rows)} only in part; the page says how much is open.)"]
-
-
-def _what_to_try(record: Record) -> str:
-    """What usually closes an account, with the numbers of this run."""
-    config = record.config
-    more = {name: config[name] for name in ("profile_steps", "steps") if isinstance(config.get(name), int)}
-    options = " and ".join(f"--{name.replace('_', '-')} {2 * value + 1}" for name, value in more.items())
-    first = f"{options}, since the account is of the traced steps alone, then " if options else ""
-    return f"; try {first}a machine that does nothing else"
 
 
 def wrong_rows(records: Sequence[Record]) -> list[str]:

@@ -125,11 +125,11 @@ def has_record(folder: Path, steps: int) -> bool:
 
 
 def what_it_reached(records: Sequence[Record]) -> list[str]:
-    """Say the losses at the end."""
-    (metrics,) = (record.metrics for record in records)
-    losses = {"training": metrics["final_loss"], "validation": metrics.get("validation_loss")}
-    texts = [f"{name} loss {loss:.2f}" for name, loss in losses.items() if loss is not None]
-    return [f"After {metrics['steps']:,} steps: {', '.join(texts)} nats per token."]
+    """Say the losses of the last step and validation."""
+    metrics = records[0].metrics
+    held_out = metrics.get("validation_loss")
+    validation = "" if held_out is None else f", that of the held-out data {held_out:.2f}"
+    return [f"After {metrics['steps']:,} steps the loss is {metrics['final_loss']:.2f} nats per token{validation}."]
 
 
 VIEW = View(

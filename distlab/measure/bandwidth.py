@@ -235,6 +235,21 @@ def disturb(
     }
 
 
+def computations(side: int, device: torch.device) -> dict[str, Callable[[], object]]:
+    """What runs beside messages: one that is bound by arithmetic, one by memory.
+
+    Args:
+        side: of the matrices, 0 for 8192 (bf16), on a CPU 384 (fp32).
+    """
+    on_gpu = device.type == "cuda"
+    side = side or (8192 if on_gpu else 384)
+    dtype = torch.bfloat16 if on_gpu else torch.float32
+    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    source = torch.randn(side * side, device=device)
+    target = torch.empty_like(source)
+    return {"matmul": lambda: torch.mm(a, b, out=out), "copy": lambda: target.copy_(source)}
+
+
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
     """q, between 0.05 and 1: a queue of `alone_ms` alone took `total_ms`, with computation during `beside_ms`."""
     return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))

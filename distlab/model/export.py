@@ -13,16 +13,16 @@ from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 
 LLAMA = {
-    "embedding": ["model.embed_tokens"],
-    "norm": ["model.norm"],
-    "head": ["lm_head"],
-    "attention_norm": ["input_layernorm"],
-    "attention.qkv": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attention.output": ["self_attn.o_proj"],
-    "feed_forward_norm": ["post_attention_layernorm"],
-    "feed_forward.w1": ["mlp.gate_proj"],
-    "feed_forward.w3": ["mlp.up_proj"],
-    "feed_forward.w2": ["mlp.down_proj"],
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.qkv": "self_attn.q_proj self_attn.k_proj self_attn.v_proj",
+    "attention.output": "self_attn.o_proj",
+    "feed_forward_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
 }
 
 
@@ -36,35 +36,32 @@ def export(model: TransformerLM, folder: Path) -> None:
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, tensor in tensors.items():
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
+    parts = [len(text).to_bytes(8, "little"), text, *(tensor.numpy() for tensor in tensors.values())]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for tensor in tensors.values():
-            file.write(tensor.numpy())
-    (folder / "config.json").write_text(json.dumps(llama_config(model.config), indent=2), encoding="utf-8")
+        file.writelines(parts)
+    (folder / "config.json").write_text(json.dumps(llama_config(model.config), indent=2))
 
 
 def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
     """Llama's name → tensor, in fp32 on the CPU."""
-    rows = [model.config.d_model, model.config.kv_width, model.config.kv_width]
     found = {}
     for name, parameter in model.named_parameters():
         *block, layer = name.removesuffix(".weight").split(".", 2 if name.startswith("blocks.") else 0)
-        prefix = f"model.layers.{block[1]}." if block else ""
-        names = LLAMA[layer]
-        parts = parameter.detach().split(rows) if len(names) == 3 else [parameter.detach()]
-        found |= {f"{prefix}{n}.weight": part.float().cpu() for n, part in zip(names, parts, strict=True)}
+        names, prefix = LLAMA[layer].split(), f"model.layers.{block[1]}." if block else ""
+        rows = [len(parameter)] if len(names) == 1 else [model.config.d_model, *2 * [model.config.kv_width]]
+        parts = parameter.detach().float().cpu().split(rows)
+        found |= {f"{prefix}{llama}.weight": part for llama, part in zip(names, parts, strict=True)}
     return found
 
 
 def llama_config(config: ModelConfig) -> dict[str, object]:
-    """What transformers needs to know of the model; tokens are what it was trained on, with no special ones."""
+    """What transformers needs to know of the model; no token is special."""
     return {
-        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-        "bos_token_id": None, "eos_token_id": None,
+        "model_type": "llama", "bos_token_id": None, "eos_token_id": None,
         "hidden_size": config.d_model, "intermediate_size": config.d_ff, "num_hidden_layers": config.num_layers,
         "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
         "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,

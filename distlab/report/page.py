@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distlab.report.derived import noise_of
+from distlab.report.derived import noise_by_row
 from distlab.report.record import Record
 from distlab.report.table import STYLES, Column, by_machine, is_number, render
 
@@ -26,10 +26,10 @@ MOST_COLUMNS = 14  # beside a row's name
 def page(
     view: View,
     records: Sequence[Record],
-    pictures: Sequence[tuple[str, Path]] = (),
-    findings: Sequence[str] = (),
-    notes: Sequence[str] = (),
-    links: Mapping[str, Sequence[str]] | None = None,
+    pictures: Sequence[tuple[str, Path]],
+    findings: Sequence[str],
+    notes: Sequence[str],
+    links: Mapping[str, Sequence[str]],
 ) -> str:
     """The whole page.
 
@@ -43,7 +43,7 @@ def page(
     tables = view.tables(records)
     return rendered(
         "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings, notes=notes,
-        noises=_noises(records), links=links,
+        noise=noise_by_row(records), links=links,
         columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
@@ -72,12 +72,9 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     """The columns of a table as a page of 1,400 pixels shows them: above one another where there are many, each part
     beginning with the columns that name the row.
     """
-    names = 1 + next((i for i, column in enumerate(columns[:3]) if column.key == "variant"), 0)
-    rest = len(columns) - names
-    size = -(-rest // max(1, -(-rest // MOST_COLUMNS)))
-    return [[*columns[:names], *columns[start : start + size]] for start in range(names, len(columns), size or 1)] or [
-        list(columns)
-    ]
+    names = 2 if columns[1].key == "variant" else 1
+    starts = range(names, len(columns), MOST_COLUMNS)
+    return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
 
 
 def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
@@ -110,14 +107,3 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
         if all(key in record.config and record.config[key] == value for record in records)
     }
     return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}
-
-
-def _noises(records: Sequence[Record]) -> list[str]:
-    """What the records say of noise: each row's own."""
-    noises = {r.variant: noise for r in records if (noise := noise_of(r.metrics)) is not None}
-    if noises:
-        best, worst = (pick(noises, key=noises.__getitem__) for pick in (min, max))
-        return [
-            f"Noise is each row's own: from {noises[best]:.1f} % ({best}) to {noises[worst]:.1f} % ({worst})."
-        ]
-    return []

@@ -32,8 +32,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import disturb, traffic
-from experiments.allreduce_sweep import computations
+from distlab.measure import computations, disturb, traffic
 
 MIB = 2**20
 

@@ -289,8 +289,7 @@ def test_each_row_has_its_own_noise():
 def test_what_is_not_explained_says_what_to_try():
     open_account = {"overhead_closes": False, "overhead_unexplained_ms": -30.0, "noise_pct": 10.0}
     (line,) = VIEW.notes([compared("naive", **open_account), compared("flat", **open_account)])
-    assert line.startswith("Unexplained overhead") and "naive -30.0 ms of 4.0 ms, flat -30.0 ms of 4.0 ms; try" in line
-    assert "try --profile-steps 3 and --steps 13" in line and "a machine that does nothing else" in line
+    assert ": naive -30.0 ms of 4.0 ms, flat -30.0 ms of 4.0 ms. More --profile-steps" in line
     assert VIEW.notes([compared("naive", **open_account | {"noise_pct": 60.0})]) == []
     assert VIEW.notes([compared("local", gpu_idle_pct=90.0), compared("naive", **open_account)]) == []  # the host's
 

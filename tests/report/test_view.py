@@ -100,7 +100,7 @@ def test_the_page_says_what_was_run_on_what(page):
     text = page.read_text()
     for words in ("What does it cost?", "2 × NVIDIA H200 (nccl)", "abc123", "python launch/x.py --quick", "5 rows",
                   "torch 2.11", "First this.", "<p>Then that.</p>",
-                  "from 5.0 % (flat) to 10.0 % (naive)"):  # fmt: skip
+                  "noise by row 5.0 to 10.0 %"):  # fmt: skip
         assert words in text, words
     assert "batch 4 on &lt;b&gt;NVIDIA H200" in text and "<i>" not in text
     outside = re.findall(r"(?:src|href)=\"(?!data:)([^\"]*)\"|url\(|@import", text)
@@ -134,7 +134,7 @@ def test_a_table_of_many_columns_is_not_cut(tmp_path):
     page = write(dataclasses.replace(VIEW, columns=[*COLUMNS, *many]), rows, tmp_path)
     script = """[...document.querySelectorAll(".scroll")].map(each =>
       [each.scrollWidth <= each.clientWidth, each.querySelectorAll("th").length])"""
-    assert visit(page, script, width=1400).answer == [[True, 12], [True, 12], [True, 10]]
+    assert visit(page, script, width=1400).answer == [[True, 15], [True, 15], [True, 4]]
 
 
 def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The worked examples of docs/learn/theory, run as they stand."""
+"""The worked examples of docs/learn, run as they stand."""
 
 import doctest
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
 WITH_EXAMPLES = (
     "memory", "../long_context", "../tensor", "../context", "../pipeline", "communication", "buckets", "compute",
-    "limits", "parallelisms",
+    "limits", "parallelisms", "../ddp", "../sharding",
 )  # fmt: skip
 
 
