@@ -37,7 +37,7 @@ STRATEGIES = {
 }
 WITH_FSDP = STRATEGIES | {"fsdp": FSDP}
 ON_A_MESH = [name for name in WITH_FSDP if name != "bucketed-unbounded"]
-ON_A_MESH_TOO = ("unused-on-some", "unused-everywhere", "batch-norm", "mixed-dtypes", "odd-strides")
+ON_A_MESH_TOO = ("unused-on-some", "batch-norm", "mixed-dtypes", "odd-strides")
 MESHES = [  # backend, ranks, ranks of a shard group
     ("gloo", 4, 2),
     *(pytest.param("nccl", ranks, size, marks=pytest.mark.multigpu) for ranks, size in ((2, 1), (2, 2), (4, 2))),
