@@ -40,7 +40,7 @@ MISTAKES = {
     ],
     "show": [
         ("bare.json", "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
-        ("missing.json", "missing.json: No such file or directory"),
+        ("missing.json", "missing.json is no folder and no file: give a run as `distlab runs` names it"),
     ],
     "sample": [
         ("run --temperature nan", "--temperature: nan: give a finite number of at least 0"),
