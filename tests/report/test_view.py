@@ -125,6 +125,8 @@ def test_the_page_leads_with_the_answer_and_to_what_lies_beside_it(tmp_path):
     assert links == ["trace_a%20b_rank0.json.gz", "parts/model/report.html", "../mine-old-1/report.html"]
     assert "ui.perfetto.dev" in text and "<dd>of <code>distlab</code> &lt;alone&gt;</dd>" in text
     assert "Prediction" not in text  # the view has none
+    said = dataclasses.replace(VIEW, headline=lambda rows: "quiet: noise by row 5.0 to 10.0 %")
+    assert "Noise" not in write(said, RECORDS, run).read_text()  # the headline has it
 
 
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
