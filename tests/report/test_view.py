@@ -146,6 +146,7 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
     monkeypatch.setattr(command, "view_of", lambda name: VIEW)
     assert command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path)]) == 0
     (again,) = (tmp_path / "bench").iterdir()
+    assert "report.html" in (tmp_path / "index.html").read_text()  # to which the page links
     assert repr(read_json(again / "records.json")) == repr(RECORDS)
     text = (again / "report.html").read_text()
     assert text.count("<img") == 2 and "timeline" in text
