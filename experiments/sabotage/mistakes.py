@@ -123,6 +123,9 @@ class NeverWaits(OverlapDDP):
         sent = self.trainable[index].grad.clone()
         self._late = (*self._late, (sent, collectives.all_reduce_mean(sent, self.process_group)))
 
+    def send_rest(self) -> None:
+        pass
+
     def _synchronize(self) -> None:
         pass
 
