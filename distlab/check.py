@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from itertools import product
 from typing import Any
@@ -55,17 +55,14 @@ TIED = "a tied weight counted twice"
 PART = "ranks differ and add up to the right one: a sum is missing"
 SHARE = "ranks differ and their mean is right: not averaged"
 SEQUENCE = ", in vectors only, as where a rank has a part of the sequence"
-SCALED = "× {:.4g}: scaled alike everywhere"
 ROUNDED = "within the rounding of bf16: reduced in half precision"
 OTHER_TENSOR = "mixed with another tensor's: sent in another order"
-ABSENT = "no gradient on some rank"
+ABSENT = "zero, or none, on some rank"
 NOT_A_NUMBER = "not a number, and a number in one process"
-APART = "ranks differ from one another"
-UNKNOWN = "the same on all ranks, and no known mistake"
+UNKNOWN = "no known mistake"
 STALE = "right in step 1, not in step 2: weights of before the step"
 NOT_SENT = "gradients are right, and ranks differ after the step: update not sent"
 STEPPED_WRONG = "gradients are right, the value after the step is not"
-BUFFER = "differs from the buffer in one process"
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ class Finding:
 
     Attributes:
         tensor: its name in the module.
-        what: `initial value`, `gradient`, `value` (after the last step) or `buffer`.
+        what: `initial value`, `gradient` or `value` (after the last step).
         step: from 1 on; 0 before the first.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
         signature: which mistake gives these values.
@@ -93,7 +90,7 @@ class Verdict:
 
     Attributes:
         ranks, micro_batches: of each step.
-        tensors: how many parameters and buffers were compared.
+        tensors: how many parameters were compared.
         findings: those that differ.
         loss, expected_loss: of the last step, mean over ranks; on ranks and in one process.
     """
@@ -116,24 +113,16 @@ class Verdict:
 
     def __str__(self) -> str:
         wrong = len({finding.tensor for finding in self.findings})
-        lines = [
+        rows = [(*astuple(finding)[:3], f"{finding.error:.1e}", finding.signature) for finding in self.findings[:ROWS]]
+        table = tabulate(rows, ("tensor", "differs in", "step", "max |Δ|", "signature"), disable_numparse=True)
+        return (
             f"{'WRONG' if wrong else 'right'}: {self.tensors - wrong} of {self.tensors} tensors as in one process "
-            f"({self.ranks} ranks × {self.micro_batches} micro-batches, {STEPS} steps)"
-        ]
-        rows = [
-            (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature) for each in self.findings[:ROWS]
-        ]
-        if rows:
-            titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
-            lines += ["", tabulate(rows, titles, disable_numparse=True)]
-        if len(self.findings) > ROWS:
-            lines.append(f"and {len(self.findings) - ROWS} more")
-        difference = abs(self.loss - self.expected_loss) / max(abs(self.expected_loss), 1e-30)
-        lines += ["", f"loss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g} "
-                      f"({100 * difference:.2g} % apart)"]  # fmt: skip
-        bound = SLACK * (self.ranks + self.micro_batches)
-        lines.append(f"right is within {bound} eps of the largest summand: sums in another order round otherwise")
-        return "\n".join(lines)
+            f"({self.ranks} ranks × {self.micro_batches} micro-batches, {STEPS} steps)\n"
+            + (f"\n{table}\n" if rows else "")
+            + (f"and {len(self.findings) - ROWS} more\n" if len(self.findings) > ROWS else "")
+            + f"\nloss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g}; right is within "
+            f"{SLACK * (self.ranks + self.micro_batches)} eps of the largest summand"
+        )
 
 
 def check(
@@ -177,12 +166,13 @@ def check(
     everyone = collectives.gather_objects(trained, own.group)
 
     def judged() -> Verdict:
-        reference = _Reference(task, everyone[0].initial, seed, context)
-        expected = [reference.step([batches(r, s, task) for r in range(context.world_size)]) for s in range(STEPS)]
-        findings = _findings(everyone, expected, reference)
-        losses = sum(rank.loss for rank in everyone) / len(everyone)
-        count = len(reference.trainable) + len(reference.buffers[0])
-        return Verdict(len(everyone), len(batches(0, 0, task)), count, tuple(findings), losses, expected[-1].loss)
+        of_ranks = [[batches(rank, step, task) for rank in range(context.world_size)] for step in range(STEPS)]
+        reference = _Reference(task, everyone[0].initial, of_ranks, seed, context.device)
+        loss = sum(rank.loss for rank in everyone) / len(everyone)
+        findings = _findings(everyone, reference)
+        return Verdict(
+            len(everyone), len(of_ranks[0][0]), len(reference.trainable), tuple(findings), loss, reference.loss
+        )
 
     verdict = on_main(own, judged)
     dist.destroy_process_group(own.group)
@@ -211,7 +201,7 @@ class _Trained:
     """What one rank had: whole tensors by name, put together from all ranks where they are sharded."""
 
     initial: Tensors  # parameters and buffers
-    gradients: list[dict[str, Tensor | None]]  # of each step
+    gradients: list[Tensors]  # of each step
     final: Tensors
     loss: float
 
@@ -228,7 +218,7 @@ def _train(
     size_mb = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20 / 4  # at least four buckets
     model, optimizer = strategy.build(module, group, torch.optim.SGD, {"lr": task.lr}, bucket_size_mb=size_mb)
     initial = _copies(model.full_parameters(), module)
-    gradients: list[dict[str, Tensor | None]] = []
+    gradients: list[Tensors] = []
 
     def keep(phase: str) -> None:
         if phase == "forward_backward":
@@ -242,31 +232,29 @@ def _train(
 
 
 @torch.no_grad()
-def _whole_gradients(model: ParallelModel, group: ProcessGroup) -> dict[str, Tensor | None]:
+def _whole_gradients(model: ParallelModel, group: ProcessGroup) -> Tensors:
     """Every trainable parameter's gradient on this rank, and of sharded ones the whole, from all ranks."""
     model.gradients()  # under ZeRO-1, lets shards have their gradients
-    found: dict[str, Tensor | None] = {}
-    sharded: dict[str, tuple[int, Tensor]] = {}  # a rank may have no element of a parameter
-    shapes = {}
+    whole, trained = {}, False
+    parts: dict[str, tuple[int, Tensor]] = {}  # a rank may have no element of a parameter
     for shard in model.shards():
-        gradient, name = shard.tensor.grad, _plain(shard.name)
-        if not shard.tensor.requires_grad:
+        tensor, name = shard.tensor, _plain(shard.name)
+        if not tensor.requires_grad:
             continue
-        found[name] = None
-        if not shard.replicated and not hasattr(shard.tensor, "full_tensor"):
-            shapes[name] = shard.shape
-            if gradient is not None:
-                sharded[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
-        elif gradient is not None:
-            found[name] = whole_tensor(gradient).cpu().clone()
-    for part in collectives.gather_objects(sharded, group):
-        for name, (start, values) in part.items():
-            if found[name] is None:
-                found[name] = values.new_zeros(shapes[name])
-            found[name].view(-1)[start : start + len(values)] = values
-    if all(gradient is None for gradient in found.values()):
+        gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+        if shard.replicated or hasattr(tensor, "full_tensor"):
+            whole[name] = whole_tensor(gradient).cpu().clone()
+        else:
+            whole[name] = torch.zeros(shard.shape, dtype=gradient.dtype)
+            parts[name] = (shard.start, shard.like(name, gradient).values.cpu().clone())
+        trained = trained or tensor.grad is not None
+    everyone = collectives.gather_objects((trained, parts), group)
+    if not any(trained for trained, _ in everyone):
         raise ValueError("no parameter of the module got a gradient: a wrapper must train the module it is given")
-    return found
+    for _, of_rank in everyone:
+        for name, (start, values) in of_rank.items():
+            whole[name].view(-1)[start : start + len(values)] = values
+    return whole
 
 
 def _plain(name: str) -> str:
@@ -298,66 +286,60 @@ def _explained(name: str, timeout_s: float) -> Iterator[None]:
 # -- in one process ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Expected:
-    """One step in one process: `parts[rank][micro-batch]`, each gradient divided by the micro-batches."""
-
-    parts: list[list[Tensors]]
-    loss: float
-
-    def own(self, rank: int, name: str) -> Tensor:
-        return sum(part[name] for part in self.parts[rank])
-
-    def mean(self, name: str) -> Tensor:
-        return sum(self.own(rank, name) for rank in range(len(self.parts))) / len(self.parts)
-
-    def tolerance(self, name: str) -> float:
-        """How far two right gradients may lie apart, see the module."""
-        summands = [part[name] for parts in self.parts for part in parts]
-        eps = torch.finfo(summands[0].dtype).eps
-        largest = max(each.abs().max().item() for each in summands if each.numel())
-        return SLACK * (len(self.parts) + len(self.parts[0])) * eps * largest
-
-
 class _Reference:
-    """The model in one process, from the values that ranks began with, with the buffers of each rank."""
+    """Training in one process, from the values that ranks began with, with the buffers of each rank.
 
-    def __init__(self, task: Task, initial: Tensors, seed: int, context: RankContext):
-        self.task, self.module = task, task.build(seed, context.device)
-        self.trainable = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
-        for name, parameter in self.module.named_parameters():
+    Attributes:
+        trainable: its parameters, after the last step.
+        tied: names of those that the module has under several.
+        parts: of each step, every micro-batch's gradients `(ranks, micro-batches, *shape)`, divided by the
+            micro-batches.
+        loss: of the last step.
+        lr: of its steps.
+    """
+
+    def __init__(
+        self, task: Task, initial: Tensors, steps: Sequence[Sequence[Sequence[Any]]], seed: int, device: torch.device
+    ):
+        module, self.lr, self.parts = task.build(seed, device), task.lr, []
+        for name, parameter in module.named_parameters():
             if name not in initial or initial[name].shape != parameter.shape:
-                found = f"has shape {tuple(initial[name].shape)}" if name in initial else "is not there"
                 raise ValueError(
-                    f"{name} {found} under the wrapper: only whole parameters and DTensors can be compared"
+                    f"{name} is not there, or has another shape, under the wrapper: only whole parameters and DTensors "
+                    "can be compared"
                 )
             parameter.data.copy_(initial[name])
-        buffers = {name: initial[name] for name, _ in self.module.named_buffers()}
-        self.buffers = [buffers] * context.world_size
-        names = Counter(id(parameter) for _, parameter in self.module.named_parameters(remove_duplicate=False))
+        self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
+        names = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
         self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
-        self.optimizer = torch.optim.SGD(self.trainable.values(), lr=task.lr)
-
-    def step(self, batches: Sequence[Sequence[Any]]) -> _Expected:
-        parts, losses = [], []
-        for rank, own in enumerate(batches):
-            for name, buffer in self.module.named_buffers():
-                buffer.copy_(self.buffers[rank][name])
-            parts.append([])
-            for batch in own:
-                self.module.zero_grad(set_to_none=True)
-                loss = self.task.loss_fn(self.module, batch) / len(own)
+        buffers = [initial] * len(steps[0])
+        for number, step in enumerate(steps, start=1):
+            losses, shape = [], (len(step), len(step[0]))
+            parts = {name: torch.zeros(*shape, *p.shape, dtype=p.dtype) for name, p in self.trainable.items()}
+            self.parts.append(parts)
+            for rank, micro in product(*map(range, shape)):
+                for name, buffer in module.named_buffers() if micro == 0 else ():
+                    buffer.copy_(buffers[rank][name])
+                for parameter in self.trainable.values():
+                    parameter.grad = torch.zeros_like(parameter)
+                loss = task.loss_fn(module, step[rank][micro]) / shape[1]
                 loss.backward()
                 losses.append(loss.item())
-                gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad
-                             for name, p in self.trainable.items()}  # fmt: skip
-                parts[-1].append({name: gradient.cpu() for name, gradient in gradients.items()})
-            self.buffers[rank] = _copies({}, self.module)
-        expected = _Expected(parts, sum(losses) / len(batches))
-        for name, parameter in self.trainable.items():
-            parameter.grad = expected.mean(name).to(parameter.device)
-        self.optimizer.step()
-        return expected
+                for name, parameter in self.trainable.items():
+                    parts[name][rank, micro] = parameter.grad
+                buffers[rank] = _copies({}, module)
+            self.loss = sum(losses) / len(step)
+            for name, parameter in self.trainable.items():
+                parameter.data -= task.lr * self.mean(number, name).to(device)
+
+    def mean(self, step: int, name: str) -> Tensor:
+        """The right gradient of a step, from 1 on."""
+        return self.parts[step - 1][name].sum(1).mean(0)
+
+    def tolerance(self, step: int, name: str) -> float:
+        """How far two right gradients may lie apart, see the module."""
+        parts = self.parts[step - 1][name]
+        return SLACK * sum(parts.shape[:2]) * torch.finfo(parts.dtype).eps * parts.abs().max().item()
 
 
 def _refuse_random(task: Task, batches: Sequence[Any], seed: int, device: torch.device) -> None:
@@ -375,151 +357,105 @@ def _refuse_random(task: Task, batches: Sequence[Any], seed: int, device: torch.
 # -- what differs, and why -----------------------------------------------------------------------------------
 
 
-def _findings(ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference) -> list[Finding]:
+def _findings(ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]:
     """Name what differs, by its earliest evidence: later steps follow from a wrong one."""
-    starts = {name: [rank.initial[name] for rank in ranks] for name in ranks[0].initial}
+    starts = {name: torch.stack([rank.initial[name] for rank in ranks]) for name in ranks[0].initial}
     started = [
         Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
         for name, each in starts.items()
-        if not all(torch.equal(value, each[0]) for value in each)
+        if not torch.equal(each, each[:1].expand_as(each))
     ]
-    if started:
-        return started
-    found = _gradients(1, ranks, expected, reference) or _second_step(ranks, expected, reference)
-    return _told_apart(found, reference) or _buffers(ranks[0], reference)
+    return started or _gradients(1, ranks, reference) or _second_step(ranks, reference)
 
 
-def _gradients(
-    step: int, ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference
-) -> list[Finding]:
-    """The gradients of a step that differ."""
-    found = []
-    for name in reference.trainable:
-        first, own = ([rank.gradients[number][name] for rank in ranks] for number in (-1, step - 1))
-        signature = _signature(name, own, expected[step - 1], reference, rounding=step == 1)
+def _gradients(step: int, ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]:
+    """The gradients of a step that differ; which tensors do may tell more than their values."""
+    found = {
+        name: torch.stack([rank.gradients[step - 1][name] for rank in ranks]) for name in reference.trainable
+    }
+    named = {name: _signature(step, name, found, reference) for name in found}
+    wrong = {name for name, signature in named.items() if signature is not None}
+    vectors = {name for name, parameter in reference.trainable.items() if parameter.ndim < 2}
+    findings = []
+    for name, signature in named.items():
         if signature is None:
             continue
-        if step == 1 and _signature(name, first, expected[0], reference) is None:
-            signature = PREVIOUS
-        found.append(Finding(name, "gradient", step, _error(own, expected[step - 1].mean(name)), signature))
-    return found
+        if signature == SUMMED and wrong <= reference.tied < found.keys():
+            signature = TIED
+        elif signature in (PART, SHARE) and wrong <= vectors < found.keys():
+            signature += SEQUENCE
+        elif step == 1:
+            late = torch.stack([rank.gradients[1][name] for rank in ranks])
+            if _near(late, reference.mean(1, name), reference.tolerance(1, name)):
+                signature = PREVIOUS
+        findings.append(Finding(name, "gradient", step, _error(found[name], reference.mean(step, name)), signature))
+    return findings
 
 
-def _second_step(
-    ranks: Sequence[_Trained], expected: Sequence[_Expected], reference: _Reference
-) -> list[Finding]:
+def _second_step(ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]:
     """What differs after a first step whose gradients were right: in the second one, or in the update."""
-    found = _gradients(2, ranks, expected, reference)
-    if any(finding.signature not in (APART, UNKNOWN) for finding in found):
-        return found
+    gradients = _gradients(2, ranks, reference)
+    if any(finding.signature not in (ROUNDED, UNKNOWN) for finding in gradients):
+        return gradients
     values = []
     for name, parameter in reference.trainable.items():
-        after, right = [rank.final[name] for rank in ranks], parameter.detach().cpu()
+        after, right = torch.stack([rank.final[name] for rank in ranks]), parameter.detach().cpu()
         bound = SLACK * torch.finfo(right.dtype).eps * right.abs().max().item()
-        bound += STEPS * reference.task.lr * expected[1].tolerance(name)
-        if not all(_near(value, right, bound) for value in after):
-            alike = all(_near(value, after[0], bound) for value in after)
-            signature = STEPPED_WRONG if alike else NOT_SENT
+        bound += STEPS * reference.lr * reference.tolerance(2, name)
+        if not _near(after, right, bound):
+            signature = STEPPED_WRONG if _near(after, after[0], bound) else NOT_SENT
             values.append(Finding(name, "value", STEPS, _error(after, right), signature))
     not_sent = [finding for finding in values if finding.signature == NOT_SENT]
-    return not_sent or [replace(finding, signature=STALE) for finding in found] or values
+    return not_sent or [replace(finding, signature=STALE) for finding in gradients] or values
 
 
-def _buffers(rank: _Trained, reference: _Reference) -> list[Finding]:
-    """Compare rank 0's: its own batches update them under every wrapper that does not average them."""
-    return [
-        Finding(name, "buffer", STEPS, _error([rank.final[name]], right), BUFFER)
-        for name, right in reference.buffers[0].items()
-        if not _near(rank.final[name], right, 1e-5 * right.abs().max().item() if right.numel() else 0)
-    ]
-
-
-def _signature(
-    name: str, found: Sequence[Tensor | None], expected: _Expected, reference: _Reference, *, rounding: bool = True
-) -> str | None:
-    """Which mistake gives these gradients, one of each rank; None if they are right.
+def _signature(step: int, name: str, found: Tensors, reference: _Reference) -> str | None:
+    """Which mistake gives a gradient, `found[name]` with one of each rank; None if they are right.
 
     Raises:
-        ValueError: they are not numbers in one process either.
+        ValueError: it is not a number in one process either.
     """
-    mean, tolerance = expected.mean(name), expected.tolerance(name)
-    ranks, micro_batches = len(expected.parts), len(expected.parts[0])
+    seen, parts = found[name], reference.parts[step - 1][name]
+    mean, tolerance = reference.mean(step, name), reference.tolerance(step, name)
+    ranks, micro_batches = parts.shape[:2]
     if not mean.isfinite().all():
         raise ValueError(f"the gradient of {name} is not a number in one process either: there is nothing to compare")
-    if any(each is None for each in found):
-        return None if _near(mean, torch.zeros_like(mean), tolerance) else ABSENT
-    found = [each.to(mean.dtype) for each in found]
-    if not all(each.isfinite().all() for each in found):
-        return NOT_A_NUMBER
-
-    def gives(values: Sequence[Tensor], factor: float = 1.0) -> bool:
-        bound = tolerance * max(1.0, factor)
-        return all(_near(f, factor * v, bound) for f, v in zip(found, values, strict=True))
-
-    alike, own = [mean] * ranks, [expected.own(rank, name) for rank in range(ranks)]
-    if gives(alike):
+    if _near(seen, mean, tolerance):
         return None
-    nth = [sum(parts[number][name] for parts in expected.parts) / ranks for number in (0, -1)]
-    candidates = [
-        (SUMMED, alike, ranks), (DIVIDED, alike, 1 / ranks), (OWN, own, 1), (OWN_DIVIDED, own, 1 / ranks),
-        *((ONE_RANK, [each] * ranks, 1) for each in own),
-        (MICRO_SUMMED, alike, micro_batches), (MICRO_DIVIDED, alike, 1 / micro_batches),
-        (FIRST, [nth[0]] * ranks, 1), (LAST, [nth[1]] * ranks, 1),
-    ]  # fmt: skip
-    if name in reference.tied:
-        candidates.append((TIED, alike, 2))
-    for signature, values, factor in candidates:
-        if gives(values, factor):
+    if not seen.isfinite().all():
+        return NOT_A_NUMBER
+    if not all(each.any() for each in seen):
+        return ABSENT
+    own = parts.sum(1)
+    alike = [other for other in found if found[other].shape == seen.shape]
+    mistakes = {  # in the order in which they are asked for
+        SUMMED: (seen, ranks * mean),
+        DIVIDED: (seen, mean / ranks),
+        OWN: (seen, own),
+        OWN_DIVIDED: (seen, own / ranks),
+        MICRO_SUMMED: (seen, micro_batches * mean),
+        MICRO_DIVIDED: (seen, mean / micro_batches),
+        FIRST: (seen, parts[:, 0].mean(0)),
+        LAST: (seen, parts[:, -1].mean(0)),
+        PART: (seen.sum(0), mean),
+        SHARE: (seen.mean(0), mean),
+        # Whatever a rank took for which, the means of all of them have come.
+        OTHER_TENSOR: (sum(found[other] for other in alike), sum(reference.mean(step, other) for other in alike)),
+    }
+    tolerance *= micro_batches  # the largest factor
+    for signature, (value, right) in mistakes.items():
+        if _near(value, right, tolerance):
             return signature
-    apart = not all(_near(each, found[0], tolerance) for each in found)
-    if apart and _near(sum(found), mean, ranks * tolerance):
-        return PART
-    if apart and _near(sum(found) / ranks, mean, tolerance):
-        return SHARE
-    factor = ((found[0] * mean).sum() / (mean * mean).sum()).item()
-    if factor and gives(alike, factor):
-        return SCALED.format(factor)
-    if rounding and not apart:  # P roundings on the way in, as many in the sum
-        size = sum(each.abs() for each in own) / ranks
-        if ((found[0] - mean).abs() <= ranks * torch.finfo(torch.bfloat16).eps * size + tolerance).all():
-            return ROUNDED
-    if _is_mixed(name, found, expected, reference):
-        return OTHER_TENSOR
-    return APART if apart else UNKNOWN
+    if any(_near(seen, each, tolerance) for each in own):
+        return ONE_RANK
+    rounding = ranks * torch.finfo(torch.bfloat16).eps * own.abs().mean(0)  # P on the way in, as many in the sum
+    return ROUNDED if _near(seen, mean, rounding + tolerance) else UNKNOWN
 
 
-def _is_mixed(name: str, found: Sequence[Tensor], expected: _Expected, reference: _Reference) -> bool:
-    """Whether each rank's gradient is a mean in which some ranks sent one other tensor of this shape instead."""
-    ranks, shape = len(found), found[0].shape
-    others = [each for each, parameter in reference.trainable.items() if parameter.shape == shape and each != name]
-    for other in others:
-        choices = list(product((name, other), repeat=ranks))
-        means = [sum(expected.own(rank, sent) for rank, sent in enumerate(choice)) / ranks for choice in choices]
-        bound = max(expected.tolerance(name), expected.tolerance(other))
-        if all(any(_near(each, mean, bound) for mean in means) for each in found):
-            return True
-    return False
+def _near(found: Tensor, right: Tensor, tolerance: float | Tensor) -> bool:
+    return bool(((found - right).abs() <= tolerance).all())
 
 
-def _told_apart(found: list[Finding], reference: _Reference) -> list[Finding]:
-    """Refine signatures by which tensors have them: tied weights alone, or vectors alone."""
-    summed = {finding.tensor for finding in found if finding.signature == SUMMED}
-    if summed and summed <= reference.tied < reference.trainable.keys():
-        found = [replace(each, signature=TIED) if each.tensor in summed else each for each in found]
-    parts = {finding.tensor for finding in found if finding.signature in (PART, SHARE)}
-    vectors = {name for name, parameter in reference.trainable.items() if parameter.ndim < 2}
-    if parts and parts <= vectors < reference.trainable.keys():
-        found = [replace(each, signature=each.signature + SEQUENCE) if each.tensor in parts else each for each in found]
-    return found
-
-
-def _near(found: Tensor, right: Tensor, tolerance: float) -> bool:
-    return bool(((found - right).abs() <= tolerance).all()) if found.is_floating_point() else torch.equal(found, right)
-
-
-def _error(found: Sequence[Tensor | None], right: Tensor) -> float:
-    """Largest |Δ| relative to the largest element; an absent gradient counts as zeros."""
-    right = right.double()
-    differences = [(right if each is None else each.double() - right).abs() for each in found]
-    largest = max((each.max().item() for each in differences if each.numel()), default=0.0)
-    return largest / max(right.abs().max().item() if right.numel() else 0.0, 1e-30)
+def _error(found: Tensor, right: Tensor) -> float:
+    """Largest |Δ| over ranks and elements, relative to the largest element."""
+    return ((found - right).abs().max() / right.abs().max().clamp(min=1e-30)).item()
