@@ -4,10 +4,11 @@
     distlab run train_curves --nproc 2 --max-restarts 1      # through a killed run, too
 
 Trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
-data order and one seed. Then the last rank of another such run kills itself in the middle; all ranks are started again
-(that is what `--max-restarts` allows), and the run resumes from its checkpoint. What has a row under this `--name` is
-not run again, so the same command with it continues where it was cut off; torchrun's own `--max-restarts` needs a
-`--name`. Wrong rows are printed as wrong, and the exit code stays 0: another would make the ranks start all over.
+data order and one seed, and once by Muon, whose curve is another. Then the last rank of another such run kills itself
+in the middle; all ranks are started again (that is what `--max-restarts` allows), and the run resumes from its
+checkpoint. What has a row under this `--name` is not run again, so the same command with it continues where it was cut
+off; torchrun's own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and the exit code stays 0:
+another would make the ranks start all over.
 """
 
 import dataclasses
@@ -50,9 +51,9 @@ from distlab.train.memory_budget import require, training_step
 from distlab.train.metrics import StepMetrics
 
 REFERENCE = "bucketed"
-ROUNDING, KILLED = "bucketed, 2 micro-batches", "bucketed, killed"
+ROUNDING, KILLED, MUON = "bucketed, 2 micro-batches", "bucketed, killed", "bucketed, Muon"
 LAST = 20  # steps whose mean loss is compared
-PARTS = ("curves", "kill")
+PARTS = ("curves", "muon", "kill")
 FOLDERS = ("distlab", "kernels", "experiments", "launch", "tests", "docs")
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -133,6 +134,8 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     if "curves" in config.parts:
         parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
+    if "muon" in config.parts:
+        parts[MUON] = partial(curves.curve, config.training(REFERENCE, optimizer="muon"))
     if "kill" in config.parts:
         parts[KILLED] = partial(curves.killed_curve, place.restarts)
     for variant, part in parts.items():
@@ -141,7 +144,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
             continue
         run.progress(variant)
         metrics, reference = part(), run.done(REFERENCE)
-        if reference and "loss" in metrics:
+        if reference and "loss" in metrics and variant != MUON:
             metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
         run.add(variant, metrics, **curves.shared)
         dist.barrier(context.group)
@@ -245,7 +248,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     problems = []
     limit, reference = tolerance(records), by_name.get(REFERENCE, {})
     for name, metrics in by_name.items():
-        apart = None if name == REFERENCE else distance(metrics, reference)
+        apart = None if name in (REFERENCE, MUON) else distance(metrics, reference)
         if limit and apart is not None and not apart <= limit:
             problems.append(f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}")
         if "loss" in metrics and not metrics["loss"][-1] < metrics["loss"][0] and metrics["first_step"] == 0:
@@ -304,7 +307,7 @@ VIEW = View(
     terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms"),
     pictures={"loss.png": draw},
     findings=lambda records: [f"WRONG: {problem}" for problem in verdicts(records)],
-    reading="All runs have one data order and one seed, so their curves may differ by rounding only; "
+    reading="All runs have one data order and one seed, so their curves may differ by rounding only, but Muon's; "
     "the reference in two micro-batches shows how much that is. The killed run continues from its checkpoint: its "
     "first step is the one after that.",
     noise="The headline has the noise of the curves: the difference that two micro-batches make to the same "

@@ -7,6 +7,7 @@ import pytest
 from distlab.report import Record, read_json
 from experiments.train_curves import (
     KILLED,
+    MUON,
     REFERENCE,
     ROUNDING,
     check_restarts,
@@ -31,7 +32,7 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     assert "rank 1 kills itself" in done.stderr and "zero1: has its record" in done.stderr
     (folder,) = (tmp_path / "train_curves").iterdir()  # one for both attempts
     records = {record.variant: record for record in read_json(folder / "records.json")}
-    assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, KILLED}
+    assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, MUON, KILLED}
     killed = records[KILLED].metrics
     assert 0 < killed["first_step"] < 9 and killed["max_abs_loss_diff"] == 0
     assert len(records["fsdp"].metrics["loss"]) == 14 == len(killed["loss"]) + killed["first_step"]
@@ -50,6 +51,7 @@ def test_what_is_wrong_is_said():
     assert verdicts(good) == []
     far = verdicts([*good, record("fsdp", loss=[5.06, 2.06])])
     assert far == ["fsdp: 0.0600 nats from bucketed's curve, noise is 0.0400"]
+    assert verdicts([*good, record(MUON, loss=[5.5, 1.0])]) == []  # another optimizer, another curve
     assert any("did not fall" in problem for problem in verdicts([*good, record("flat", loss=[2.0, 5.0])]))
     killed = record(KILLED, loss=[5.0, 2.1])
     assert len(verdicts([*good, killed])) == 2  # not resumed, and different
