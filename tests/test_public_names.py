@@ -7,6 +7,7 @@ import pytest
 NAMES = {
     "distlab.parallel": "NaiveDDP FlatDDP OverlapDDP BucketedDDP ShardedOptimizer ZeroOptimizer FSDP",
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch flash_attention",
+    "kernels.nn": "Attention CrossEntropyLoss LayerNorm LinearCrossEntropyLoss RMSNorm SwiGLU",
     "kernels.rmsnorm": "RMSNorm RMSNormPyTorch rms_norm",
     "distlab.testing": "check_gradients run_ranks",
     "distlab.comm": "RankContext rank_context",
