@@ -24,7 +24,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
     "source": 324,  # three axes more, for which 15 are allowed; distlab check, Muon, contention, 8; pages and runs, 4
-    "tests": 230.5,
+    "tests": 231.5,
 }
 
 
