@@ -18,8 +18,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import parameter_difference
-from distlab.bench.task import Task
+from distlab.bench.reference import parameter_difference, small
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -35,12 +34,9 @@ from distlab.experiment import (
 )
 from distlab.measure import MIN_PAIRS
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
-from distlab.model import TransformerLM, preset
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
 from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error
-from distlab.train.data import SyntheticTokens
-from distlab.train.step import loss_in_head
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -92,10 +88,11 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         )
     rows = config.rows(ranks)
     bench = config.workbench(context, rows, some=True)
+    task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
     differences = {}
     for row in rows[: 2 * len(config.schedules)] if config.check_steps else []:
         run.progress(f"checking {row.name} against one process")
-        differences[row.name] = parameter_difference(context, row, steps=config.check_steps, task=small(ranks))
+        differences[row.name] = parameter_difference(context, row, steps=config.check_steps, task=task)
     seen: dict[str, list[dict[Action, float]]] = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
@@ -117,17 +114,6 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         schedule, owner = row.layout.schedule, row.name.rpartition("-")[2]
         more = {"schedule": schedule, "micro_batches": row.micro_batches, "owner": owner, "batch": config.batch}
         run.add(f"{schedule} × {row.micro_batches}" + " (torch)" * (owner == "torch"), metrics, **facts | more)
-
-
-def small(ranks: int) -> Task:
-    """A model of as many blocks as every schedule can divide among the ranks."""
-    layers = ranks * max(CHUNKS.values())
-    config = replace(preset("tiny"), context_length=32, num_layers=layers, d_model=64, d_ff=128)
-
-    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
-        return [SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device).batch(step)]
-
-    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:

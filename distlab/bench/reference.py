@@ -23,8 +23,9 @@ from distlab.train.scaler import LossScaler
 from distlab.train.step import TrainStep, compiled, loss_function, loss_in_head, next_token_loss
 
 
-def _tiny() -> Task:
-    config = replace(preset("tiny"), context_length=32)
+def small(**changes: Any) -> Task:
+    """The tiny preset, so changed, on sequences of 32 synthetic tokens."""
+    config = replace(preset("tiny"), context_length=32, **changes)
 
     def batches(rank: int, step: int, device: torch.device) -> list[Any]:
         data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
@@ -50,7 +51,7 @@ def parameter_difference(
     Ranks start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
 
     Args:
-        task: what one process trains; default: the tiny preset on synthetic tokens.
+        task: what one process trains; default: `small()`.
         candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
         max_grad_norm: both clip to it.
         optimizer_cls, optimizer_options: what steps both, at the task's learning rate.
@@ -58,7 +59,7 @@ def parameter_difference(
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
     """
-    task = task or _tiny()
+    task = task or small()
     candidate = candidate or task
     ranks_of_stage = context.world_size // variant.layout.pipeline
     model = candidate.build(seed + context.rank % ranks_of_stage, context.device)
