@@ -1,7 +1,7 @@
 """What does a collective cost the computation beside it?
 
     distlab run contention --nproc 2
-    distlab run contention --nproc 2 --ways "all-reduce, 4 CTAs" "all-reduce, copy engines" --megabytes 256
+    distlab run contention --nproc 2 --ways all-reduce "all-reduce, 4 CTAs" --megabytes 256
 
 NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and all transfers use the
 memory's bandwidth. Beside long kernels a message also waits until one of them leaves multiprocessors free. A row is a
