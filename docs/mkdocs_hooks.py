@@ -21,7 +21,7 @@ REFERENCE = {
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention",
     **{f"kernels.{name}": "" for name in (
         "rmsnorm", "layernorm", "softmax", "swiglu", "rope", "matmul", "dropout", "cross_entropy", "adamw",
-        "linear_cross_entropy")},
+        "linear_cross_entropy", "nn")},
 }  # fmt: skip
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 

@@ -1,7 +1,7 @@
 """The fused operations as modules, under the names and arguments of `torch.nn` where it has them.
 
-    from kernels import nn as fused
-    norm = fused.RMSNorm(1024)
+    import kernels.nn
+    norm = kernels.nn.RMSNorm(1024)
     norm.load_state_dict(torch_norm.state_dict())
 
 State dicts have torch's names (`SwiGLU`: those of Llama's MLP), so weights go both ways; norms and `CrossEntropyLoss`
