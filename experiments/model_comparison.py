@@ -101,9 +101,10 @@ class Way:
         loss.backward()
         return loss.detach()
 
-    def gradients(self) -> list[Tensor]:
-        """As the last backward left them."""
-        return [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+    def first(self) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of the first batch."""
+        loss = self.backward(self.batches[0]).item()
+        return loss, [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self) -> None:
         self.backward(self.batches[self.calls % len(self.batches)])
@@ -111,25 +112,16 @@ class Way:
         self.calls += 1
 
 
-class Reference:
-    """Loss and gradients of a way's first batch."""
-
-    def __init__(self, way: Way) -> None:
-        self.loss, self.gradients = way.backward(way.batches[0]).item(), way.gradients()
-
-    def errors(self, way: Way) -> dict[str, float]:
-        """Relative distances of another way's from these."""
-        loss = way.backward(way.batches[0]).item()
-        pairs = list(zip(way.gradients(), self.gradients, strict=True))
-        difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
-        norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
-        return {"loss_rel_error": abs(loss / self.loss - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
-
-
-def first_steps(name: str, ways: dict[str, Way], make: Callable[[], Way], reference: Reference) -> dict[str, Any]:
-    """Compile and check a way, which is then kept in `ways`."""
+def first_steps(
+    name: str, ways: dict[str, Way], make: Callable[[], Way], reference: tuple[float, list[Tensor]]
+) -> dict[str, Any]:
+    """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
     way = make()
-    found = reference.errors(way)
+    loss, gradients = way.first()
+    pairs = list(zip(gradients, reference[1], strict=True))
+    difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
+    norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
+    found = {"loss_rel_error": abs(loss / reference[0] - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
     with peak_memory(way.batches[0][0].device) as memory:
         way.backward(way.batches[1])
     ways[name] = way
@@ -153,7 +145,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
-    reference = Reference(plain)
+    reference = plain.first()
     ways: dict[str, Way] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in config.ways:

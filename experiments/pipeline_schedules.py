@@ -20,7 +20,7 @@ import torch
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.task import Task
-from distlab.bench.timing import BenchOptions, Trial, Variant
+from distlab.bench.timing import BenchOptions, Trial, Variant, synthetic_task
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -35,12 +35,10 @@ from distlab.experiment import (
 )
 from distlab.measure import MIN_PAIRS
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
-from distlab.model import TransformerLM, preset
+from distlab.model import preset
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
 from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error
-from distlab.train.data import SyntheticTokens
-from distlab.train.step import loss_in_head
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -91,7 +89,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             "numbers that they divide"
         )
     rows = config.rows(ranks)
-    bench = config.workbench(context, rows, some=True)
+    bench = config.workbench(context, rows)
     differences = {}
     for row in rows[: 2 * len(config.schedules)] if config.check_steps else []:
         run.progress(f"checking {row.name} against one process")
@@ -109,7 +107,6 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     for row in rows:
         metrics = timings[row.name].metrics()
         if not timings[row.name].out_of_memory:
-            metrics |= {"step_samples_ms": [*timings[row.name].phases["step"]]}
             metrics["max_abs_param_diff"] = differences.get(row.name)
             if row.strategy is OURS:
                 window = metrics["forward_backward_p50_ms"]
@@ -122,12 +119,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
 def small(ranks: int) -> Task:
     """A model of as many blocks as every schedule can divide among the ranks."""
     layers = ranks * max(CHUNKS.values())
-    config = replace(preset("tiny"), context_length=32, num_layers=layers, d_model=64, d_ff=128)
-
-    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
-        return [SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device).batch(step)]
-
-    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
+    return synthetic_task(replace(preset("tiny"), context_length=32, num_layers=layers, d_model=64, d_ff=128), 2)
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:

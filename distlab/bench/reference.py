@@ -14,23 +14,19 @@ import torch
 from torch import nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import TrialConfig, Variant, shared_batches, split, synthetic_batches
+from distlab.bench.timing import (
+    TrialConfig,
+    Variant,
+    shared_batches,
+    split,
+    synthetic_batches,
+    synthetic_task,
+)
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
-from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function, loss_in_head, next_token_loss
-
-
-def _tiny() -> Task:
-    config = replace(preset("tiny"), context_length=32)
-
-    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
-        data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
-        return [data.batch(step)]
-
-    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
+from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
 
 
 def parameter_difference(
@@ -38,7 +34,6 @@ def parameter_difference(
     variant: Variant,
     *,
     steps: int,
-    seed: int = 0,
     task: Task | None = None,
     candidate: Task | None = None,
     max_grad_norm: float | None = None,
@@ -50,7 +45,7 @@ def parameter_difference(
     Ranks start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
 
     Args:
-        task: what one process trains; default: the tiny preset on synthetic tokens.
+        task: what one process trains; default: the tiny preset on two sequences of 32 synthetic tokens.
         candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
         max_grad_norm: both clip to it.
         optimizer_cls, optimizer_options: what steps both, at the task's learning rate.
@@ -58,13 +53,13 @@ def parameter_difference(
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
     """
-    task = task or _tiny()
+    task = task or synthetic_task(replace(preset("tiny"), context_length=32), 2)
     candidate = candidate or task
     ranks_of_stage = context.world_size // variant.layout.pipeline
-    model = candidate.build(seed + context.rank % ranks_of_stage, context.device)
-    reference = task.build(seed, context.device)
+    model = candidate.build(context.rank % ranks_of_stage, context.device)
+    reference = task.build(0, context.device)
     options = {"lr": task.lr, **(optimizer_options or {})}
-    strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
+    _, strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
     groups = optimizer_cls.split(reference) if hasattr(optimizer_cls, "split") else reference.parameters()
