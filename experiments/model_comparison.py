@@ -11,17 +11,16 @@ GPU idle is the part of a step in which no kernel runs: where it is large the ho
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.bench.timing import BenchOptions, synthetic_batches
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.measure import (
     PhaseTimer,
     attempt,
@@ -33,7 +32,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, Ratio, row_of, stacked_bars
+from distlab.report import NOISE, Ratio, row_of
 from distlab.train.step import compiled, loss_function
 
 # name → (ops, attention, how it is compiled)
@@ -178,17 +177,6 @@ def waits(way: Way, step_ms: float) -> dict[str, float]:
     return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms), "busy_ms": busy, "launches": launches}
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """A bar per way: the GPU's time of a step, and the time in which it waits."""
-    rows = [record for record in records if record.metrics.get("busy_ms") is not None]
-    if rows:
-        busy = [record.metrics["busy_ms"] for record in rows]
-        waiting = [max(0.0, r.metrics["step_p50_ms"] - work) for r, work in zip(rows, busy, strict=True)]
-        ends = [(r.metrics["step_p20_ms"], r.metrics["step_p80_ms"]) for r in rows]
-        parts, unit = {"GPU works": busy, "GPU waits": waiting}, "ms per step (median; whiskers p20 to p80)"
-        stacked_bars(path, [r.variant for r in rows], parts, title=VIEW.headline(rows), unit=unit, whiskers=ends)
-
-
 VIEW = View(
     columns=[
         Column("variant", "way"),
@@ -210,7 +198,6 @@ VIEW = View(
     derive=OVER_COMPILED.add,
     terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "gpu_idle_pct", "launches", "grad_rel_error",
               "status"),
-    pictures={"steps.png": draw},
     reading="÷ compiled is the step beside that of torch's operations with compiled blocks, with the 95 % interval of "
     "the paired steps. Errors are relative, of loss and all gradients of one batch, against fp32.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
