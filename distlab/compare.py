@@ -94,7 +94,7 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
     metric = main_metric(runs[-1].records) if control is None else RATIO
     for run in runs:
         if not any(is_number(record.metrics.get(metric)) for record in run.records):
-            raise ValueError(f"{run.path} has no {metric}: another version wrote it, or it measured another thing")
+            raise ValueError(f"{run.path} has no {metric}: it was written by another version, or measured otherwise")
     tables = _keyed(runs)
     rows = []
     for key in dict.fromkeys(itertools.chain(*tables)):

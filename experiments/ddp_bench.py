@@ -170,9 +170,12 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         samples = max(len(timing.phases["step"]) for timing in timings.values())
         how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
 
-    begin, lengths = time.monotonic(), {"warmup": config.warmup, "progress": run.progress, "inspect": count}
+    begin = time.monotonic()
     try:
-        bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
+        bench.time_rounds(
+            rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count,
+            ended=note,
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
