@@ -71,8 +71,9 @@ class SavedRun:
         return f"{short(self.first.commit)}\n{self.when[:16].replace('T', ' ')}"
 
 
-def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str | None = None) -> list[Record]:
-    """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first.
+def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:
+    """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first, of what
+    the experiment is about (`main_metric`).
 
     `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both runs kept samples;
     `noise_pct` is the larger of the two rows', `least_pct` what a difference must exceed to count;
@@ -80,38 +81,28 @@ def compared(runs: Sequence[SavedRun], metric: str | None = None, control: str |
 
     Args:
         runs: the baseline first.
-        metric: of every row; None for what the experiment is about, see `main_metric`.
         control: a row that nobody changed. Every row is then taken as its ratio to that one, step by step, from which
             the machine's own drift between two runs cancels.
 
     Raises:
-        ValueError: fewer than two runs, runs of different experiments, a metric that a run does not have, or a control
+        ValueError: fewer than two runs, runs of different experiments, one without the last one's metric, or a control
             that a run has no samples of.
     """
     check(runs)
     if control is not None:
-        metric = RATIO
         runs = [replace(run, records=_over(run, control)) for run in runs]
-    metric = metric or main_metric(runs[-1].records)
+    metric = main_metric(runs[-1].records) if control is None else RATIO
     for run in runs:
         if not any(is_number(record.metrics.get(metric)) for record in run.records):
-            known = sorted(name for name, value in run.first.metrics.items() if is_number(value))
-            raise ValueError(
-                f"{run.path} has no {metric}: it was written by another version, or measured something else; "
-                f"--metric takes what all runs have, here {', '.join(known[:12])}"
-            )
+            raise ValueError(f"{run.path} has no {metric}: it was written by another version, or measured otherwise")
     tables = _keyed(runs)
     rows = []
     for key in dict.fromkeys(itertools.chain(*tables)):
         found = [table.get(key) for table in tables]
         values = [None if record is None else record.metrics.get(metric) for record in found]
-        metrics = {f"run_{number}": value for number, value in enumerate(values)} | _verdict(
-            found[0], found[-1], metric
-        )
-        facts = {
-            "metric": metric,
-            "runs": [str(run.path) for run in runs],
-        }
+        metrics = {f"run_{number}": value for number, value in enumerate(values)}
+        metrics |= _verdict(found[0], found[-1], metric)
+        facts = {"metric": metric, "runs": [str(run.path) for run in runs]}
         machine = " and ".join(dict.fromkeys(_machine(run) for run in runs))
         where = dict(runs[-1].first.environment) | {"device_name": machine}
         rows.append(Record("compare", " ".join(key), facts, metrics, where, runs[-1].first.commit))

@@ -24,12 +24,6 @@ from distlab.simulate.step import Mark, SimulatedStep, simulate_step
 from distlab.train.step import TrainStep
 
 
-@lru_cache(maxsize=8)
-def num_parameters(name: str) -> int:
-    """Trainable parameters of a user's model."""
-    return sum(parameter.numel() for parameter in made(name)[0].parameters() if parameter.requires_grad)
-
-
 @lru_cache(maxsize=256)
 def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32") -> SimulatedStep:
     """One settled step of a user's model under a strategy of ours, with fused AdamW, on one of `ranks`.

@@ -131,7 +131,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     rows = variants(
         config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts, config.micro_batches
     )
-    bench = config.workbench(context, rows, some=True)
+    bench = config.workbench(context, rows)
     facts = config.facts(context)
     refused = config.refusals(context, rows)
     for name, reason in refused.items():
@@ -161,7 +161,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             if not timing.out_of_memory:
                 metrics |= _rates(config, context, metrics["step_p50_ms"]) | counted[name]
                 metrics |= dict.fromkeys(("comm_ms", "comm_share_pct", "overlap_pct"))
-                metrics |= {"step_samples_ms": [*timing.phases["step"]], "max_abs_param_diff": differences.get(name)}
+                metrics["max_abs_param_diff"] = differences.get(name)
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
             noted[name] = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
             noted[name].metrics.clear()
@@ -170,9 +170,12 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         samples = max(len(timing.phases["step"]) for timing in timings.values())
         how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
 
-    begin, lengths = time.monotonic(), {"warmup": config.warmup, "progress": run.progress, "inspect": count}
+    begin = time.monotonic()
     try:
-        bench.time_rounds(rows, rounds=config.rounds, steps=config.steps, ended=note, **lengths)
+        bench.time_rounds(
+            rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count,
+            ended=note,
+        )  # fmt: skip
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
@@ -249,14 +252,15 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
-    shape = ModelShape.of(bench.shape, layout.tensor)
+    model = bench.options.model()
+    shape = ModelShape.of(model, layout.tensor)
     if layout.pipeline > 1:
-        shape = rank_parts(bench.shape, layout, micro_batches=variant.micro_batches)[0].shape  # rank 0's
+        shape = rank_parts(model, layout, micro_batches=variant.micro_batches)[0].shape  # rank 0's
     expected = layout_volume(
         variant.strategy,
         shape,
         batch=bench.options.batch * layout.ranks // variant.micro_batches,
-        context=bench.shape.context_length,
+        context=model.context_length,
         world_size=bench.context.world_size,
         sharing=layout.context,
         how=layout.attention,

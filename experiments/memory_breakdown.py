@@ -64,7 +64,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
     """A row per variant, the fullest rank's; call it on every rank.
 
     Raises:
-        MemoryError: a strategy with this model and batch does not fit.
+        MemoryError: no strategy with this model and batch fits.
         ValueError: a strategy that needs a GPU, without one.
     """
     rows = variants(config.strategies, [config.bucket_size_mb])
@@ -96,18 +96,18 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
 
     def mark(phase: str) -> None:
         timer.mark(phase)
-        moment = {"forward_backward": "before_step", "optimizer": "after_step"}[phase]
-        found[f"{moment}_bytes"] = allocated_bytes(device)
-        if moment == "before_step":
+        if phase != "forward":
+            found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = allocated_bytes(device)
+        if phase == "backward":
             found["gradients_bytes"] = tensor_bytes(
                 p.grad for p in _parameters(attached.model, attached.optimizer) if p.grad is not None
             )
 
-    with bench.attached(variant, mark) as attached:
+    with bench.attached(variant) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
         with peak_memory(device) as peak:
             for _ in timer.each(steps, SETTLE_STEPS):
-                attached()
+                attached("step", mark)
             samples = [sample["step"] for sample in timer.steps()]
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))

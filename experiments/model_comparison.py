@@ -11,17 +11,16 @@ GPU idle is the part of a step in which no kernel runs: where it is large the ho
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.bench.timing import BenchOptions, synthetic_batches
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.measure import (
     PhaseTimer,
     attempt,
@@ -33,7 +32,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, Ratio, row_of, stacked_bars
+from distlab.report import NOISE, Ratio, row_of
 from distlab.train.step import compiled, loss_function
 
 # name → (ops, attention, how it is compiled)
@@ -101,9 +100,10 @@ class Way:
         loss.backward()
         return loss.detach()
 
-    def gradients(self) -> list[Tensor]:
-        """As the last backward left them."""
-        return [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+    def first(self) -> tuple[float, list[Tensor]]:
+        """Loss and gradients of the first batch."""
+        loss = self.backward(self.batches[0]).item()
+        return loss, [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
 
     def __call__(self) -> None:
         self.backward(self.batches[self.calls % len(self.batches)])
@@ -111,25 +111,16 @@ class Way:
         self.calls += 1
 
 
-class Reference:
-    """Loss and gradients of a way's first batch."""
-
-    def __init__(self, way: Way) -> None:
-        self.loss, self.gradients = way.backward(way.batches[0]).item(), way.gradients()
-
-    def errors(self, way: Way) -> dict[str, float]:
-        """Relative distances of another way's from these."""
-        loss = way.backward(way.batches[0]).item()
-        pairs = list(zip(way.gradients(), self.gradients, strict=True))
-        difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
-        norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
-        return {"loss_rel_error": abs(loss / self.loss - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
-
-
-def first_steps(name: str, ways: dict[str, Way], make: Callable[[], Way], reference: Reference) -> dict[str, Any]:
-    """Compile and check a way, which is then kept in `ways`."""
+def first_steps(
+    name: str, ways: dict[str, Way], make: Callable[[], Way], reference: tuple[float, list[Tensor]]
+) -> dict[str, Any]:
+    """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
     way = make()
-    found = reference.errors(way)
+    loss, gradients = way.first()
+    pairs = list(zip(gradients, reference[1], strict=True))
+    difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
+    norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
+    found = {"loss_rel_error": abs(loss / reference[0] - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
     with peak_memory(way.batches[0][0].device) as memory:
         way.backward(way.batches[1])
     ways[name] = way
@@ -153,7 +144,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
-    reference = Reference(plain)
+    reference = plain.first()
     ways: dict[str, Way] = {}
     rows: dict[str, dict[str, Any]] = {}
     for name in config.ways:
@@ -186,17 +177,6 @@ def waits(way: Way, step_ms: float) -> dict[str, float]:
     return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms), "busy_ms": busy, "launches": launches}
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """A bar per way: the GPU's time of a step, and the time in which it waits."""
-    rows = [record for record in records if record.metrics.get("busy_ms") is not None]
-    if rows:
-        busy = [record.metrics["busy_ms"] for record in rows]
-        waiting = [max(0.0, r.metrics["step_p50_ms"] - work) for r, work in zip(rows, busy, strict=True)]
-        ends = [(r.metrics["step_p20_ms"], r.metrics["step_p80_ms"]) for r in rows]
-        parts, unit = {"GPU works": busy, "GPU waits": waiting}, "ms per step (median; whiskers p20 to p80)"
-        stacked_bars(path, [r.variant for r in rows], parts, title=VIEW.headline(rows), unit=unit, whiskers=ends)
-
-
 VIEW = View(
     columns=[
         Column("variant", "way"),
@@ -218,7 +198,6 @@ VIEW = View(
     derive=OVER_COMPILED.add,
     terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "gpu_idle_pct", "launches", "grad_rel_error",
               "status"),
-    pictures={"steps.png": draw},
     reading="÷ compiled is the step beside that of torch's operations with compiled blocks, with the 95 % interval of "
     "the paired steps. Errors are relative, of loss and all gradients of one batch, against fp32.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",

@@ -84,7 +84,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         MemoryError: the model with this batch does not fit.
     """
     rows = config.rows()
-    bench = config.workbench(context, rows, some=True)
+    bench = config.workbench(context, rows)
     differences = {}
     for row in rows if config.check_steps else []:
         if row.optimizer_cls is Muon:
@@ -107,7 +107,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     for row in rows:
         metrics = timings[row.name].metrics()
         if not timings[row.name].out_of_memory:
-            metrics |= {"step_samples_ms": [*timings[row.name].phases["step"]]} | counted.get(row.name, {})
+            metrics |= counted.get(row.name, {})
             metrics["max_abs_param_diff"] = differences.get(row.name)
         placement = row.name.partition(" ")[2]
         run.add(row.name, metrics, **facts, strategy=row.strategy.name, placement=placement)

@@ -87,7 +87,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             "numbers that they divide"
         )
     rows = config.rows(ranks)
-    bench = config.workbench(context, rows, some=True)
+    bench = config.workbench(context, rows)
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
     differences = {}
     for row in rows[: 2 * len(config.schedules)] if config.check_steps else []:
@@ -106,7 +106,6 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     for row in rows:
         metrics = timings[row.name].metrics()
         if not timings[row.name].out_of_memory:
-            metrics |= {"step_samples_ms": [*timings[row.name].phases["step"]]}
             metrics["max_abs_param_diff"] = differences.get(row.name)
             if row.strategy is OURS:
                 window = metrics["forward_backward_p50_ms"]

@@ -18,7 +18,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from distlab.bench.task import check_name
+from distlab.bench.task import check_name, num_parameters
 from distlab.experiment import (
     Column,
     Experiment,
@@ -44,7 +44,7 @@ from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import Failures
 from distlab.train.memory_budget import stages_of
 from distlab.train.step import OPTIMIZERS
-from experiments._own_model import num_parameters, simulated
+from experiments._own_model import simulated
 
 WIDEST = 8  # ranks along an axis that is offered
 DRAWN = 14  # bars in the picture; the table has all choices
@@ -238,20 +238,18 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
     if config.factory is not None:
         step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
         peak, phase = step.peak.total, step.peak.phase
-        states = step.after_init["parameters"] + step.after_init["buckets"]
     else:
         needed = memory(config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off")
-        peak, phase, states = needed.peak.total, needed.peak_phase, needed.after_step.states
+        peak, phase = needed.peak.total, needed.peak_phase
     return {
         "predicted_peak_bytes": peak,
         "predicted_peak_phase": phase,
-        "predicted_states_bytes": states,
         "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), USABLE * config.gpu().hbm_bytes),
     }
 
 
 def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
-    gpu, ranks = config.fleet()
+    _, ranks = config.fleet()
     if config.factory is not None:
         return _time_of_own(config, choice, machine)
     model = config.shape()
@@ -268,29 +266,22 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
         "host": time.step - time.device,
     }
     tokens_per_s = config.batch * model.context_length / time.step
-    share = mfu(step_flops(**sizes) / shared, time.step, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
     nodes = -(-ranks // machine.network.devices_per_node)
     saving = STATE_BYTES * model.num_parameters / nodes / NODE_WRITES
     failures = Failures.of_gpus(ranks, saving, RESTART_S)
     goodput = failures.goodput(failures.daly())
-    return {
-        "predicted_step_ms": 1e3 * time.step,
-        "predicted_overhead_ms": 1e3 * time.overhead,
-        "predicted_comm_ms": 1e3 * time.communication,
-        "predicted_host_ms": 1e3 * time.host,
-        **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
+    flops = step_flops(**sizes) / shared
+    return _step(config, time.step, time.overhead, time.communication, time.host, parts, flops) | {
         "predicted_tokens_per_s": tokens_per_s,
-        "predicted_mfu_pct": 100 * share,
         "predicted_goodput_pct": 100 * goodput,
         "checkpoint_interval_s": failures.daly(),
         "predicted_days": config.tokens / tokens_per_s / goodput / 86_400,
-        "limited_by": max(parts, key=parts.__getitem__),
     }
 
 
 def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
     """The same of a user's model, by replaying its operators and messages."""
-    gpu, ranks = config.fleet()
+    _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     once, steps = replay(step, machine), choice.micro_batches
     seconds = {phase: sum(machine.device.seconds(op) for op in step.operators if (op.phase == "optimizer") == updates)
@@ -307,15 +298,23 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
         "optimizer": seconds["optimizer"],
         "host": step_s - device_s,
     }
-    share = mfu(flops, step_s, gpu.peak["tf32" if config.dtype == "fp32" else config.dtype])
+    found = _step(config, step_s, once.overhead_ms / 1e3, once.comm_ms / 1e3, host_s, parts, flops)
+    return found | {"predicted_examples_per_s": config.batch / step_s}
+
+
+def _step(
+    config: PlanConfig, step: float, overhead: float, communication: float, host: float, parts: dict[str, float],
+    flops: float,
+) -> dict[str, object]:  # fmt: skip
+    """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
+    peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {
-        "predicted_step_ms": 1e3 * step_s,
-        "predicted_overhead_ms": once.overhead_ms,
-        "predicted_comm_ms": once.comm_ms,
-        "predicted_host_ms": 1e3 * host_s,
+        "predicted_step_ms": 1e3 * step,
+        "predicted_overhead_ms": 1e3 * overhead,
+        "predicted_comm_ms": 1e3 * communication,
+        "predicted_host_ms": 1e3 * host,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
-        "predicted_examples_per_s": config.batch / step_s,
-        "predicted_mfu_pct": 100 * share,
+        "predicted_mfu_pct": 100 * mfu(flops, step, peak),
         "limited_by": max(parts, key=parts.__getitem__),
     }
 

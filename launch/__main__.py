@@ -162,7 +162,7 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("files", nargs="+", metavar="RUN", help="as `distlab runs` names it, or a file of records/")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
-    parser.add_argument("--table", choices=("text", "markdown", "latex"), help="print the table alone, so")
+    parser.add_argument("--table", choices=("text", "markdown"), help="print the table alone, so")
     args = parser.parse_args(arguments)
 
     from distlab.report import read_json, reading

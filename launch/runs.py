@@ -17,6 +17,7 @@ from distlab.report.view import WIDTH, highlighted, say, write
 from distlab.runs import OutputFolder, as_text, files_of, listed, rows_of, write_index
 from launch.registry import ROOT, experiments, load
 
+MOST_RUNS = 20  # that are listed
 CANNOT_TELL = 3  # exit code of a comparison whose noise hides what it was asked for
 
 
@@ -38,9 +39,9 @@ def runs(arguments: Sequence[str]) -> int:
         such = f" with {' '.join(args.words)}" if args.words else ""
         print(f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names")
         return 0
-    print(as_text(rows[: args.last], shutil.get_terminal_size((WIDTH, 24)).columns))
-    if len(rows) > args.last:
-        print(f"{len(rows) - args.last} older ones: --last {len(rows)}, or words that a line must hold")
+    print(as_text(rows[:MOST_RUNS], shutil.get_terminal_size((WIDTH, 24)).columns))
+    if len(rows) > MOST_RUNS:
+        print(f"{len(rows) - MOST_RUNS} older ones: give words that a line must hold")
     if out.is_dir():
         print(f"page: {write_index(out)}")
     return 0
@@ -53,7 +54,6 @@ def runs_parser() -> argparse.ArgumentParser:
         "words", nargs="*", metavar="WORD", help="that a line must hold: experiment, machine, commit, …"
     )
     parser.add_argument("--since", default="", metavar="DATE", help="such as 2026-11 or 2026-11-22")
-    parser.add_argument("--last", type=int, default=20, help="lines that are shown [%(default)s]")
     parser.add_argument("--records", action="store_true", help="the committed records instead")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     return parser
@@ -63,7 +63,7 @@ def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
     saved = [SavedRun.read(rows_of(run, args.out, ROOT)) for run in args.runs]
-    rows = compared(saved, args.metric, args.against)
+    rows = compared(saved, args.against)
     view = view_of(saved, rows[0].config["metric"])
     if not args.json:
         for line in differences(saved):
@@ -99,9 +99,6 @@ def compare_parser() -> argparse.ArgumentParser:
         nargs="*",
         metavar="RUN",
         help="as `distlab runs` names it, its folder, its records.json, or a file of records/; the baseline first",
-    )
-    parser.add_argument(
-        "--metric", help="what to compare [what the experiment is about, such as step_p50_ms]"
     )
     parser.add_argument(
         "--against",

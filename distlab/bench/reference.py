@@ -14,24 +14,24 @@ import torch
 from torch import nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import TrialConfig, Variant, shared_batches, split, synthetic_batches
+from distlab.bench.timing import (
+    TrialConfig,
+    Variant,
+    shared_batches,
+    split,
+    synthetic_batches,
+    synthetic_task,
+)
 from distlab.comm import RankContext, collectives
 from distlab.model import TransformerLM, preset
 from distlab.precision import DTYPES, autocast
-from distlab.train.data import SyntheticTokens
 from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function, loss_in_head, next_token_loss
+from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
 
 
 def small(**changes: Any) -> Task:
-    """The tiny preset, so changed, on sequences of 32 synthetic tokens."""
-    config = replace(preset("tiny"), context_length=32, **changes)
-
-    def batches(rank: int, step: int, device: torch.device) -> list[Any]:
-        data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=rank, device=device)
-        return [data.batch(step)]
-
-    return Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), batches, loss_in_head)
+    """The tiny preset, so changed, on two sequences of 32 synthetic tokens."""
+    return synthetic_task(replace(preset("tiny"), context_length=32, **changes), 2)
 
 
 def parameter_difference(
@@ -39,7 +39,6 @@ def parameter_difference(
     variant: Variant,
     *,
     steps: int,
-    seed: int = 0,
     task: Task | None = None,
     candidate: Task | None = None,
     max_grad_norm: float | None = None,
@@ -62,10 +61,10 @@ def parameter_difference(
     task = task or small()
     candidate = candidate or task
     ranks_of_stage = context.world_size // variant.layout.pipeline
-    model = candidate.build(seed + context.rank % ranks_of_stage, context.device)
-    reference = task.build(seed, context.device)
+    model = candidate.build(context.rank % ranks_of_stage, context.device)
+    reference = task.build(0, context.device)
     options = {"lr": task.lr, **(optimizer_options or {})}
-    strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
+    _, strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
     groups = optimizer_cls.split(reference) if hasattr(optimizer_cls, "split") else reference.parameters()

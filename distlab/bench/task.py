@@ -161,35 +161,34 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
     return Task(lambda seed, device: made(name, seed)[0].to(device), batches, loss_fn, lr=1e-2)
 
 
-@dataclass(frozen=True)
-class Examined:
-    """What one forward and backward of each batch showed.
+@lru_cache(maxsize=8)
+def num_parameters(name: str) -> int:
+    """Trainable parameters of a user's model."""
+    return sum(parameter.numel() for parameter in made(name)[0].parameters() if parameter.requires_grad)
 
-    Attributes:
-        num_parameters: trainable ones.
-        unused: of each batch of each rank, the parameters without a gradient.
+
+def refusal(strategy: Strategy, unused: Sequence[frozenset[str]]) -> str | None:
+    """Why a strategy's contract does not admit a model, in one sentence; None if it does.
+
+    Args:
+        unused: see `examined`.
     """
-
-    num_parameters: int
-    unused: Sequence[frozenset[str]]
-
-    def refusal(self, strategy: Strategy) -> str | None:
-        """Why a strategy's contract does not admit the model, in one sentence; None if it does."""
-        ever = frozenset().union(*self.unused)
-        if not ever or strategy.may_leave_unused:
+    ever = frozenset().union(*unused)
+    if not ever or strategy.may_leave_unused:
+        return None
+    some = f"{min(ever)!r}" + (f" and {len(ever) - 1} more parameters" if len(ever) > 1 else "")
+    if strategy.casts_parameters:
+        if len(set(unused)) == 1:
             return None
-        some = f"{min(ever)!r}" + (f" and {len(ever) - 1} more parameters" if len(ever) > 1 else "")
-        if strategy.casts_parameters:
-            if len(set(self.unused)) == 1:
-                return None
-            return f"{strategy.name} gathers the same units on every rank, and {some} are used by some batches only"
-        return (
-            f"{strategy.name} waits for a gradient of every parameter, and {some} get none from some batches"
-        )
+        return f"{strategy.name} gathers the same units on every rank, and {some} are used by some batches only"
+    return f"{strategy.name} waits for a gradient of every parameter, and {some} get none from some batches"
 
 
-def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Examined:
+def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list[frozenset[str]]:
     """Try the model on every batch of this rank, before anything is timed; call it on every rank.
+
+    Returns:
+        Of each batch of each rank, the parameters without a gradient.
 
     Raises:
         ValueError: something of the user's failed, with its place, or the loss is no scalar with a gradient.
@@ -214,7 +213,7 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> Exam
             loss.backward()
         unused.append(frozenset(key for key, value in trainable.items() if value.grad is None))
     everyone = collectives.gather_objects(unused, context.group)
-    return Examined(sum(p.numel() for p in trainable.values()), [each for rank in everyone for each in rank])
+    return [each for rank in everyone for each in rank]
 
 
 @contextmanager

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.bench.task import BATCHES, Examined, OwnModel, Task, examined, own_task
+from distlab.bench.task import BATCHES, OwnModel, Task, examined, num_parameters, own_task, refusal
 from distlab.comm import RankContext, collectives
 from distlab.hardware import peak_flops
 from distlab.measure import (
@@ -40,23 +40,22 @@ from distlab.measure.memory_timeline import MemoryTimeline, memory_timeline, rec
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
-from distlab.model.config import OPS_CHOICES, ModelOptions, preset
+from distlab.model.config import OPS_CHOICES, ModelConfig, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
-from distlab.parallel import STRATEGIES, Layout, ParallelModel, Strategy, get_strategy
+from distlab.parallel import STRATEGIES, Layout, Strategy, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL, Axes
 from distlab.precision import DTYPES, autocast
-from distlab.train.build import build_training
+from distlab.train.build import Training, build_training
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import LossFunction, TrainStep, loss_function
+from distlab.train.step import LossFunction, TrainStep, loss_function, loss_in_head
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
 Inspect = Callable[["Variant", "Trial"], None]
 MODES = ("inference", "forward", "forward_backward", "step")
-_EXAMINED: dict[tuple, Examined] = {}  # of this process: a user's model is tried once
 PHASES = ("forward", "backward", "forward_backward", "optimizer", "step")
 
 
@@ -86,18 +85,13 @@ class Variant:
     optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
 
     def build(
-        self,
-        module: nn.Module,
-        group: dist.ProcessGroup,
-        optimizer_cls: type[torch.optim.Optimizer],
-        optimizer_options: Mapping[str, Any],
-    ) -> tuple[ParallelModel, torch.optim.Optimizer]:
-        """The strategy's model and optimizer, with this row's bucket and shard sizes and its layout."""
-        _, model, optimizer = build_training(
-            module, self.strategy, group, optimizer_cls, optimizer_options,
-            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, layout=self.layout,
+        self, source: ModelConfig | nn.Module, group: dist.ProcessGroup, *optimizer: Any, **more: Any
+    ) -> Training:
+        """`build_training` with this row's strategy, bucket and shard sizes and layout."""
+        return build_training(
+            source, self.strategy, group, *optimizer,
+            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, layout=self.layout, **more,
         )  # fmt: skip
-        return model, optimizer
 
 
 def variants(
@@ -149,42 +143,26 @@ class BenchOptions(ModelOptions):
         """
         if self.factory is not None:
             return own_task(self.factory, self.batch, self.seed)
-        shape = self.model()
-
-        def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
-            sizes = (shape.vocab_size, self.batch, shape.context_length)
-            return [SyntheticTokens(*sizes, seed=self.seed, rank=rank, device=device).batch(step)]
-
-        return Task(
-            lambda seed, device: TransformerLM(shape, device=device, seed=seed, checkpoint_blocks=self.checkpointing),
-            batches, loss_function(shape),
-        )  # fmt: skip
-
-    def examined(self, context: RankContext) -> Examined:
-        """The user's model, tried once on every rank; the first call is a collective."""
-        key = (self.factory, self.batch, self.seed)
-        if key not in _EXAMINED:
-            _EXAMINED[key] = examined(self.factory, self.task(), context, self.seed)
-        return _EXAMINED[key]
+        return synthetic_task(self.model(), self.batch, self.seed)
 
     def refusals(self, context: RankContext, rows: Sequence[Variant]) -> dict[str, str]:
         """Row → why its strategy refuses the user's model, in a sentence; call it on every rank."""
         if self.factory is None:
             return {}
-        found, batches = {}, synthetic_batches(context, self)
+        found, unused = {}, examined(self.factory, self.task(), context, self.seed)
         for row in rows:
-            refusal = self.examined(context).refusal(row.strategy)
-            if refusal is None:
+            reason = refusal(row.strategy, unused)
+            if reason is None:
                 try:
-                    with closing(Trial(context, self, row, batches)) as trial:
+                    with closing(Trial(context, self, row)) as trial:
                         trial()
                 except Exception as error:  # alike on every rank: it is about the model's structure and dtypes
                     if not is_out_of_memory(error):
                         said = (str(error).splitlines() or [type(error).__name__])[0]
-                        refusal = f"{row.strategy.name} cannot train it: {said}"
-            refusal = next(filter(None, collectives.gather_objects(refusal, context.group)), None)
-            if refusal is not None:
-                found[row.name] = refusal
+                        reason = f"{row.strategy.name} cannot train it: {said}"
+            reason = next(filter(None, collectives.gather_objects(reason, context.group)), None)
+            if reason is not None:
+                found[row.name] = reason
         return found
 
     def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
@@ -199,18 +177,15 @@ class BenchOptions(ModelOptions):
         model = self.model()
         sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
         if self.factory is not None:
-            sizes = {"num_parameters": self.examined(context).num_parameters, "context": None, "size": self.factory}
+            sizes = {"num_parameters": num_parameters(self.factory), "context": None, "size": self.factory}
         return sizes | {"world_size": context.world_size, "backend": context.backend}
 
-    def workbench(self, context: RankContext, rows: Sequence[Variant], *, some: bool = False) -> Workbench:
+    def workbench(self, context: RankContext, rows: Sequence[Variant]) -> Workbench:
         """What times these rows; call it on every rank.
-
-        Args:
-            some: whether it is enough that one of them fits a GPU, see `memory_budget.require`.
 
         Raises:
             ValueError: a strategy that needs a GPU, without one.
-            MemoryError: the model with this batch does not fit.
+            MemoryError: none of them fits a GPU, or one of them not this machine.
         """
         planned = [
             replace(
@@ -222,9 +197,8 @@ class BenchOptions(ModelOptions):
             for row in rows
         ]
         if self.factory is not None:
-            self.examined(context)
             planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]  # nobody knows what it takes
-        require(planned, context.device, context, some=some and context.device.type == "cuda")
+        require(planned, context.device, context, some=context.device.type == "cuda")
         return Workbench(context, self)
 
 
@@ -246,9 +220,7 @@ class Trial:
         context: this rank.
         options: the model, and the dtype of the computation over fp32 parameters.
         variant: its strategy.
-        batches: of this rank, used one after the other; see `synthetic_batches`.
         scaled: whether the loss is scaled, for fp16.
-        mark: told `forward_backward` (synchronisation included) and `optimizer` as each ends in a step.
 
     Attributes:
         module: the model, neither compiled nor wrapped.
@@ -261,48 +233,43 @@ class Trial:
     """
 
     def __init__(
-        self,
-        context: RankContext,
-        options: BenchOptions,
-        variant: Variant,
-        batches: Sequence[Batch],
-        *,
-        scaled: bool = False,
-        mark: Callable[[str], None] | None = None,
+        self, context: RankContext, options: BenchOptions, variant: Variant, *, scaled: bool = False
     ) -> None:
         self.context, self.options, self.shape = context, options, options.model()
         self._name, self._parts = variant.name, variant.micro_batches
         task = options.task()
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
-        self.module, self.model, self.optimizer = build_training(
+        self.module, self.model, self.optimizer = variant.build(
             self.shape if options.factory is None else task.build(options.seed, context.device),
-            variant.strategy, context.group, variant.optimizer_cls, {"lr": 1e-5, **variant.optimizer_options},
+            context.group, variant.optimizer_cls, {"lr": 1e-5, **variant.optimizer_options},
             seed=options.seed, device=context.device, compile=options.compile,
             checkpointing=settled(options.planned(variant.strategy.name), context),
             compute_dtype=DTYPES[options.dtype],
-            bucket_size_mb=variant.bucket_size_mb, shard_size=variant.shard_size, layout=variant.layout,
         )  # fmt: skip
         self._loss = task.loss_fn if options.factory is not None else loss_function(self.shape, variant.layout)
         if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own
             self._loss = under_autocast(task.loss_fn, context.device, DTYPES[options.dtype])
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
-            self.model, self.optimizer, self._loss, scaler=self._scaler, context=context, mark=mark
-        )
-        self._batches, self._calls = batches, 0
+            self.model, self.optimizer, self._loss_of_step, scaler=self._scaler, context=context,
+            mark=lambda phase: self._mark(phase.removeprefix("forward_")),
+        )  # fmt: skip
+        self._batches, self._calls = synthetic_batches(context, options, variant.layout), 0
         self._starved = False
         self.last_loss: Tensor | None = None
 
-    def __call__(self, mode: str = "step", mark: Callable[[str], None] | None = None) -> None:
-        """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward`, `optimizer` as each ends."""
+    def __call__(self, mode: str = "step", mark: Callable[[str], None] = lambda phase: None) -> None:
+        """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward` (synchronisation included),
+        `optimizer` as each ends. Forward and backward of a pipeline, which alternate, are all backward.
+        """
+        self._mark = mark
         batch = self._batches[self._calls % len(self._batches)]
         self._calls += 1
         try:
             if mode == "step":
-                train = self._train if mark is None else self._finely_marked(mark)
-                self.last_loss = train(split(batch, self._parts))
+                self.last_loss = self._train(split(batch, self._parts))
             else:
-                self._part(mode, batch, mark or (lambda phase: None))
+                self._part(mode, batch)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
                 # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
@@ -314,16 +281,16 @@ class Trial:
                 self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
             raise
 
-    def _part(self, mode: str, batch: Batch, mark: Callable[[str], None]) -> None:
+    def _part(self, mode: str, batch: Batch) -> None:
         """Any mode but the full step."""
         with torch.no_grad() if mode == "inference" else nullcontext():
             self.model.zero_grad(set_to_none=True)
             loss = self.forward(batch)
-        mark("forward")
+        self._mark("forward")
         if mode == "forward_backward":
             (loss if self._scaler is None else loss * self._scaler.scale).backward()
             self.model.finish_gradient_synchronization()
-            mark("backward")
+            self._mark("backward")
         self.last_loss = loss.detach()
 
     def forward(self, batch: Batch | None = None) -> Tensor:
@@ -331,21 +298,11 @@ class Trial:
         with self.model.autocast():
             return self._loss(self.model, self._batches[0] if batch is None else batch)
 
-    def _finely_marked(self, mark: Callable[[str], None]) -> TrainStep:
-        """The step, whose phase of forward and backward is told apart where the loss is known; a pipeline's, which
-        alternate, are all backward.
-        """
-
-        def loss_fn(model: nn.Module, batch: Batch) -> Tensor:
-            loss = self._loss(model, batch)
-            if self.model.pipeline is None:
-                mark("forward")
-            return loss
-
-        return TrainStep(
-            self.model, self.optimizer, loss_fn, scaler=self._scaler, context=self.context,
-            mark=lambda phase: mark("backward" if phase == "forward_backward" else phase),
-        )  # fmt: skip
+    def _loss_of_step(self, model: nn.Module, batch: Batch) -> Tensor:
+        loss = self._loss(model, batch)
+        if self.model.pipeline is None:
+            self._mark("forward")
+        return loss
 
     def gradients(self) -> Iterator[Tensor]:
         """What this rank holds of them."""
@@ -414,6 +371,16 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
+def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
+    """The lab's Transformer on synthetic tokens, `batch` sequences of a rank in each step."""
+
+    def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
+        sizes = (shape.vocab_size, batch, shape.context_length)
+        return [SyntheticTokens(*sizes, seed=seed, rank=rank, device=device).batch(step)]
+
+    return Task(lambda seed, device: TransformerLM(shape, device=device, seed=seed), batches, loss_in_head)
+
+
 def synthetic_batches(
     context: RankContext, options: BenchOptions, layout: Layout = DATA_PARALLEL
 ) -> list[Batch]:
@@ -442,9 +409,8 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
     """A trial as configured, which is closed at the end."""
     variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
-    batches = synthetic_batches(context, config)
     try:
-        with closing(Trial(context, config, variant, batches, scaled=config.dtype == "fp16")) as trial:
+        with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
             yield trial
     finally:
         if context.device.type == "cuda":
@@ -464,26 +430,23 @@ class Timing:
     out_of_memory: bool = False
 
     def metrics(self) -> dict[str, Any]:
-        """Percentiles of every phase and the peak of memory; of a variant that did not fit, a step of `OOM`."""
+        """Percentiles of every phase, the peak of memory and a step's samples; of a variant that did not fit `OOM`."""
         if self.out_of_memory:
             return {"step_p50_ms": "OOM"}
         times = {f"{phase}_{p}_ms": ms for phase, ms_ in self.phases.items() for p, ms in percentiles(ms_).items()}
-        return times | {"peak_alloc_bytes": self.peak_alloc_bytes}
+        return times | {"peak_alloc_bytes": self.peak_alloc_bytes, "step_samples_ms": [*self.phases["step"]]}
 
 
+@dataclass(frozen=True)
 class Workbench:
-    """One kind of model, AdamW, synthetic data, and the variants that are attached one after the other."""
+    """Variants of these options that are attached one after the other, with their data, and timed."""
 
-    def __init__(self, context: RankContext, options: BenchOptions):
-        self.context, self.options, self.shape = context, options, options.model()
-        self._batches = synthetic_batches(context, options)
+    context: RankContext
+    options: BenchOptions
 
-    def attached(self, variant: Variant, mark: Callable[[str], None] | None = None) -> AbstractContextManager[Trial]:
+    def attached(self, variant: Variant) -> AbstractContextManager[Trial]:
         """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
-        options, batches = variant.options or self.options, self._batches
-        if variant.layout.ranks > 1:
-            batches = synthetic_batches(self.context, options, variant.layout)
-        return closing(Trial(self.context, options, variant, batches, mark=mark))
+        return closing(Trial(self.context, variant.options or self.options, variant))
 
     def time_rounds(
         self,
@@ -492,8 +455,8 @@ class Workbench:
         rounds: int,
         warmup: int,
         steps: int,
+        inspect: Inspect,
         progress: Callable[[str], None] = lambda text: None,
-        inspect: Inspect = lambda variant, attached: None,
         ended: Callable[[dict[str, Timing]], None] = lambda timings: None,
     ) -> dict[str, Timing]:
         """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
@@ -510,14 +473,7 @@ class Workbench:
         interleave(calls, rounds, order=rotated, progress=progress, ended=lambda: ended(timings))
         return timings
 
-    def _time_block(
-        self,
-        variant: Variant,
-        warmup: int,
-        steps: int,
-        timing: Timing,
-        inspect: Inspect,
-    ) -> None:
+    def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing, inspect: Inspect) -> None:
         if timing.out_of_memory:
             return
         timer = PhaseTimer(self.context.device)
@@ -566,8 +522,6 @@ class Workbench:
 
     def _fits(self, action: Callable[[], T], times: int = 1) -> T | None:
         return collectives.if_it_fits(action, self.context.device, self.context.group, times)
-
-
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:

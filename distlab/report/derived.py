@@ -15,7 +15,7 @@ from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, overhead_ratio, own_noise_floor, paired_ratio
 from distlab.report.record import Record
-from distlab.report.table import Column, is_number
+from distlab.report.table import Column, grouped, is_number
 
 TIE = " tie"
 Baseline = Callable[[Sequence[Record]], Record | None]
@@ -83,10 +83,7 @@ class Ratio:
 
     def add_within(self, key: Callable[[Record], object], rows: Sequence[Record]) -> None:
         """Write them into rows that have a baseline among those of the same key, and not into the baseline."""
-        groups: dict[object, list[Record]] = {}
-        for row in rows:
-            groups.setdefault(key(row), []).append(row)
-        for group in groups.values():
+        for group in grouped(rows, key).values():
             if (base := self.baseline(group)) is not None:
                 for row in group:
                     if row is not base:

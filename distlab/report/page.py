@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.report.derived import noise_by_row
 from distlab.report.record import Record
-from distlab.report.table import STYLES, Column, by_machine, is_number, render
+from distlab.report.table import Column, by_machine, is_number, render
 
 if TYPE_CHECKING:
     from distlab.report.view import View
@@ -47,8 +47,11 @@ def page(
         columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
-            {style: render(group, columns, style) for style in STYLES if style != "text"}
-            | {"title": title, "parts": [_table(group, part) for part in _parts(columns)]}
+            {
+                "markdown": render(group, columns, "markdown"),
+                "title": title,
+                "parts": [_table(group, part) for part in _parts(columns)],
+            }
             for title, group, columns in tables
         ],
         pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],

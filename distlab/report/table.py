@@ -1,6 +1,4 @@
-"""Tables from records: one list of columns, rendered as text for a terminal, Markdown for a README, LaTeX
-for a report.
-"""
+"""Tables from records: one list of columns, rendered as text for a terminal or as Markdown."""
 
 import math
 import textwrap
@@ -86,7 +84,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     """One table, one row per record in the given order.
 
     Args:
-        style: ``"text"``, ``"markdown"`` (GitHub's pipes) or ``"latex"`` (a ``tabular`` that compiles with pdflatex).
+        style: ``"text"`` or ``"markdown"`` (GitHub's pipes).
 
     Raises:
         ValueError: an unknown style, no columns, or a format that does not fit the value (names the column).
@@ -150,26 +148,12 @@ def _cell(column: Column, record: Record) -> str:
 
 
 _MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<`"})
-# fmt: off
-_LATEX = str.maketrans({
-    "\\": r"\textbackslash{}", "{": r"\{", "}": r"\}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#",
-    "_": r"\_", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}", "<": r"\textless{}",
-    ">": r"\textgreater{}", "|": r"\textbar{}", "−": "$-$", "×": r"$\times$", "±": r"$\pm$", "≤": r"$\leq$",
-    "≥": r"$\geq$", "≈": r"$\approx$", "∞": r"$\infty$", "→": r"$\rightarrow$", "·": r"$\cdot$",
-    "Δ": r"$\Delta$", "µ": r"$\mu$", "μ": r"$\mu$", "²": r"$^2$", "³": r"$^3$", "–": "--", "—": "---",
-    "…": r"\ldots{}",
-})
-# fmt: on
-
-
 # name → (tabulate's, special characters → how they are written)
-STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN), "latex": ("latex_raw", _LATEX)}
+STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN)}
 
 
 def escaped(text: str, style: str) -> str:
-    """`text` in one line, since a line break would end a row, with a style's special characters escaped; for LaTeX the
-    usual mathematical signs are put into math mode. One pass, so that a replacement is never escaped again.
-    """
+    """`text` in one line, since a line break would end a row, with a style's special characters escaped."""
     return " ".join(text.split()).translate(STYLES[style][1])
 
 

@@ -2,7 +2,7 @@
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
-    records.json  records.csv  table.md  table.tex  report.html  and the pictures
+    records.json  records.csv  table.md  report.html  and the pictures
 """
 
 import glob
@@ -79,7 +79,7 @@ class View:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [(part, group, [c for c in columns if _named(c) in ("variant", *only)])
                       for part, group, columns in tables]  # fmt: skip
-        title = {"text": "{}:\n", "markdown": "**{}**\n\n", "latex": "% {}\n"}.get(style, "")
+        title = {"text": "{}:\n", "markdown": "**{}**\n\n"}.get(style, "")
         return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
@@ -160,12 +160,7 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     groups = by_machine(records).values()
     findings, notes = ([line for group in groups for line in lines(group)] for lines in (view.findings, view.notes))
     below = "".join(f"\n{line}\n" for line in (*findings, *notes))
-    files = {
-        "table.md": f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}",
-        "table.tex": view.table(records, "latex") + "\n",
-    }
-    for name, text in files.items():
-        write_whole(path / name, text)
+    write_whole(path / "table.md", f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}")
     page = html.page(view, records, _draw(view, records, path), findings, notes, _links(path))
     write_whole(path / "report.html", page)
     return path / "report.html"

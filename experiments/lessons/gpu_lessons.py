@@ -21,10 +21,9 @@ The launch parameters of the shipped attention are tried by `python -m kernels.f
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,9 +42,9 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.measure import attempt, device_percentiles
-from distlab.report import Panel, Ratio, Series, lines, prediction_error
+from distlab.report import Ratio, prediction_error
 from distlab.theory.gpu import occupancy, wave_quantisation
-from distlab.theory.warp_access import BANKS, WARP, bank_conflicts, swizzle, warp_divergence
+from distlab.theory.warp_access import WARP, bank_conflicts, swizzle, warp_divergence
 from experiments.lessons._lesson_kernels import (
     busy_kernel,
     divergent_kernel,
@@ -68,8 +67,8 @@ BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
 TOLERANCE = 1e-2  # of the largest value of an addition in bf16
 EXACT = 1e-5  # of an effect's kernel, in fp32
 
-AXES = {"strides": "stride", "banks": "rounds of a read", "divergence": "as in the table", "waves": "programs per SM"}
-PARTS = (*AXES, "element-wise")
+EFFECTS = ("strides", "banks", "divergence", "waves")
+PARTS = (*EFFECTS, "element-wise")
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,11 @@ class Bench:
         """Percentiles of the device's time."""
         return device_percentiles(call, self.device, self.config.repeats)
 
-    def effect(self, part: str, variant: str, x: float, factor: float, call: Callable[[int], Any] | None,
+    def effect(self, part: str, variant: str, factor: float, call: Callable[[int], Any] | None,
                error: Callable[[], float]) -> None:  # fmt: skip
         """Add a row of a hardware's effect.
 
         Args:
-            x: its place on the picture's axis.
             factor: predicted time over that of the part's first row.
             call: launches the kernel for some rounds; None where this machine cannot.
             error: the largest of the call's result after CHECKED_ROUNDS.
@@ -124,7 +122,7 @@ class Bench:
             return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
-        self.run.add(variant, {"predicted_factor": factor} | metrics, part=part, x=x)
+        self.run.add(variant, {"predicted_factor": factor} | metrics, part=part)
 
 def checked(error: float, tolerance: float) -> dict[str, Any]:
     """An error, and what it says of the row."""
@@ -148,7 +146,7 @@ def strides(bench: Bench) -> None:
     for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
         expected = x[offset :: stride][:count]
         name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
-        bench.effect("strides", name, stride, moved(stride, offset) / moved(1, 0),
+        bench.effect("strides", name, moved(stride, offset) / moved(1, 0),
                      partial(run, stride=stride, offset=offset),
                      lambda e=expected: (y - e).abs().max().item())  # fmt: skip
 
@@ -167,7 +165,7 @@ def banks(bench: Bench) -> None:
 
     for phases in PHASES:
         reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
-        bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", BANKS / phases, (1 + reads) / 2,
+        bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", (1 + reads) / 2,
                      None if interpreted() else partial(run, phases=phases),
                      lambda: (y - expected).abs().max().item())  # fmt: skip
 
@@ -185,10 +183,10 @@ def divergence(bench: Bench) -> None:
     def run(rounds: int, width: int, ways: int) -> None:
         launch(divergent_kernel, (bench.sms,), y, rounds, WIDTH=width, WAYS=ways, BLOCK=BLOCK, num_warps=32)
 
-    for place, (name, (width, ways)) in enumerate(BRANCHES.items()):
+    for name, (width, ways) in BRANCHES.items():
         branches = [lane // width % ways for lane in range(WARP)]
         call = None if interpreted() else partial(run, width=width, ways=ways)
-        bench.effect("divergence", name, place, warp_divergence(branches, [1.0] * ways).cycles, call,
+        bench.effect("divergence", name, warp_divergence(branches, [1.0] * ways).cycles, call,
                      partial(error_of, y))  # fmt: skip
 
 
@@ -201,7 +199,7 @@ def waves(bench: Bench) -> None:
         launch(busy_kernel, (blocks,), y, rounds, BLOCK=BLOCK, num_warps=32)
 
     for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
-        bench.effect("waves", f"{blocks} programs", blocks / sms, wave_quantisation(blocks, sms).waves,
+        bench.effect("waves", f"{blocks} programs", wave_quantisation(blocks, sms).waves,
                      partial(run, blocks=blocks), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
 
 
@@ -269,41 +267,15 @@ TIME_OFF = prediction_error("predicted_ms", "time_p50_ms")
 
 def compare(records: Sequence[Record]) -> None:
     """Write each effect's times over that of its first row."""
-    for part in AXES:
+    for part in EFFECTS:
         FACTOR.add(rows_of(records, part))
-
-
-def panels(records: Sequence[Record]) -> Iterator[Panel]:
-    """Each effect, measured and predicted; GB/s over bytes under way."""
-    for part, axis in AXES.items():
-        if rows := sorted(rows_of(records, part), key=lambda r: r.config["x"]):
-            x = [r.config["x"] for r in rows]
-            several = part == "divergence"  # which lie in no order
-            yield Panel(f"{part}: {axis}", "", "× the first row", [  # only the lowest panels have a label there
-                Series("predicted", x, [r.metrics["predicted_factor"] for r in rows], line="" if several else "-",
-                       marked=several, hollow=True),
-                Series("measured", x, [r.metrics["factor"] for r in rows]),
-            ], log_x=2 if part in ("strides", "banks") else None)  # fmt: skip
-    if rows := [r for r in rows_of(records, "element-wise") if "in_flight_kib" in r.metrics]:
-        rows.sort(key=lambda r: r.metrics["in_flight_kib"])
-        x = [r.metrics["in_flight_kib"] for r in rows]
-        y = [r.metrics["gb_per_s"] for r in rows]
-        told = [r.metrics["gb_per_s"] * r.metrics["time_p50_ms"] / r.metrics["predicted_ms"] for r in rows]
-        series = [Series("predicted", x, told, line="-", hollow=True), Series("measured", x, y)]
-        yield Panel("element-wise", "KiB under way per SM", "GB/s", series)
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """A panel per part, where there are such rows."""
-    if found := list(panels(records)):
-        lines(path, found, title=headline(records))
 
 
 def findings(records: Sequence[Record]) -> list[str]:
     """The worst of each effect, and best and worst of the launches."""
     if not records[0].environment.get("cuda"):
         return ["Interpreted: the predictions and the errors count, and no time does."]
-    worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in AXES if (rows := rows_of(records, part))}
+    worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in EFFECTS if (rows := rows_of(records, part))}
     said = [f"{part}: {r.variant} {r.metrics['factor']:.1f} × (predicted {r.metrics['predicted_factor']:.1f})"
             for part, r in worst.items()]  # fmt: skip
     said = ["; ".join(said) + "."] if said else []
@@ -351,7 +323,6 @@ VIEW = View(
     "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
     terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "predicted_ms",
               "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
-    pictures={"lessons.png": draw},
     findings=findings,
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
     "Launches: from a copy and a latency of this run; see how to read.",

@@ -154,7 +154,7 @@ def short_name(kernel: str, longest: int = 64) -> str:
 def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[str, Mapping[str, int]]) -> Rows:
     training, rows = profiles["forward"], []
     shared = {
-        "profiler_step_ms": training.step_ms, "profiler_busy_ms": training.busy_ms,
+        "profiler_step_ms": training.step_ms,
         "profiler_kernel_ms": training.kernel_ms, "timer_step_ms": timer_ms,
         "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
     }  # fmt: skip
@@ -267,10 +267,10 @@ def memory(
         where = described([asdict(config) | config.facts(context)], environment(device))
         picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
         memory_areas(picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}")
-        at, categories = timeline.peak()
+        _, categories = timeline.peak()
         total = sum(categories.values())
         shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
-        shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes, "peak_at_ms": at}
+        shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes}
         shared |= {"scope": scope, "predicted_timeline_peak_bytes": predicted_peak(config, context, mode)}
         rows += [
             (block.origin, {

@@ -47,10 +47,8 @@ def add(run: Run, case: Case) -> None:
         "predicted_allocated_bytes": found.allocated,
         "predicted_reserved_bytes": found.reserved,
         "predicted_peak_phase": found.phase,
-        "predicted_compute_ms": 1e3 * found.time.compute,
         "predicted_overhead_ms": 1e3 * found.time.overhead,
         "predicted_comm_ms": 1e3 * found.time.communication,
-        "predicted_optimizer_ms": 1e3 * found.time.optimizer,
         "predicted_mfu_pct": None if found.mfu is None else 100 * found.mfu,
         "shortage": shortage(case),
     }

@@ -148,7 +148,7 @@ def _train_step(
     task = mistake.trained
     module = task.build(context.rank, context.device)
     variant = Variant(mistake.name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
-    return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate}), task.loss_fn)
+    return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate})[1:], task.loss_fn)
 
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> tuple[list[float], float]:

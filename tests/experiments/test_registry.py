@@ -31,7 +31,7 @@ def test_an_experiment_runs_in_small_and_its_rows_are_shown_again(name, smoke, c
     assert records and {record.experiment for record in records} == {name}
     assert "WRONG" not in {record.metrics.get("status") for record in records}
     written = {path.name for path in folder.iterdir()}
-    assert {"run.json", "records.json", "records.csv", "table.md", "table.tex", "report.html"} <= written
+    assert {"run.json", "records.json", "records.csv", "table.md", "report.html"} <= written
     saved = read_json(folder / "records.json")
     assert [record.variant for record in saved] == [record.variant for record in records]
     capsys.readouterr()

@@ -24,7 +24,7 @@ from launch import ranks, trainer
 from tests.comm.test_parent_death import ends_within
 from tests.commands import be_python, forked, python
 
-REPORT = ("records.json", "records.csv", "table.md", "table.tex", "report.html")
+REPORT = ("records.json", "records.csv", "table.md", "report.html")
 STEPS = 30
 ARGUMENTS = [
     *("--backend=gloo", "--context=16", "--vocab=61", "--batch=4", f"--steps={STEPS}", "--checkpoint-every=5"),

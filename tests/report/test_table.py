@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 
 from distlab.report import Column, Record, prediction_error, render, render_for_terminal
-from distlab.report.table import escaped
 
 COLUMNS = [
     Column("variant", "variant"),
@@ -46,18 +45,8 @@ def test_markdown_escapes_what_would_break_the_row():
     assert len(text.splitlines()) == 3
 
 
-def test_latex_escapes_every_special_character_once():
-    assert escaped(r"50 % of a_b & {x} #1 $~^\ <|Δ|>", "latex") == (
-        r"50 \% of a\_b \& \{x\} \#1 \$\textasciitilde{}\textasciicircum{}\textbackslash{} "
-        r"\textless{}\textbar{}$\Delta$\textbar{}\textgreater{}"
-    )
-    text = render([record("torch_ddp", 1.0)], COLUMNS, "latex")
-    assert r"torch\_ddp" in text and text.startswith(r"\begin{tabular}{lrrr}")
-    assert text.isascii()
-
-
 def test_an_empty_table_still_has_its_headings():
-    for style in ("text", "markdown", "latex"):
+    for style in ("text", "markdown"):
         assert "batch" in render([], COLUMNS, style)
 
 

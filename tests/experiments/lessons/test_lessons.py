@@ -98,7 +98,7 @@ def test_groups_of_rows_advance_together():
 def test_effects_are_predicted_from_theory(smoke):
     records, _ = smoke("gpu_lessons")
     factors = {part: [r.metrics["predicted_factor"] for r in records if r.config["part"] == part]
-               for part in gpu_lessons.AXES}  # fmt: skip
+               for part in gpu_lessons.EFFECTS}  # fmt: skip
     assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
     assert factors["strides"][6] == pytest.approx(1, abs=0.01)
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
