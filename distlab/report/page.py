@@ -75,8 +75,8 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     """The columns of a table as a page of 1,400 pixels shows them: above one another where there are many, each part
     beginning with the columns that name the row.
     """
-    names = 2 if columns[1].key == "variant" else 1
-    starts = range(names, len(columns), MOST_COLUMNS)
+    names = 2 if "variant" in (column.key for column in columns[1:2]) else 1
+    starts = range(names, max(len(columns), names + 1), MOST_COLUMNS)
     return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
 
 

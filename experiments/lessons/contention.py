@@ -1,7 +1,7 @@
 """What does a collective cost the computation beside it?
 
     distlab run contention --nproc 2
-    distlab run contention --nproc 2 --ways all-reduce "all-reduce, 4 CTAs" --megabytes 256
+    distlab run contention --nproc 2 --ways all-reduce all-reduce-4-ctas --megabytes 256
 
 NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and all transfers use the
 memory's bandwidth. Beside long kernels a message also waits until one of them leaves multiprocessors free. A row is a
@@ -111,9 +111,9 @@ def copied_all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
 Way = Callable[[RankContext, int], Any]  # the rank and a payload's elements → messages, as a context
 EVERYWHERE: dict[str, Way] = {"all-reduce": all_reduces, "all-gather": all_gathers}
 ON_GPUS: dict[str, Way] = {
-    **{f"all-reduce, {ctas} CTAs": partial(all_reduces, ctas=ctas) for ctas in (1, 4, 16, 32)},
-    "all-reduce, copy engines": copied_all_reduces,
-    "all-gather, copy engines": copied_all_gathers,
+    **{f"all-reduce-{ctas}-ctas": partial(all_reduces, ctas=ctas) for ctas in (1, 4, 16, 32)},
+    "all-reduce-copy-engines": copied_all_reduces,
+    "all-gather-copy-engines": copied_all_gathers,
 }
 WAYS = EVERYWHERE | ON_GPUS
 
@@ -174,7 +174,7 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
 
 def costs(found: dict[str, float], way: str, num_bytes: int, ranks: int) -> dict[str, float]:
     """What a message costs the computation, in its own time, and its bus bandwidth, alone and beside."""
-    carried = num_bytes * traffic(way.partition(",")[0].replace("-", "_"), ranks)
+    carried = num_bytes * traffic("all_gather" if way.startswith("all-gather") else "all_reduce", ranks)
     lost_ms = found["comm_beside_ms"] * (1 - found["compute_rate"])
     return {
         "alone_busbw_gb_per_s": carried / found["comm_alone_ms"] / 1e6,

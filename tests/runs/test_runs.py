@@ -91,7 +91,8 @@ def test_a_training_run_is_shown(two):
     folder.mkdir(parents=True)
     config = {"size": "tiny", "steps": 3, "batch": 8, "dtype": "fp32", "world_size": 2, "backend": "gloo"}
     where = {"device_name": "CPU", "torch": "2.11"}
-    write_json([Record("train", "zero1", config, {"validation_loss": 2.5}, where, None)], folder / "records.json")
+    metrics = {"steps": 3, "final_loss": 2.6, "validation_loss": 2.5}
+    write_json([Record("train", "zero1", config, metrics, where, None)], folder / "records.json")
     assert main(["show", "train/mine", "--out", str(two)]) == 0
 
 

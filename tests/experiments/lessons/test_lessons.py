@@ -175,7 +175,7 @@ def test_what_messages_cost_the_computation_beside_them(smoke):
 
 def test_a_message_that_brings_too_little_is_called_wrong_and_its_cost_is_of_its_time():
     found = {"comm_alone_ms": 2.0, "comm_beside_ms": 4.0, "compute_rate": 0.75}
-    costs = contention.costs(found, "all-gather, copy engines", 10**9, ranks=2)
+    costs = contention.costs(found, "all-gather-copy-engines", 10**9, ranks=2)
     assert costs == {"alone_busbw_gb_per_s": 250.0, "beside_busbw_gb_per_s": 125.0, "lost_ms_per_gb": 1.0}
     records = [
         Record("contention", "matmul beside all-reduce", {"megabytes": 4.0}, {"max_abs_error": error}, {}, None)
