@@ -58,11 +58,13 @@ SEQUENCE = ", in vectors only, as where a rank has a part of the sequence"
 ROUNDED = "within the rounding of bf16: reduced in half precision"
 OTHER_TENSOR = "mixed with another tensor's: sent in another order"
 ABSENT = "zero, or none, on some rank"
+APART = "ranks differ from one another"
 NOT_A_NUMBER = "not a number, and a number in one process"
-UNKNOWN = "no known mistake"
+UNKNOWN = "the same on all ranks, and no known mistake"
 STALE = "right in step 1, not in step 2: weights of before the step"
 NOT_SENT = "gradients are right, and ranks differ after the step: update not sent"
 STEPPED_WRONG = "gradients are right, the value after the step is not"
+BUFFER = "differs from the buffer in one process"
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Finding:
 
     Attributes:
         tensor: its name in the module.
-        what: `initial value`, `gradient` or `value` (after the last step).
+        what: `initial value`, `gradient`, `value` (after the last step) or `buffer`.
         step: from 1 on; 0 before the first.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
         signature: which mistake gives these values.
@@ -294,6 +296,7 @@ class _Reference:
         tied: names of those that the module has under several.
         parts: of each step, every micro-batch's gradients `(ranks, micro-batches, *shape)`, divided by the
             micro-batches.
+        buffers: of each rank, after the last step.
         loss: of the last step.
         lr: of its steps.
     """
@@ -312,14 +315,14 @@ class _Reference:
         self.trainable = {name: p for name, p in module.named_parameters() if p.requires_grad and p.numel()}
         names = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
         self.tied = {name for name, parameter in self.trainable.items() if names[id(parameter)] > 1}
-        buffers = [initial] * len(steps[0])
+        self.buffers = [initial] * len(steps[0])
         for number, step in enumerate(steps, start=1):
             losses, shape = [], (len(step), len(step[0]))
             parts = {name: torch.zeros(*shape, *p.shape, dtype=p.dtype) for name, p in self.trainable.items()}
             self.parts.append(parts)
             for rank, micro in product(*map(range, shape)):
                 for name, buffer in module.named_buffers() if micro == 0 else ():
-                    buffer.copy_(buffers[rank][name])
+                    buffer.copy_(self.buffers[rank][name])
                 for parameter in self.trainable.values():
                     parameter.grad = torch.zeros_like(parameter)
                 loss = task.loss_fn(module, step[rank][micro]) / shape[1]
@@ -327,7 +330,7 @@ class _Reference:
                 losses.append(loss.item())
                 for name, parameter in self.trainable.items():
                     parts[name][rank, micro] = parameter.grad
-                buffers[rank] = _copies({}, module)
+                self.buffers[rank] = _copies({}, module)
             self.loss = sum(losses) / len(step)
             for name, parameter in self.trainable.items():
                 parameter.data -= task.lr * self.mean(number, name).to(device)
@@ -365,7 +368,8 @@ def _findings(ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]
         for name, each in starts.items()
         if not torch.equal(each, each[:1].expand_as(each))
     ]
-    return started or _gradients(1, ranks, reference) or _second_step(ranks, reference)
+    gradients = started or _gradients(1, ranks, reference)
+    return gradients or _second_step(ranks, reference) or _buffers(ranks[0], reference)
 
 
 def _gradients(step: int, ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]:
@@ -395,7 +399,7 @@ def _gradients(step: int, ranks: Sequence[_Trained], reference: _Reference) -> l
 def _second_step(ranks: Sequence[_Trained], reference: _Reference) -> list[Finding]:
     """What differs after a first step whose gradients were right: in the second one, or in the update."""
     gradients = _gradients(2, ranks, reference)
-    if any(finding.signature not in (ROUNDED, UNKNOWN) for finding in gradients):
+    if any(finding.signature not in (ROUNDED, APART, UNKNOWN) for finding in gradients):
         return gradients
     values = []
     for name, parameter in reference.trainable.items():
@@ -407,6 +411,16 @@ def _second_step(ranks: Sequence[_Trained], reference: _Reference) -> list[Findi
             values.append(Finding(name, "value", STEPS, _error(after, right), signature))
     not_sent = [finding for finding in values if finding.signature == NOT_SENT]
     return not_sent or [replace(finding, signature=STALE) for finding in gradients] or values
+
+
+def _buffers(rank: _Trained, reference: _Reference) -> list[Finding]:
+    """Compare rank 0's: its own batches update them under every wrapper that does not average them."""
+    pairs = {name: (rank.final[name].double(), right.double()) for name, right in reference.buffers[0].items()}
+    return [
+        Finding(name, "buffer", STEPS, _error(*pair), BUFFER)
+        for name, pair in pairs.items()
+        if not torch.allclose(*pair, rtol=1e-5, atol=1e-6)
+    ]
 
 
 def _signature(step: int, name: str, found: Tensors, reference: _Reference) -> str | None:
@@ -424,8 +438,6 @@ def _signature(step: int, name: str, found: Tensors, reference: _Reference) -> s
         return None
     if not seen.isfinite().all():
         return NOT_A_NUMBER
-    if not all(each.any() for each in seen):
-        return ABSENT
     own = parts.sum(1)
     alike = [other for other in found if found[other].shape == seen.shape]
     mistakes = {  # in the order in which they are asked for
@@ -446,8 +458,12 @@ def _signature(step: int, name: str, found: Tensors, reference: _Reference) -> s
     for signature, (value, right) in mistakes.items():
         if _near(value, right, tolerance):
             return signature
+    if not all(each.any() for each in seen):
+        return ABSENT
     if any(_near(seen, each, tolerance) for each in own):
         return ONE_RANK
+    if not _near(seen, seen[0], tolerance):
+        return APART
     rounding = ranks * torch.finfo(torch.bfloat16).eps * own.abs().mean(0)  # P on the way in, as many in the sum
     return ROUNDED if _near(seen, mean, rounding + tolerance) else UNKNOWN
 

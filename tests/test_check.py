@@ -173,6 +173,22 @@ def a_step_late(module: nn.Module, group: ProcessGroup) -> Any:
     return keep(module, group)
 
 
+@reduced
+def scaled_by_rank(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    mean(name, gradient, group)
+    gradient *= 1.7 + group.rank()
+
+
+def moves_a_buffer(module: nn.Module, group: ProcessGroup) -> Any:
+    module, finish = by_hand(module, group)
+
+    def and_move() -> None:
+        finish()
+        module[1].running_mean.add_(1)
+
+    return module, and_move
+
+
 # -- three reports, rebuilt ----------------------------------------------------------------------------------
 
 
@@ -219,6 +235,8 @@ RIGHT = [  # model, wrapper or strategy
 ]  # fmt: skip
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),
+    "scaled_by_rank": ("mlp", signatures.APART, None),
+    "moves_a_buffer": ("with_statistics", signatures.BUFFER, {"1.running_mean"}),
     "divided_twice": ("mlp", signatures.DIVIDED, None),
     "without_micro_batches": ("mlp", signatures.MICRO_SUMMED, None),
     "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
