@@ -20,7 +20,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "docs": 1,
     "examples": 4,  # strategies.py: six strategies in one file
     "experiments": 81,  # mistakes where ranks share a model; pipeline_schedules; muon_placements; contention
-    "kernels": 62,  # nn.py: the operations as modules
+    "kernels": 62,  # nn: the operations as modules
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
     "source": 321.2,  # three axes more, 15 allowed; distlab check, Muon, contention, 8; pages, runs, kernels.nn, 5

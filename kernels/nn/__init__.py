@@ -25,7 +25,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, D) → (…, D)."""
-        from . import rmsnorm
+        from .. import rmsnorm
 
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
         return rmsnorm.rms_norm(input, _weight(self, input), eps)
@@ -36,7 +36,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, D) → (…, D)."""
-        from . import layernorm
+        from .. import layernorm
 
         return layernorm.layer_norm(input, _weight(self, input), self.bias, self.eps)
 
@@ -65,7 +65,7 @@ class SwiGLU(torch.nn.Module):
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, D) → (…, D)."""
-        from . import swiglu
+        from .. import swiglu
 
         return self.down_proj(swiglu.swiglu(self.gate_proj(input), self.up_proj(input)))
 
@@ -85,7 +85,7 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """(N, V) and (N) → the loss, fp32."""
-        from . import cross_entropy
+        from .. import cross_entropy
 
         return cross_entropy.cross_entropy(input, target, ignore_index=self.ignore_index, reduction=self.reduction,
                                            label_smoothing=self.label_smoothing)
@@ -113,7 +113,7 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """(N, D) and (N) → the loss, fp32."""
-        from . import linear_cross_entropy
+        from .. import linear_cross_entropy
 
         return linear_cross_entropy.linear_cross_entropy(
             input, self.linear.weight, target, ignore_index=self.ignore_index, reduction=self.reduction,
@@ -139,7 +139,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None) -> Tensor:
         """(B, T, H·D), twice (B, Tk, Hk·D) and, for packed sequences, (B, T) → (B, T, H·D)."""
-        from . import flash_attention
+        from .. import flash_attention
 
         q = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k, v = (x.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for x in (key, value))
