@@ -105,8 +105,9 @@ def kept(context: RankContext) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end():
-    run(kept, 2)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(backend):
+    run(kept, 2, backend=backend)
 
 
 def bytes_held(fsdp: FSDP) -> list[int]:
