@@ -35,12 +35,9 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
         return
     try:
         work.wait(LONG_WAIT)
-        return
-    except RuntimeError as error:
-        if work.is_completed():  # the collective has failed, and not only the half second is over
-            raise _explained(error, group, what) from error
-    with waiting(group, what):
-        work.wait()
+    except RuntimeError:  # either it lasts, even if it ends at this moment, or it has failed: then so does the next wait
+        with waiting(group, what):
+            work.wait()
 
 
 def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:

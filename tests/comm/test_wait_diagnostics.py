@@ -48,6 +48,29 @@ def test_the_rank_that_did_not_come_is_named(how):
         assert "gloo" in answers[rank]  # torch's own words follow
 
 
+class JustInTime(dist.Work):
+    """Ends between the half second's end and the next look at it."""
+
+    ended = False
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        if timeout:
+            self.ended = True
+            raise RuntimeError("Operation timed out!")
+        return self.ended
+
+    def is_completed(self) -> bool:
+        return self.ended
+
+
+def waits_for_what_ends_just_in_time(context: RankContext) -> None:
+    collectives.wait(JustInTime(), context.group, "averaging gradients")
+
+
+def test_what_ends_as_the_first_half_second_does_has_not_failed():
+    run_ranks(waits_for_what_ends_just_in_time, 1)
+
+
 def elsewhere(context: RankContext) -> str:
     mine = [impatient(context) for _ in range(2)][context.rank]
     with pytest.raises(RuntimeError) as caught:
