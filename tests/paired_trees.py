@@ -70,9 +70,8 @@ def samples(
         )
     mesh = {} if shard_size is None else {"shard_size": shard_size}  # which an older tree does not know
     row = bench_module.variants([strategy], [options.bucket_size_mb], **mesh)
-    return bench.time_rounds(row, rounds=1, warmup=options.warmup, steps=options.steps)[row[0].name].phases[
-        "step"
-    ]
+    blocks = {"rounds": 1, "warmup": options.warmup, "steps": options.steps, "inspect": lambda *_: None}
+    return bench.time_rounds(row, **blocks)[row[0].name].phases["step"]
 
 
 def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> list[str]:
