@@ -97,13 +97,13 @@ GELU = (
 
 def trials() -> list[tuple]:
     """List the errors: name, operation, benign input, hostile input, this input in words, what ours does instead."""
-    deep = torch.full((4, 512), 9.0)  # products and their sums are whole numbers
+    deep = torch.full((4, 512), 9.0)  # fp16 holds the sums of `short`: 2,592 and 1,944
     short = deep[:, :32]
     descending = torch.randn(4, 32).sort(descending=True).values
     return [
-        ("small last group", GRAM, short, short[:3], "3 rows of tiles, groups of 2", "min(rows left, group)"),
-        ("wrapped offsets", GRAM, short, short[:, :24], "depth 24, blocks of 16", "masks, loads 0 there"),
-        ("sums in fp16", GRAM, short, deep, "sums above 2,048", "sums in fp32, rounds once"),
+        ("small last group", GRAM, short, short[:3], "3 rows, groups of 2", "min(rows left, group)"),
+        ("wrapped offsets", GRAM, short, short[:, :24], "24 columns, blocks of 16", "masks, loads 0 there"),
+        ("sums in fp16", GRAM, short, deep, "sums of 41,472", "sums in fp32, rounds once"),
         ("masked lanes are 0", SOFTMAX, descending, descending[:, :24] - 20, "24 columns, about −20", "loads −∞"),
         ("sum not rescaled", SOFTMAX, descending, descending.flip(1), "maximum in the last block", "one maximum"),
         ("equal weights", NORM, descending, descending[:, :24], "24 columns, blocks of 16", "weights by count"),
