@@ -18,7 +18,7 @@ from distlab.parallel import (
     strategies_on,
 )
 from distlab.parallel.base import square_sum
-from distlab.parallel.shard import FlatLayout, Shard, whole
+from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
@@ -139,13 +139,6 @@ def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_h
     assert mine.portion(1, 3) is mine and mine.like("state", tensor[3:] + 1).values.tolist() == [4, 5, 6, 7]
     with pytest.raises(ValueError, match="row-major"):
         _ = whole("transposed", torch.ones(2, 3).t()).values
-
-
-def test_slices_of_a_layout_divide_every_parameter():
-    layout = FlatLayout([5, 0, 4], 3, align=[1, 2, 4], extra=2)
-    assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
-    assert [layout.shard_range(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
-    assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]
 
 
 def most_while_built(context: RankContext) -> None:

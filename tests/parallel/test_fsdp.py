@@ -26,15 +26,6 @@ class OwnLinear(nn.Module):
         return x @ self.weight.T
 
 
-class OwnEmbedding(nn.Module):
-    def __init__(self, rows: int, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens]
-
-
 class OwnRMSNorm(nn.Module):
     def __init__(self, width: int):
         super().__init__()
@@ -60,7 +51,7 @@ class OwnModel(nn.Module):
 
     def __init__(self, tied: bool = False, frozen: tuple[str, ...] = ()):
         super().__init__()
-        self.embedding = OwnEmbedding(11, 7)
+        self.embedding = nn.Embedding(11, 7)
         self.blocks = nn.ModuleList(OwnBlock(7) for _ in range(3))
         self.norm = OwnRMSNorm(7)
         self.head = OwnLinear(7, 11)

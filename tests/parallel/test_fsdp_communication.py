@@ -107,9 +107,9 @@ def bytes_held(fsdp: FSDP) -> list[int]:
     return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]
 
 
-def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[int]]:
+def watch_memory(context: RankContext) -> tuple[list[int], list[int]]:
     """The number of units that hold memory, whenever a unit runs forward and whenever it runs backward."""
-    fsdp = FSDP(own_model(0, context.device, **options), process_group=context.group)
+    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
@@ -144,15 +144,9 @@ def watch_memory(context: RankContext, options: dict) -> tuple[list[int], list[i
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_at_most_two_units_are_gathered(backend):
     """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead."""
-    forward, backward = run(watch_memory, 2, {}, backend=backend)[0]
+    forward, backward = run(watch_memory, 2, backend=backend)[0]
     assert forward == [1, 1, 1, 2, 2, 2]
     assert backward == [1, 1, 1, 2, 2, 2]
-
-
-def test_the_roots_unit_adds_one():
-    """RELIABILITY 33: tied weights are held for the whole pass."""
-    forward, backward = run(watch_memory, 2, {"tied": True})[0]
-    assert max(forward) == 3 and max(backward) == 3
 
 
 def freed_weights_are_out_of_reach(context: RankContext) -> None:
