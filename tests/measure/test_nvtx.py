@@ -137,9 +137,6 @@ def test_what_is_compiled_is_one_range_or_a_refusal():
 def test_emitters():
     with pytest.raises(ValueError, match="nvtx or profiler"):
         emitter("vtune")
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="CUDA"):
-            emitter("nvtx")
     emit = emitter("profiler")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         emit.push("outer")

@@ -15,7 +15,7 @@ def test_num_parameters_is_what_the_model_has(name, tied):
 
 
 def test_true_sizes_behind_the_names():
-    sizes = {"small": 0.13, "medium": 0.42, "large": 0.97, "xl": 3.41, "10B": 12.8, "gpt2-xl": 2.0, "8B": 8.13}
+    sizes = {"small": 0.13, "medium": 0.42, "large": 0.97, "xl": 3.41, "10B": 12.83, "gpt2-xl": 2.0, "8B": 8.13}
     for name, billions in (sizes | {"llama-8B": 8.03}).items():
         assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.006), name
 

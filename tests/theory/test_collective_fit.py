@@ -52,5 +52,3 @@ def test_what_nothing_explains_does_not_spoil_the_rest():
 def test_refusals(sizes, seconds):
     with pytest.raises(ValueError, match="two or more different sizes"):
         fit_collective(sizes, seconds)
-    with pytest.raises(ValueError, match="at least one piece"):
-        CollectiveFit(())

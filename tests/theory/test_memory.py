@@ -166,10 +166,7 @@ def test_dealing_out_is_balanced(numels, ranks):
     [
         ({"precision": "int4"}, "precision='int4'.*bf16-autocast"),
         ({"optimizer": "lion"}, "optimizer='lion'.*adamw-fused"),
-        ({"attention": "linear"}, "attention='linear'.*flash"),
         ({"world_size": 0}, "world_size=0"),
-        ({"batch": 0}, "batch=0"),
-        ({"context": 0}, "context=0"),
     ],
 )
 def test_refusals(change, message):
