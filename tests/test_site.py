@@ -64,17 +64,6 @@ def test_every_public_name_has_its_signature(site):
     assert inherited == ["distlab.parallel.ParallelModel.no_sync"]
 
 
-def test_a_reader_can_go_on_at_the_foot_of_a_page(site):
-    text = (site / "learn/ddp.html").read_text(encoding="utf-8")
-    assert {"md-footer__link--prev", "md-footer__link--next"} <= set(re.findall(r"md-footer__link--\w+", text))
-
-
-def test_it_can_be_searched_without_a_server(site):
-    index = next((site / "search").glob("search_index.*")).read_text(encoding="utf-8")
-    assert "BucketedDDP" in index and "bucket_size_mb" in index
-    assert (site / "search" / "search_index.js").exists()
-
-
 @pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
 @pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference/kernels.html", "rms_norm")])
 def test_a_browser_shows_it(site, tmp_path, page, words):

@@ -221,13 +221,6 @@ def test_a_run_says_who_trained_it_shows_its_validations_and_counts_bits_of_byte
     assert f"sequences ({history})" in page and "bits per byte" in page and "MFU" not in page.split("<table")[1]
 
 
-def test_runs_are_named_by_data_size_and_strategy():
-    config = TrainConfig(strategy="zero1")
-    assert trainer.run_name(None, DataConfig("texts/my.txt"), config) == "my-tiny-zero1"
-    assert trainer.run_name(None, DataConfig(), TrainConfig()) == "synthetic-tiny-bucketed"
-    assert trainer.run_name("my-run.2", DataConfig(), config) == "my-run.2"
-
-
 def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
     """It may die between the record and its page; then the next start writes both."""
     record = Record("train", "bucketed", {}, {"steps": 4}, {}, None)
