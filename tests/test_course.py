@@ -10,6 +10,7 @@ import os
 import tempfile
 import warnings
 from datetime import timedelta
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -103,7 +104,9 @@ def wrapped(rank, device):
             assert held < whole
             if model.compute_dtype is torch.float16:
                 tolerance = {"rtol": 0.01, "atol": 0.03}  # a ReLU near zero may differ; test_fsdp_models.py is exact
-        optimizer, whole_optimizer = (optimizer_cls(each.parameters(), **options) for each in (model, base))
+        whole_optimizer = optimizer_cls(base.parameters(), **options)
+        make = optimizer_cls if is_fsdp else partial(course.get_sharded_optimizer, optimizer_cls=optimizer_cls)
+        optimizer = make(model.parameters(), **options)
         for step in range(STEPS):
             full = course.fsdp_gather_full_params(model) if is_fsdp else dict(model.module.named_parameters())
             for name, whole in base.named_parameters():
@@ -120,33 +123,14 @@ def wrapped(rank, device):
                 assert (parameter.grad is not None) == parameter.requires_grad
             optimizer.step()
             whole_optimizer.step()
+        assert optimizer.param_groups[0]["lr"] == options["lr"]
+        assert is_fsdp or not optimizer.state or len(optimizer.state) < len([*base.parameters()])
 
 
 @DEVICES
 def test_wrappers_follow_one_process(device):
     """RELIABILITY 28, 29, 31."""
     spawn(wrapped, torch.device(device))
-
-
-def sharded_optimizer(rank, device):
-    for changes, optimizer_cls, options in TRAINED:
-        model, plain = own_model(3, device, **changes), own_model(3, device, **changes)
-        optimizer = course.get_sharded_optimizer(model.parameters(), optimizer_cls, **options)
-        whole = optimizer_cls(plain.parameters(), **options)
-        for step in range(STEPS):
-            for net, stepper in ((model, optimizer), (plain, whole)):
-                stepper.zero_grad()
-                own_loss(net, 0, step, device).backward()
-                stepper.step()
-        for sharded, expected in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(sharded, expected)  # the same arithmetic on whole parameters
-        assert len(optimizer.state) < len([*plain.parameters()])
-        assert optimizer.param_groups[0]["lr"] == options["lr"]
-
-
-@DEVICES
-def test_the_sharded_optimizer_equals_the_plain_one(device):
-    spawn(sharded_optimizer, torch.device(device))
 
 
 # -- kernels ---------------------------------------------------------------------------------------------------

@@ -59,15 +59,6 @@ def test_phases_add_up_to_the_step():
     assert timer.steps() == []
 
 
-def test_phase_timer_refuses_misuse():
-    timer = PhaseTimer("cpu")
-    with pytest.raises(ValueError, match="before start"):
-        timer.mark("forward")
-    timer.start()
-    with pytest.raises(ValueError, match="cannot be named"):
-        timer.mark("step")
-
-
 @pytest.mark.gpu
 def test_cuda_clocks_see_kernels_that_the_host_does_not_wait_for():
     timer = PhaseTimer("cuda")

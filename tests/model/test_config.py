@@ -31,11 +31,9 @@ def test_unknown_names_list_the_known_ones():
     ("field", "value", "message"),
     [
         ("d_model", 0, "d_model=0"),
-        ("num_layers", 1.5, r"num_layers=1\.5"),
         ("num_heads", 3, "not a multiple of num_heads=3"),
         ("num_heads", 64, "odd width 1"),
         ("num_kv_heads", 3, "num_heads=4 is not a multiple of num_kv_heads=3.*divisors of num_heads"),
-        ("rope_theta", 0.0, "rope_theta"),
         ("norm_eps", float("nan"), "norm_eps=nan"),
         ("dropout", float("nan"), "dropout=nan"),
         ("attention", "fast", "naive, sdpa, flash"),

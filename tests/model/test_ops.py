@@ -148,13 +148,6 @@ def test_a_norm_of_two_dtypes_saves_its_input_as_it_is(dtype):
         assert gradient.dtype == other.dtype and torch.equal(gradient, other)
 
 
-def test_the_loss_of_tritons_operations_takes_meta_tensors():
-    x, weight = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((2, 3, 8), (10, 8)))
-    targets = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    loss = get_ops("sdpa", "triton").linear_cross_entropy(x, weight, targets)
-    assert loss.is_meta and [g.shape for g in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]
-
-
 @pytest.mark.parametrize(
     "function",
     [

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distlab.model import ModelConfig, TransformerLM, checkpoint_group, cross_entropy, preset, recompute
 from distlab.model.config import RECOMPUTATION
-from distlab.model.ops import positions, rms_norm, rope_tables
+from distlab.model.ops import positions, rms_norm, rope, rope_tables
 
 CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
 
@@ -36,18 +36,11 @@ def _gradients(model, autocast=False, rows=3):
 
 
 def _explicit_logits(model, tokens):
-    """The formula of the module's docstring written out, one head and one position at a time."""
+    """The formula of the module's docstring written out, one head at a time."""
     p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
-    config, T = model.config, tokens.shape[1]
-    tables = rope_tables(positions(T, tokens.device), config.head_dim, config.rope_theta)
-    cos, sin = (table.double() for table in tables)
-    half, D = config.head_dim // 2, config.head_dim
-
-    def turn(x):
-        a, b = x[..., :half], x[..., half:]
-        c, s = cos[:, :half], sin[:, half:]
-        return torch.cat((a * c - b * s, b * c + a * s), -1)
-
+    config, T, D = model.config, tokens.shape[1], model.config.head_dim
+    tables = [table.double() for table in rope_tables(positions(T, tokens.device), D, config.rope_theta)]
+    future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = p["embedding.weight"][tokens]
     for i in range(config.num_layers):
         block = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items()}
@@ -55,15 +48,10 @@ def _explicit_logits(model, tokens):
         heads, (queries, keys, values) = [], h.split([config.d_model, config.kv_width, config.kv_width], dim=-1)
         for head in range(config.num_heads):
             kv_head = head * config.kv_heads // config.num_heads  # neighbours share one
-            q, *kv = queries[..., head * D : (head + 1) * D], keys, values
-            k, v = (part[..., kv_head * D : (kv_head + 1) * D] for part in kv)
-            q, k = turn(q), turn(k)
-            seen = [
-                torch.softmax(q[:, t : t + 1] @ k[:, : t + 1].transpose(1, 2) / math.sqrt(D), -1)
-                @ v[:, : t + 1]
-                for t in range(T)
-            ]
-            heads.append(torch.cat(seen, dim=1))
+            q = rope(queries[..., head * D : (head + 1) * D], *tables)
+            k, v = (part[..., kv_head * D : (kv_head + 1) * D] for part in (keys, values))
+            scores = (q @ rope(k, *tables).mT / math.sqrt(D)).masked_fill(future, -math.inf)
+            heads.append(torch.softmax(scores, -1) @ v)
         x = x + torch.cat(heads, dim=-1) @ block["attention.output.weight"].T
         h = rms_norm(x, block["feed_forward_norm.weight"], config.norm_eps)
         gate, up = h @ block["feed_forward.w1.weight"].T, h @ block["feed_forward.w3.weight"].T

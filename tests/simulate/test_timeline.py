@@ -103,8 +103,3 @@ def test_calibration_finds_the_constants_it_was_given():
     del measured["flat"]["comm_ms"]
     with pytest.raises(ValueError, match="measured and the simulated step of 'flat'"):
         calibrate(measured, steps)
-
-
-def test_refuses_impossible_rates():
-    with pytest.raises(ValueError, match="two rates"):
-        Machine(DEVICE, NETWORK, (0, 1))

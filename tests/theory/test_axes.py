@@ -172,15 +172,3 @@ def test_a_ranks_parameters_are_those_of_the_cut_model(tied):
     ]
     assert shape.parameter_shapes() == [tuple(each) for each in expected]
     assert shape.num_parameters == sum(shape.parameter_numels())
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"num_heads": 4, "num_kv_heads": 1}, "2 ranks cannot share num_kv_heads=1"),
-        ({"d_ff": 33}, "d_ff=33"),
-    ],
-)
-def test_sizes_that_ranks_do_not_divide(changes, says):
-    with pytest.raises(ValueError, match=says):
-        ModelShape(**{"d_model": 64, "d_ff": 32, "num_layers": 1, "num_heads": 4, "vocab_size": 64} | changes, tensor=2)

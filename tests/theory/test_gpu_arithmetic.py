@@ -49,26 +49,12 @@ def test_occupancy_limiters(threads, registers, shared, blocks, limiter):
     assert (found.blocks, found.limiter) == (blocks, limiter)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((128, 300), "registers=300"),
-        ((1024, 128), "exceed the 65536 registers"),
-    ],
-)
-def test_blocks_that_cannot_run(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        occupancy(H100_SXM, *arguments)
-
-
 def test_wave_quantisation():
     waves = wave_quantisation(160, B200.sms)
     assert (waves.waves, waves.last) == (2, 12)
     assert waves.efficiency == pytest.approx(160 / 296)  # 54 %: 160 blocks on 148 SMs take as long as 296
     assert wave_quantisation(132, 132).efficiency == 1
     assert wave_quantisation(133, 132, 2).waves == 1
-    with pytest.raises(ValueError, match="blocks=0"):
-        wave_quantisation(0, 132)
 
 
 def test_bank_conflicts_and_the_swizzle():
@@ -86,8 +72,6 @@ def test_warp_divergence():
     assert (half.cycles, half.efficiency) == (20, 0.5)
     lonely = warp_divergence([1] + [0] * 31, [0.0, 100.0])
     assert lonely.efficiency == pytest.approx(1 / 32)
-    with pytest.raises(ValueError, match="branches"):
-        warp_divergence([3], [1.0])
 
 
 def test_traffic_of_a_pointwise_chain():
@@ -130,9 +114,7 @@ def test_the_advisor_gives_its_reasons(first, second, action, reason):
     assert decision.action == action and reason in decision.reason
 
 
-def test_the_advisor_minds_what_is_saved_and_who_reads_it():
-    left = advise(Graph((F, G), {"x": 10**6, "y": 1000, "z": 10**6}), H100_SXM).decisions[1]
-    assert left.action == "leave" and "less than 1.5" in left.reason
+def test_the_advisor_minds_who_reads_it():
     used = Graph((F, G, Operator("h", ("y", "z"), ("w",))), dict.fromkeys("xyzw", 10**6))
     assert "used elsewhere" in advise(used, H100_SXM).decisions[1].reason
 

@@ -89,13 +89,3 @@ def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     # One second of the last of four backwards covers 1.5 s of 2; the last of four messages takes half a second.
     slow = step_time(STRATEGIES["bucketed"], COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4)
     assert slow.overhead == pytest.approx(1.0)
-
-
-def test_refusals():
-    for name in ("bucketed-two-level", "torch-zero"):
-        with pytest.raises(ValueError, match=f"'{name}' has no closed form"):
-            step_time(STRATEGIES[name], COMPUTE, MESSAGES, NETWORK, 2)
-    with pytest.raises(ValueError, match="inside_bytes_per_s=0"):
-        Network(0, 1)
-    with pytest.raises(ValueError, match=r"rates \(0, 1\)"):
-        pipeline([0.0], [1], 1, compute_rate=0, communication_rate=1)

@@ -1,7 +1,6 @@
 """Synthetic data: a pure function of seed, rank and step."""
 
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,17 +48,3 @@ def test_seeds_ranks_and_steps_all_matter():
         for step in range(4)
     }
     assert len(batches) == 64
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": -1}, "seed=-1"),
-        ({"branching": 0}, "branching=0"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        _data(**options)
-    with pytest.raises(ValueError, match="step=-1"):
-        _data().batch(-1)
