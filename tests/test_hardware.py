@@ -85,7 +85,7 @@ def test_clusters_by_their_names():
 
 @pytest.mark.parametrize(
     "text, says",
-    [("dgx-z9", "choose one of"), ("dgx-h100:12", "nearest"), ("dgx-h100:axb", "HOSTSxGPUS"), ("p4d:0", "HOSTSxGPUS")],
+    [("dgx-z9", "choose one of"), ("dgx-h100:12", "nearest"), ("p4d:0", "HOSTSxGPUS")],
 )
 def test_refused_names(text, says):
     with pytest.raises(ValueError, match=says):
@@ -97,8 +97,6 @@ def test_refused_names(text, says):
     [
         ({"oversubscription": 0.5}, "oversubscription"),
         ({"card_bytes_per_s": 400 * 8 * GB}, "not bits"),
-        ({"cards_per_host": 0}, "at least one"),
-        ({"inside_bytes_per_s": -1.0, "hosts": 1}, "positive"),
     ],
 )
 def test_contradictory_links(wrong, says):

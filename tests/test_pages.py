@@ -57,11 +57,6 @@ def test_code_that_is_not_there_is_an_error():
         embed("<!-- code distlab/parallel/naive.py NaiveDDP -->\n", "code", lambda source: "")
 
 
-def test_a_marker_without_its_end_is_an_error():
-    with pytest.raises(ValueError, match="end table"):
-        embed("<!-- table a.json -->\n", "table", lambda source: "")
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_lead_to_files_and_headings_of_this_repository(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

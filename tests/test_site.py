@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from html import unescape
-from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -64,29 +63,6 @@ def test_every_public_name_has_its_signature(site):
     assert inherited == ["distlab.parallel.ParallelModel.no_sync"]
 
 
-def test_a_reader_can_go_on_at_the_foot_of_a_page(site):
-    text = (site / "learn/ddp.html").read_text(encoding="utf-8")
-    assert {"md-footer__link--prev", "md-footer__link--next"} <= set(re.findall(r"md-footer__link--\w+", text))
-
-
-def test_it_can_be_searched_without_a_server(site):
-    index = next((site / "search").glob("search_index.*")).read_text(encoding="utf-8")
-    assert "BucketedDDP" in index and "bucket_size_mb" in index
-    assert (site / "search" / "search_index.js").exists()
-
-
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
-@pytest.mark.parametrize(("page", "words"), [("index.html", "laboratory"), ("reference/kernels.html", "rms_norm")])
-def test_a_browser_shows_it(site, tmp_path, page, words):
-    shown = subprocess.run(
-        [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr",
-         f"--user-data-dir={tmp_path}", "--virtual-time-budget=3000", (Path(site) / page).as_uri()],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
-    assert words in shown.stdout and 'data-md-color-scheme="' in shown.stdout
-    assert not [line for line in shown.stderr.splitlines() if "CONSOLE" in line and "rror" in line]
-
-
 SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
   const input = document.querySelector("input.md-search__input");
   input.focus(); input.value = "BucketedDDP"; input.dispatchEvent(new Event("input", {bubbles: true}));
@@ -99,9 +75,10 @@ def test_the_search_finds_from_a_file(site, tmp_path):
     page = site / "searched.html"
     page.write_text((site / "index.html").read_text(encoding="utf-8").replace("</body>", SEARCH), encoding="utf-8")
     shown = subprocess.run(
-        [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}",
-         "--virtual-time-budget=20000", page.as_uri()],
+        [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", "--enable-logging=stderr",
+         f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", page.as_uri()],
         capture_output=True, text=True, timeout=90, check=False,
-    ).stdout  # fmt: skip
+    )  # fmt: skip
     page.unlink()
-    assert re.search(r'href="[^"]*reference/parallel\.html[^"]*" class="md-search-result__link"', shown)
+    assert re.search(r'href="[^"]*reference/parallel\.html[^"]*" class="md-search-result__link"', shown.stdout)
+    assert not [line for line in shown.stderr.splitlines() if "CONSOLE" in line and "rror" in line]

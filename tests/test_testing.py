@@ -29,23 +29,6 @@ def test_results_come_in_rank_order_from_processes_that_are_reused():
     assert [pid for _, pid in first] == [pid for _, pid in second]
 
 
-def tensor(context: RankContext) -> torch.Tensor:
-    return torch.full((2,), float(context.rank))
-
-
-def test_tensors_come_back_by_value():
-    assert torch.equal(run_ranks(tensor, 2)[1], torch.ones(2))
-
-
-def batches(context: RankContext) -> list[list[int]]:
-    numbers = [10 * context.rank + i for i in range(4)]
-    return [batch.tolist() for batch in DataLoader(numbers, batch_size=2, num_workers=1)]
-
-
-def test_a_rank_loads_data_in_a_process_of_its_own():
-    assert run_ranks(batches, 2) == [[[0, 1], [2, 3]], [[10, 11], [12, 13]]]
-
-
 def die_beside_a_loader(context: RankContext, file: Path) -> None:
     loading = iter(DataLoader(range(1000), num_workers=1))
     file.write_text(str(loading._workers[0].pid))

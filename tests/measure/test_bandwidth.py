@@ -1,12 +1,11 @@
 """Times of collectives: checked results, sizes and shares; what disturbs what; when gradients are there."""
 
-import itertools
 import time
 
 import pytest
 import torch
 
-from distlab.comm import collectives, ring
+from distlab.comm import collectives
 from distlab.measure.bandwidth import OPERATIONS, all_reduces, disturb, rate_beside, time_collective, traffic
 from distlab.testing import run_ranks
 
@@ -27,29 +26,6 @@ def test_every_collective_is_checked_and_timed_on_the_slowest_rank():
         assert (small.num_bytes, large.num_bytes) == (12, 4104)  # whole elements for each of three ranks
         for timing in (small, large):
             assert timing.max_abs_error == 0 and len(timing.samples_ms) == 5 and min(timing.samples_ms) > 0
-
-
-def broken_ring(context):
-    """A ring whose rank 1 keeps what it should pass on to itself: a forgotten exchange."""
-    exchange, calls = ring._pass_on, itertools.count()
-
-    def forgetful(outgoing, incoming, group):
-        if next(calls) % 2 == 0:
-            exchange(outgoing, incoming, group)
-
-    ring._pass_on = forgetful
-    try:
-        return [
-            time_collective(context, name, 4096, warmup=0, repeats=5).max_abs_error
-            for name in ("ring_all_reduce", "ring_reduce_scatter", "ring_all_gather", "whole_all_reduce")
-        ]
-    finally:
-        ring._pass_on = exchange
-
-
-def test_a_broken_synchronisation_shows_in_the_row():
-    for errors in run_ranks(broken_ring, 3):
-        assert all(error != 0 for error in errors), errors
 
 
 def without_exchange(context):

@@ -37,11 +37,6 @@ def test_measure_times_each_repetition_and_no_warm_up(monkeypatch):
     assert measure(work, warmup=2, repeats=3, device="cpu") == pytest.approx([1, 2, 3])
 
 
-def test_measure_refuses_nothing_to_do():
-    with pytest.raises(ValueError, match="repeats"):
-        measure(lambda: None, warmup=0, repeats=0, device="cpu")
-
-
 def test_phases_add_up_to_the_step():
     timer = PhaseTimer("cpu")
     for _ in range(2):
@@ -62,15 +57,6 @@ def test_phases_add_up_to_the_step():
     assert len(timer.steps()) == 2  # what was before is forgotten, the warm-up too
     timer.clear()
     assert timer.steps() == []
-
-
-def test_phase_timer_refuses_misuse():
-    timer = PhaseTimer("cpu")
-    with pytest.raises(ValueError, match="before start"):
-        timer.mark("forward")
-    timer.start()
-    with pytest.raises(ValueError, match="cannot be named"):
-        timer.mark("step")
 
 
 @pytest.mark.gpu
@@ -140,10 +126,6 @@ def test_the_slowest_rank_counts_and_a_nan_is_not_lost():
         assert found[:2] == [2.0, 10.0] and math.isnan(found[2])
 
 
-def test_without_ranks_the_samples_are_the_slowest():
-    assert slowest_rank([1, 2.5], None, "cpu") == [1.0, 2.5]
-
-
 def test_pairs_cancel_the_drift_that_hits_both():
     rng = np.random.default_rng(1)
     drift = rng.uniform(1, 3, size=40)
@@ -179,7 +161,6 @@ def test_a_variant_against_itself_has_a_noise_floor():
     [
         ([1.0] * 4, [1.0] * 4),
         ([1.0] * 5, [1.0] * 6),
-        ([1.0] * 5, [1.0] * 4 + [0.0]),
         ([1.0] * 5, [1.0] * 4 + [math.nan]),
     ],
 )

@@ -1,6 +1,5 @@
 """The recorder sees every strategy's collectives alike: op, bytes, dtype, order."""
 
-import threading
 
 import torch
 import torch.distributed as dist
@@ -72,21 +71,3 @@ def functional_collectives(context):
 def test_functional_collectives_count_by_the_same_rule():
     expected = {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}
     assert run_ranks(functional_collectives, 2) == [expected, expected]
-
-
-def from_a_thread(context):
-    with CollectiveRecorder() as recorder:
-
-        def work():
-            with recorder:
-                dist.all_reduce(torch.ones(2))
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join()
-        dist.all_reduce(torch.ones(3))
-    return [call.numel for call in recorder.calls]
-
-
-def test_a_thread_may_enter_the_same_recorder():
-    assert run_ranks(from_a_thread, 2) == [[2, 3], [2, 3]]

@@ -107,12 +107,6 @@ def test_blocks_of_before_buckets_and_reused_addresses(tmp_path):
         memory_timeline(path, held, "cuda")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="about the message without a GPU")
-def test_the_allocators_history_needs_a_gpu(tmp_path):
-    with pytest.raises(ValueError, match="CUDA"), allocator_history(tmp_path / "m.pickle"):
-        pass
-
-
 @pytest.mark.gpu
 def test_the_account_is_the_allocators_and_the_pickle_is_bounded(tmp_path):
     import pickle

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from distlab.measure.nvtx import Emitter, emitter, named_ranges
+from distlab.measure.nvtx import Emitter, named_ranges
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.parallel import BucketedDDP
 from distlab.testing import run_ranks
@@ -132,18 +132,3 @@ def test_what_is_compiled_is_one_range_or_a_refusal():
     model.compile(backend="eager")
     with pytest.raises(ValueError, match="compiled in place"), named_ranges(model, log.emitter):
         pass
-
-
-def test_emitters():
-    with pytest.raises(ValueError, match="nvtx or profiler"):
-        emitter("vtune")
-    if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="CUDA"):
-            emitter("nvtx")
-    emit = emitter("profiler")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-        emit.push("outer")
-        emit.push("inner")
-        emit.pop()
-        emit.pop()
-    assert {"outer", "inner"} <= {event.name for event in profiler.events()}

@@ -8,7 +8,6 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import record_function
 
 from distlab.measure.trace import capture
@@ -86,23 +85,15 @@ def test_on_a_cpu_operators_compute_and_waiting_does_not(tmp_path):
         b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "ca',
         gzip.compress(b'{"schemaVersion": 1}' * 50, mtime=0)[:-12],
         b'{"traceEvents": []}',  # another tool's
-        b'{"schemaVersion": 1}',
-        b"[]",
         b'{"schemaVersion": 1, "traceEvents": [{"ph": "X", "cat": "kernel"}]}',
-        b'{"schemaVersion": 1, "traceEvents": [3]}',
     ],
-    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-events", "a-list", "no-times", "no-event"],
+    ids=["empty", "cut-json", "cut-gzip", "no-schema", "no-times"],
 )
 def test_a_truncated_or_foreign_file_is_refused_by_name(tmp_path, data):
     path = tmp_path / "broken.json.gz"
     path.write_bytes(data)
     with pytest.raises(ValueError, match=r"broken\.json\.gz"):
         load_trace(path)
-
-
-def test_a_missing_file_is_an_os_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        load_trace(tmp_path / "none.json")
 
 
 def test_a_step_that_fails_leaves_no_trace(tmp_path):
@@ -120,18 +111,11 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
 def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
     files = []
     for rank in range(2):
-        meta = {"ph": "M", "name": "process_name", "pid": 7, "args": {"name": "python"}}
-        raw = {
-            "host_name": "h",
-            "traceName": "/x",
-            "traceEvents": [meta, {"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}],
-        }
+        raw = {"host_name": "h", "traceName": "/x", "traceEvents": [{"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}]}
         files.append(capture._with_rank(raw, rank, 2, "nccl"))
         assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
-        assert set(files[rank]) == {"traceEvents", "distributedInfo"}
-    first, second = ([entry["pid"] for entry in file["traceEvents"]] for file in files)
-    assert first[0] == first[1] and second[0] == second[1]
-    assert not set(first) & set(second)
+    first, second = ({entry["pid"] for entry in file["traceEvents"]} for file in files)
+    assert not first & second and set(files[0]) == {"traceEvents", "distributedInfo"}
 
 
 def collectives_in_flight(context, path):
@@ -180,31 +164,3 @@ def test_without_operators_ranges_are_recorded_also_on_autograds_thread(tmp_path
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert {s["name"] for s in spans if s.get("cat") in ("user_annotation", "cpu_op")} == {capture.STEP, "distlab:hook"}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("queued", [True, False])
-def test_without_operators_the_gpus_work_and_its_launches_are_the_same(tmp_path, queued):
-    model = nn.Sequential(*[nn.Linear(256, 256, device="cuda") for _ in range(4)])
-    optimizer, x = torch.optim.SGD(model.parameters(), 1e-3), torch.ones(8, 256, device="cuda")
-
-    def step():
-        optimizer.zero_grad()
-        model(x).sum().backward()
-        with record_function(capture.OPTIMIZER):
-            optimizer.step()
-
-    found = []
-    for operators in (True, False):
-        path = tmp_path / f"{operators}.json"
-        profile_steps(step, steps=2, path=path, rank=0, world_size=1, device="cuda", queued=queued, operators=operators)
-        events = load_trace(path)
-        steps = [e for e in events if e.name == capture.STEP]
-        assert len(steps) == 2 and len(step_windows(events)) == 2
-        work = [e for e in events if e.kind == "compute"]
-        assert all(e.launched_ms is not None for e in work) and any(e.operator for e in work) is operators
-        inside = [e.name for e in work if steps[0].start_ms <= e.launched_ms <= steps[0].end_ms]
-        updates = [e for e in events if e.name == capture.OPTIMIZER]
-        late = [e for e in work if updates[0].start_ms <= e.launched_ms <= updates[0].end_ms]
-        found.append((sorted(inside), len(late)))
-    assert found[0] == found[1] and found[0][0] and found[0][1]

@@ -2,7 +2,6 @@
 
 import itertools
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -67,24 +66,12 @@ def test_each_millisecond_of_the_step_is_accounted_for():
     }
 
 
-def test_without_communication_the_overlap_is_undefined():
-    found = account([step(0, 10), event("compute", 1, 9)])
-    assert (found.comm_ms, found.exposed_ms, found.overlap_pct, found.idle_ms) == (0, 0, None, 2)
-
-
 def test_the_median_step_is_a_step_that_ran():
     events = [step(0, 10), step(10, 50), step(50, 62), step(62, 73)]
     assert step_windows(events) == [(0, 10), (10, 50), (50, 62), (62, 73)]
     assert median_step(events) == (62, 73)
     assert median_step(events[:3]) == (50, 62)
     assert account(events, (10, 50)).step_ms == 40
-
-
-def test_a_trace_without_steps_needs_a_window():
-    with pytest.raises(ValueError, match="distlab:step"):
-        account([event("compute", 0, 1)])
-    with pytest.raises(ValueError, match="empty"):
-        account([], (3, 3))
 
 
 def test_all_gathers_alone_are_told_apart_by_the_end_of_forward():

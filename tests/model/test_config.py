@@ -15,33 +15,9 @@ def test_num_parameters_is_what_the_model_has(name, tied):
 
 
 def test_true_sizes_behind_the_names():
-    assert round(PRESETS["10B"].num_parameters / 1e9, 1) == 12.8
-    assert round(PRESETS["xl"].num_parameters / 1e9, 2) == 3.41
-    assert round(PRESETS["medium"].num_parameters / 1e9, 2) == 0.42
-    assert round(PRESETS["8B"].num_parameters / 1e9, 2) == 8.13
-    assert round(PRESETS["llama-8B"].num_parameters / 1e9, 2) == 8.03  # as published
-
-
-def test_presets_of_the_handouts():
-    shapes = {
-        "small": (768, 3072, 12, 12),
-        "medium": (1024, 4096, 24, 16),
-        "large": (1280, 5120, 36, 20),
-        "xl": (2560, 10240, 32, 32),
-        "10B": (4608, 12288, 50, 36),
-        "gpt2-xl": (1600, 6400, 48, 25),
-    }
-    for name, shape in (shapes | {"8B": (4096, 11008, 34, 32), "llama-8B": (4096, 14336, 32, 32)}).items():
-        config = PRESETS[name]
-        assert (config.d_model, config.d_ff, config.num_layers, config.num_heads) == shape, name
-    assert {PRESETS[name].vocab_size for name in shapes} == {10_000}
-
-
-def test_overrides_replace_and_are_checked():
-    assert preset("small", context_length=64).context_length == 64
-    assert PRESETS["small"].context_length == 512
-    with pytest.raises(ValueError, match=r"dropout=1\.5"):
-        preset("small", dropout=1.5)
+    sizes = {"small": 0.13, "medium": 0.42, "large": 0.97, "xl": 3.41, "10B": 12.83, "gpt2-xl": 2.0, "8B": 8.13}
+    for name, billions in (sizes | {"llama-8B": 8.03}).items():
+        assert PRESETS[name].num_parameters / 1e9 == pytest.approx(billions, abs=0.006), name
 
 
 def test_unknown_names_list_the_known_ones():
@@ -55,16 +31,10 @@ def test_unknown_names_list_the_known_ones():
     ("field", "value", "message"),
     [
         ("d_model", 0, "d_model=0"),
-        ("num_layers", 1.5, r"num_layers=1\.5"),
-        ("vocab_size", True, "vocab_size=True"),
         ("num_heads", 3, "not a multiple of num_heads=3"),
         ("num_heads", 64, "odd width 1"),
         ("num_kv_heads", 3, "num_heads=4 is not a multiple of num_kv_heads=3.*divisors of num_heads"),
-        ("num_kv_heads", 0, "num_kv_heads=0"),
-        ("context_length", -1, "context_length=-1"),
-        ("rope_theta", 0.0, "rope_theta"),
         ("norm_eps", float("nan"), "norm_eps=nan"),
-        ("dropout", -0.1, "dropout"),
         ("dropout", float("nan"), "dropout=nan"),
         ("attention", "fast", "naive, sdpa, flash"),
     ],
@@ -89,9 +59,6 @@ def test_options_replace_every_dimension_of_a_preset():
     ("changes", "message"),
     [
         ({"size": "huge"}, "size='huge': 'huge' is unknown; allowed: tiny, small"),
-        ({"layers": 0}, "layers=0: give a whole number of at least 1"),
-        ({"heads": 3}, "num_heads=3; choose num_heads among the divisors"),
-        ({"attention": "fast"}, "allowed: naive, sdpa, flash"),
         ({"dtype": "int8"}, "allowed: fp32, bf16, fp16"),
         ({"compile": "all"}, "allowed: off, model, blocks"),
         ({"checkpointing": "every-0"}, "choose none, block, every-K"),

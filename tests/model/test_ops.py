@@ -1,13 +1,12 @@
 """Each operation against its formula, and how it behaves under autocast."""
 
-import math
 import warnings
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from distlab.model import PRESETS, get_ops, ops, preset
+from distlab.model import PRESETS, TransformerLM, get_ops, ops, preset
 from distlab.train.step import adamw
 
 # fp32 sums of a few dozen terms of size 1 taken in another order: errors of a few 1e-7 each.
@@ -17,15 +16,6 @@ FP32 = {"atol": 1e-5, "rtol": 1e-5}
 def _qkv(*shape, dtype=torch.float32):
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for _ in range(3)]
-
-
-def _explicit_attention(q, k, v):
-    """One query at a time, over the keys it may see."""
-    rows = []
-    for t in range(q.shape[-2]):
-        scores = (k[..., : t + 1, :] * q[..., t : t + 1, :]).sum(-1) / math.sqrt(q.shape[-1])
-        rows.append((torch.softmax(scores, -1)[..., None] * v[..., : t + 1, :]).sum(-2))
-    return torch.stack(rows, dim=-2)
 
 
 def test_naive_attention_keeps_its_softmax_in_fp32():
@@ -51,14 +41,12 @@ def test_flash_is_causal_attention(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     inputs = _qkv(1, 2, 20, 16)
     # On CPU tensors the kernel's plain-torch tiles answer.
-    torch.testing.assert_close(get_ops("flash").attention(*inputs), _explicit_attention(*inputs), **FP32)
+    torch.testing.assert_close(get_ops("flash").attention(*inputs), ops.naive_attention(*inputs), **FP32)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
 def test_triton_ops_train_the_same_model(autocast):
     """Logits, loss and gradients of the model with either choice; on a CPU the kernels' plain form answers."""
-    from distlab.model import TransformerLM, preset
-
     device = "cuda" if torch.cuda.is_available() else "cpu"
     tokens = torch.arange(2 * 33, device=device).view(2, 33) % 50
     results = []
@@ -113,14 +101,6 @@ def test_rms_norm_under_autocast_is_quiet_and_precise(x_dtype):
     torch.testing.assert_close(out.double(), exact, atol=0, rtol=2**-7.99)
 
 
-def test_rms_norm_without_autocast_keeps_the_dtype_of_its_input():
-    weight = torch.ones(8)
-    for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert ops.rms_norm(torch.ones(2, 8, dtype=dtype), weight, 1e-5).dtype is dtype
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ops.rms_norm(torch.ones(2, 8, dtype=torch.float64), weight, 1e-5).dtype is torch.float64
-
-
 def test_rope_angles():
     # Pair i of position t is turned by t·theta^(-2i/D): one plane at a time, as complex numbers.
     D, T, theta = 6, 5, 50.0
@@ -136,12 +116,10 @@ def test_rope_angles():
 
 
 def test_rope_tables_stay_exact_under_autocast():
-    expected = ops.rope_tables(ops.positions(512, torch.device("cpu")), 64, 10_000.0)
+    positions = ops.positions(512, torch.device("cpu"))
     with torch.autocast("cpu", torch.bfloat16):
-        for ours, theirs in zip(
-            ops.rope_tables(ops.positions(512, torch.device("cpu")), 64, 10_000.0), expected, strict=True
-        ):
-            assert torch.equal(ours, theirs)
+        tables = ops.rope_tables(positions, 64, 10_000.0)
+    assert all(map(torch.equal, tables, ops.rope_tables(positions, 64, 10_000.0)))
 
 
 def test_cross_entropy_is_the_token_mean_in_fp32():
@@ -160,24 +138,14 @@ def test_a_norm_of_two_dtypes_saves_its_input_as_it_is(dtype):
     weight = (torch.rand(512, device="cuda") + 0.5).requires_grad_()
     with torch.autocast("cuda", dtype=dtype):
         y = ops.rms_norm(x, weight, 1e-5)
-        frozen = ops.rms_norm(x, weight.detach(), 1e-5)
     expected = F.rms_norm(x.float(), (512,), weight, 1e-5).to(dtype)
     assert y.dtype == dtype and torch.equal(y, expected)
     saved = [t for t in y.grad_fn.saved_tensors if t.shape == x.shape]
     assert len(saved) == 1 and saved[0].data_ptr() == x.data_ptr()
     dy = torch.randn_like(y)
-    for inputs in ([x, weight], [x], [weight]):
-        ours, theirs = (torch.autograd.grad(o, inputs, dy, retain_graph=True) for o in (y, expected))
-        for gradient, other in zip(ours, theirs, strict=True):
-            assert gradient.dtype == other.dtype and torch.equal(gradient, other)
-    assert torch.equal(torch.autograd.grad(frozen, x, dy)[0], torch.autograd.grad(y, x, dy)[0])
-
-
-def test_the_loss_of_tritons_operations_takes_meta_tensors():
-    x, weight = (torch.empty(*shape, device="meta", requires_grad=True) for shape in ((2, 3, 8), (10, 8)))
-    targets = torch.empty(2, 3, dtype=torch.int64, device="meta")
-    loss = get_ops("sdpa", "triton").linear_cross_entropy(x, weight, targets)
-    assert loss.is_meta and [g.shape for g in torch.autograd.grad(loss, (x, weight))] == [x.shape, weight.shape]
+    ours, theirs = (torch.autograd.grad(o, [x, weight], dy) for o in (y, expected))
+    for gradient, other in zip(ours, theirs, strict=True):
+        assert gradient.dtype == other.dtype and torch.equal(gradient, other)
 
 
 @pytest.mark.parametrize(
@@ -194,17 +162,6 @@ def test_gradients_of_gradients_of_cast_operations_are_refused(function):
     y = function(x, weight)
     with pytest.raises(RuntimeError, match="the gradient of a gradient is not defined"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [(64,), (1, 64), (2, 3, 64)], ids=str)
-def test_a_cast_linear_layer_of_any_number_of_rows(shape):
-    x, weight = torch.randn(shape, device="cuda"), torch.randn(32, 64, device="cuda", requires_grad=True)
-    with torch.autocast("cuda", torch.bfloat16):
-        y = ops.linear(x, weight)
-    expected = y.new_ones(y.shape).flatten(0, -2).T if y.dim() > 1 else y.new_ones(32, 1)
-    grad, = torch.autograd.grad(y.sum(), weight)
-    torch.testing.assert_close(grad, expected.float() @ x.bfloat16().float().view(-1, 64), atol=1e-2, rtol=1e-2)
 
 
 def test_very_many_logits_are_computed_in_chunks(monkeypatch):
@@ -228,9 +185,7 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
 @pytest.mark.parametrize(
     "shape, dtype, hopper, source", [
         ((1, 32, 32768, 128), torch.bfloat16, True, "flash"),
-        ((4, 20, 2048, 64), torch.float16, True, "flash"),
         ((4, 16, 1024, 64), torch.bfloat16, True, "sdpa"),  # a call of ours is bound by the host
-        ((2, 32, 2048, 80), torch.bfloat16, True, "flash"),
         ((2, 32, 2048, 256), torch.bfloat16, True, "sdpa"),
         ((1, 32, 32768, 128), torch.float32, True, "sdpa"),
         ((1, 32, 32768, 128), torch.bfloat16, False, "sdpa"),

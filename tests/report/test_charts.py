@@ -72,12 +72,6 @@ def test_the_whisker_stands_on_the_total(tmp_path, drawn):
     assert [tuple(point) for point in segment] == [(4.5, 0.0), (6.0, 0.0)]
 
 
-def test_parts_stand_one_after_the_other_and_negative_ones_are_not_drawn(tmp_path, drawn):
-    stacked_bars(tmp_path / "a.png", LABELS[:2], {n: v[:2] for n, v in PARTS.items()}, title="", unit="ms")
-    bars = sorted((bar.get_y(), bar.get_x(), bar.get_width()) for bar in drawn[0].axes[0].patches)
-    assert [(x, width) for _, x, width in bars] == [(0, 6), (6, 0), (0, 6), (6, 3)]
-
-
 def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path, drawn):
     path = tmp_path / "timeline.png"
     timeline(path, ROWS, title="One step")
@@ -92,13 +86,6 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
         "communication, exposed",
     ]  # no copies ran
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
-
-
-def test_each_interval_is_a_bar(tmp_path, drawn):
-    spans = [(0, 10), (12, 13)]
-    timeline(tmp_path / "a.png", {"a": {"compute": spans}}, title="")
-    (lane,) = drawn[0].axes[0].collections
-    assert [tuple(path.get_extents().intervalx) for path in lane.get_paths()] == spans
 
 
 def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
@@ -141,22 +128,12 @@ def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
     assert tops == [1.0, 3.0] and texts(drawn[0]) == ["forward", "peak 3.0 MiB"]
 
 
-def test_pictures_are_deterministic(tmp_path):
-    for name in ("a.png", "b.png"):
-        timeline(tmp_path / name, ROWS, title="One step")
-    assert (tmp_path / "a.png").read_bytes() == (tmp_path / "b.png").read_bytes()
-
-
 def test_mistakes_are_refused_and_leave_no_file(tmp_path):
     path = tmp_path / "a.png"
     with pytest.raises(ValueError, match="compute"):
         stacked_bars(path, LABELS, {"compute": [1.0]}, title="", unit="ms")
     with pytest.raises(ValueError, match="lanes among"):
         timeline(path, {"a": {"kommunikation": []}}, title="")
-    with pytest.raises(ValueError, match="as many x as y"):
-        lines(path, [Panel("", "", "", [Series("a", [1], [])])], title="")
-    with pytest.raises(ValueError, match="rows"):
-        timeline(path, {}, title="")
     assert not list(tmp_path.iterdir())
 
 

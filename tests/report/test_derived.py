@@ -2,14 +2,12 @@
 
 import pytest
 
-from distlab.report import Column, Record, render
+from distlab.report import Record
 from distlab.report.derived import (
-    NOISE,
     TIE,
     Ratio,
     add_noise,
     fastest,
-    noise_by_row,
     noise_of,
     row_of,
     waiting,
@@ -81,22 +79,9 @@ def test_noise_is_written_where_a_row_holds_its_samples():
     assert "noise_pct" not in records[0].metrics and records[1].metrics["noise_pct"] == pytest.approx(100 / 6)
 
 
-def test_a_headline_says_how_far_rows_differ_in_noise():
-    records = [Record("x", "a", {}, metrics, {}, None) for metrics in (row(99, 100, 101), row(80, 100, 120), {})]
-    assert noise_by_row(records) == "noise by row 1.0 to 20.0 %"
-    assert noise_by_row(records[:1]) == "noise by row 1.0 %" and noise_by_row(records[2:]) == ""
-
-
 def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
     shares = {"a": None, "b": 9, "c": 60, "d": 11, "e": 12, "f": 13}
     records = [Record("x", name, {}, {"gpu_idle_pct": share}, {}, None) for name, share in shares.items()]
     assert waiting(records[:2]) == ""
     assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
     assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"
-
-
-def test_a_table_names_ties_and_tells_the_noise_of_rows_that_did_not_record_it():
-    records = [Record("x", "a", {}, row(80, 100, 120) | {"ratio": 1.02}, {}, None)]
-    ratio = Column("metrics.ratio", "÷", ".2f", note=lambda record: TIE)
-    cells = render(records, [NOISE, ratio], "markdown").splitlines()[-1]
-    assert cells.replace(" ", "") == "|20.0|1.02tie|"

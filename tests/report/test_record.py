@@ -125,11 +125,6 @@ def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatc
     assert commit("abc") == f"{clean}-dirty"
 
 
-def test_commit_without_git_is_the_default(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    assert commit() is None and commit("abc") == "abc"
-
-
 def test_a_record_of_when_overhead_was_called_exposed_is_read_with_the_names_of_today(tmp_path):
     old = ["uncovered_comm_ms", "exposed_uncovered_ms", "predicted_exposed_comm_ms", "exposed_vs_torch_ddp_low"]
     now = ["exposed_ms", "overhead_exposed_ms", "predicted_overhead_ms", "overhead_vs_torch_ddp_low"]

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from distlab.report import Column, Record, View, read_json, write, write_json
+from distlab.report import Column, Record, View, read_json, write
 from distlab.report.charts import stacked_bars
 from distlab.report.page import _setup
 from distlab.report.table import by_machine
@@ -152,28 +152,6 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
     assert text.count("<img") == 2 and "timeline" in text
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["out"] == str(again)
     (page.parent / "timeline.png").unlink()
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "is no folder and no file"),
-        ("{", "truncated or not JSON"),
-        ("other", "records of other cannot be shown as bench"),
-    ],
-)
-def test_a_file_that_cannot_be_shown_is_named(tmp_path, capsys, monkeypatch, content, message):
-    path = tmp_path / "records.json"
-    if content == "other":
-        write_json([dataclasses.replace(RECORDS[0], experiment="other")], path)
-    elif content is not None:
-        path.write_text(content)
-    monkeypatch.setattr(command, "view_of", lambda name: VIEW)
-    assert command.main(["show", str(path), "--out", str(tmp_path / "out")]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err and not captured.out
-    with pytest.raises(ValueError, match="measured nothing"):
-        write(VIEW, [], tmp_path)
 
 
 def test_machines_are_never_mixed(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distlab.compare import SavedRun, compared, differences, failures, findings, undecided
+from distlab.compare import SavedRun, compared, differences, failures, findings
 from distlab.measure.statistics import percentiles, unpaired_ratio
 from distlab.report import Record, write_json
 from launch.__main__ import main
@@ -119,13 +119,6 @@ def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
     assert '<p class="alarm">DIFFERENT MACHINES' in page.read_text()
 
 
-def test_when_all_rows_move_it_is_the_machine():
-    old, new = (unsaved(*(record(v, f * 10.0, noise_pct=1.0) for v in "abc")) for f in (1.0, 1.3))
-    assert findings(compared([old, new]))[-1].startswith(
-        "Every row's step_p50_ms moved in one direction, by +30.0 %"
-    )
-
-
 def test_a_row_that_is_worse_than_allowed_fails_the_comparison(tmp_path, capsys):
     for day, step in enumerate([10.0, 10.1, 13.0], 1):
         saved(tmp_path, f"run{day}", record("a", step, noise_pct=2.0))
@@ -147,15 +140,6 @@ def test_noise_that_hides_the_limit_has_an_exit_code_of_its_own(tmp_path, capsys
         assert re.search(said, capsys.readouterr().err)
 
 
-def test_an_interval_that_reaches_beyond_the_limit_decides_nothing():
-    def rows(high, metric="step_p50_ms"):
-        metrics = {"low_pct": -1.0, "high_pct": high, "least_pct": 2.0, "verdict": "tie"}
-        return [Record("compare", "a", {"metric": metric}, metrics, {}, None)]
-
-    assert undecided(rows(12.0), 5) == ["a (up to 12 %)"] and undecided(rows(4.0), 5) == []
-    assert undecided(rows(12.0, "tokens_per_s"), 5) == []  # fewer would be worse
-
-
 def test_training_runs_are_compared_by_loss_and_curves_whatever_their_strategies(tmp_path, capsys):
     for name, strategy, loss in (("a", "bucketed", 3.0), ("b", "zero1", 2.7)):
         folder = tmp_path / "train" / name
@@ -173,18 +157,14 @@ def test_training_runs_are_compared_by_loss_and_curves_whatever_their_strategies
 
 def test_bad_input_is_one_message_each(tmp_path, capsys):
     mine = saved(tmp_path, "mine", record("a", 1.0))
-    empty, other, old, foreign = (tmp_path / name for name in ("empty", "other.json", "old.json", "foreign.json"))
-    empty.mkdir()
+    other, old = (tmp_path / name for name in ("other.json", "old.json"))
     write_json([dataclasses.replace(record("a", 1.0), experiment="elsewhere")], other)
     write_json([record("a", None, time_ms=1.0)], old)
-    foreign.write_text('{"format": "distlab-run-9", "records": []}')
     for arguments, line in (
         ((mine, other), "only runs of one experiment can be compared"),
-        ((mine, empty), "has no records.json"),
         ((mine,), "give two runs or more"),
         ((old, mine), "has no step_p50_ms: it was written by another version"),
         ((mine, mine, "--against", "b"), "no samples of 'b'"),
-        ((mine, foreign), "foreign.json"),
     ):
         assert main(["compare", *map(str, arguments)]) == 2
         (said,) = capsys.readouterr().err.strip().splitlines()

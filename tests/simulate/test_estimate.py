@@ -40,7 +40,7 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
     assert other.time is None
 
 
-def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them_and_holds_one_moment_less():
+def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them():
     step = {
         (strategy, optimizer): estimate_step(CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer)
         for strategy in ("bucketed", "zero1") for optimizer in ("adamw", "muon")
@@ -55,9 +55,6 @@ def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them_and_holds_o
     assert more["zero1", "muon"] == pytest.approx(more["bucketed", "muon"] / 4, rel=1e-3)
     sent = step["zero1", "muon"].communication - step["zero1", "adamw"].communication
     assert sent == pytest.approx(MACHINE.network.seconds(2 * 2 * matrices / 4, 4, 2, "all_to_all"))
-    adamw, muon = (PlannedStep(CONFIG, 8, "zero1", optimizer=optimizer).memory(4) for optimizer in ("adamw", "muon"))
-    saved = adamw.after_step.optimizer_state - muon.after_step.optimizer_state
-    assert saved == pytest.approx(4 * matrices / 4, rel=1e-5)
 
 
 @pytest.mark.parametrize("strategy", ["overlap", "zero1", "fsdp"])

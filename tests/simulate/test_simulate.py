@@ -1,17 +1,14 @@
 """The simulated step against the same strategy on real ranks: every collective in order, bytes and types; memory
 and FLOPs against the closed forms."""
 
-import itertools
 import sys
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.flop_counter import FlopCounterMode
 
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.model import ModelConfig, TransformerLM, cross_entropy, kept_levels, preset
-from distlab.model.config import KEPT
+from distlab.model import ModelConfig, TransformerLM, preset
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.simulate.step import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
@@ -101,10 +98,6 @@ def test_volume_of_a_thousand_ranks_is_the_closed_form(name):
 def test_flops_by_phase():
     config = preset("tiny", num_layers=2)
     step = simulate_training(config, "local", batch=3, world_size=2, dtype="fp32")
-    with FlopCounterMode(display=False) as counter:
-        model = TransformerLM(config, device="meta")
-        tokens = torch.zeros(3, 64, dtype=torch.int64, device="meta")
-        cross_entropy(model(tokens), tokens).backward()
     sizes = {"d_model": 128, "d_ff": 512, "num_layers": 2, "vocab_size": config.vocab_size}
     scores = forward_flops(batch=3, context=64, **sizes).attention_scores
     forward = forward_flops(batch=3, context=64, causal=True, **sizes)
@@ -114,8 +107,6 @@ def test_flops_by_phase():
     # A fused backward makes the scores anew: five products of which forward has two, half of each masked.
     products = 2 * (forward.total - forward.attention_scores)
     assert flops["backward"] == products + scores * 5 // 4
-    # torch counts masked and recomputed products its own way; without attention the counts agree.
-    assert counter.get_total_flops() >= 3 * (forward.total - forward.attention_scores)
     assert flops["optimizer"] == 0
 
 
@@ -153,32 +144,11 @@ def test_memory_is_the_closed_form(name, dtype):
     assert step.peak.total == pytest.approx(expected.peak.total, rel=0.05)
 
 
-@pytest.mark.parametrize("choices", [(1, 4), KEPT, ("block", "block:1,gate-up:3"), ("block", "selective")], ids=str)
-def test_memory_of_what_recomputed_blocks_keep_is_the_closed_form(choices):
-    """Also what each choice keeps beyond the one before it, with grouped queries.
-
-    Hardly a vocabulary, so that what blocks keep decides the peak.
-    """
-    config, peaks = ModelConfig(64, 256, 4, 4, vocab_size=16, context_length=256, num_kv_heads=2), []
-    shape = {"batch": 4, "context": 256, "precision": "fp32", "workspace_bytes": 0, "strategy": STRATEGIES["local"]}
-    for choice in choices:
-        step = simulate_training(config, "local", batch=4, world_size=1, dtype="fp32", checkpointing=choice)
-        levels = choice if isinstance(choice, int) else kept_levels(choice, config.num_layers)
-        expected = step_memory(ModelShape.of(config), checkpointing=levels, **shape)
-        assert step.peak.total == pytest.approx(expected.peak.total, rel=0.1), choice
-        peaks.append((step.peak.total, expected.peak.total))
-    for less, more in itertools.pairwise(peaks):
-        simulated, closed = (b - a for a, b in zip(less, more, strict=True))
-        assert simulated == pytest.approx(closed, rel=0.1), choices
-
-
 def test_refusals_and_the_world_is_left():
     with pytest.raises(ValueError, match="torch-ddp cannot be simulated"):
         simulate_training(CONFIG, "torch-ddp", batch=1, world_size=2)
     with pytest.raises(ValueError, match="rank=4 of world_size=4"), fake_world(4, 4):
         pass
-    with pytest.raises(ValueError, match="dtype 'int3'"):
-        simulate_training(CONFIG, "naive", batch=1, world_size=2, dtype="int3")
     before = sys.excepthook
     with pytest.raises(ZeroDivisionError), fake_world(2):
         raise ZeroDivisionError

@@ -46,11 +46,3 @@ def test_what_nothing_explains_does_not_spoil_the_rest():
     errors = relative_errors(fit_collective(sizes, seconds), sizes, seconds)
     assert max(map(abs, errors)) > 0.2
     assert max(abs(error) for size, error in zip(sizes, errors, strict=True) if size >= 2**20) < 0.08
-
-
-@pytest.mark.parametrize(("sizes", "seconds"), [([1], [1.0]), ([1, 1], [1.0, 2.0]), ([1, 2], [1.0, 0.0])])
-def test_refusals(sizes, seconds):
-    with pytest.raises(ValueError, match="two or more different sizes"):
-        fit_collective(sizes, seconds)
-    with pytest.raises(ValueError, match="at least one piece"):
-        CollectiveFit(())

@@ -1,6 +1,5 @@
 """FLOPs against torch's own counter, against PaLM's formula, and under scaling."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -34,11 +33,3 @@ def test_causal_halves_scores_and_nothing_else(sizes):
 def test_mfu():
     assert mfu(4e12, 2.0, 8e12) == 0.25
     assert mfu(4e12, 2.0, None) is None
-    for wrong in ((1.0, 0.0, 1.0), (1.0, 1.0, 0.0), (-1.0, 1.0, 1.0), (1.0, -1.0, None)):
-        with pytest.raises(ValueError, match="must be positive"):
-            mfu(*wrong)
-
-
-def test_refuses_empty_sizes():
-    with pytest.raises(ValueError, match="d_ff=0"):
-        forward_flops(batch=1, context=1, d_model=1, d_ff=0, num_layers=1, vocab_size=1)

@@ -17,7 +17,7 @@ from distlab.parallel import STRATEGIES
 from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
 from distlab.report.record import read_json
 from distlab.theory.memory.activations import PRECISIONS, activations
-from distlab.theory.memory.peak import step_memory, zero_paper_bytes
+from distlab.theory.memory.peak import step_memory
 from distlab.theory.memory.states import dealt_out
 from distlab.theory.model_shape import ModelShape
 
@@ -159,27 +159,3 @@ def test_dealing_out_is_balanced(numels, ranks):
     assert sum(loads) == sum(numels)
     assert max(loads) - min(loads) <= max(numels)
     assert dealt_out([1, 2, 3], 2) == [3, 3]  # the largest first
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"precision": "int4"}, "precision='int4'.*bf16-autocast"),
-        ({"optimizer": "lion"}, "optimizer='lion'.*adamw-fused"),
-        ({"attention": "linear"}, "attention='linear'.*flash"),
-        ({"world_size": 0}, "world_size=0"),
-        ({"batch": 0}, "batch=0"),
-        ({"context": 0}, "context=0"),
-    ],
-)
-def test_refusals(change, message):
-    options = {"shape": ModelShape.of(preset("tiny")), "batch": 1, "context": 8, "strategy": STRATEGIES["local"]}
-    with pytest.raises(ValueError, match=message):
-        step_memory(**options | change)
-
-
-def test_heads_that_do_not_divide_the_width_name_the_nearest():
-    with pytest.raises(ValueError, match="nearest that does is 10"):
-        ModelShape(2560, 64, 1, 11, 10)
-    with pytest.raises(ValueError, match="stage=4"):
-        zero_paper_bytes(1, 1, 4)

@@ -52,19 +52,6 @@ def test_fused_kernels_move_less():
     assert total(chunked, "flops") == total(eager, "flops") and total(chunked, "bytes") < total(eager, "bytes")
 
 
-@pytest.mark.parametrize(
-    "wrong, says", [({"kernels": "slow"}, "eager, composite, fused"), ({"keep": "some"}, "gate-up, selective, none")]
-)
-def test_refused(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        Workload(SHAPE, 2, 512, PRECISIONS["bf16"], **wrong)
-
-
-def test_heads_that_do_not_group():
-    with pytest.raises(ValueError, match="num_kv_heads=3 does not divide num_heads=8"):
-        replace(SHAPE, num_kv_heads=3)
-
-
 @pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16-autocast", True)])
 def test_both_counts_of_theory_agree(precision, autocast):
     """The advisor's graph of a block and the operators of a step, forward; in one kernel each what can be."""

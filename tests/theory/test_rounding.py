@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from distlab.theory.rounding import (
     FORMATS,
-    FloatFormat,
     overflow_share,
     repeated_sum,
     safe_loss_scales,
@@ -40,8 +39,3 @@ def test_overflow_and_the_window_of_loss_scales():
     uniform = torch.tensor(1 / 10_000 / 4096, dtype=torch.float64)
     assert (uniform * 1.01 * low).half() > 0 == (uniform * 0.99 * low).half()
     assert math.isfinite(high / 4096) and (torch.tensor(high / 4096) * 1.01).half().isinf()
-
-
-def test_formats_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="2 to 8 bits"):
-        FloatFormat("fp64", 11, 52)

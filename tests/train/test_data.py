@@ -1,7 +1,6 @@
 """Synthetic data: a pure function of seed, rank and step."""
 
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -49,37 +48,3 @@ def test_seeds_ranks_and_steps_all_matter():
         for step in range(4)
     }
     assert len(batches) == 64
-
-
-def test_all_tokens_are_equally_frequent():
-    tokens, _ = _data(vocab_size=16, batch_size=64, context_length=64).batch(0)
-    counts = torch.bincount(tokens.flatten(), minlength=16).double()
-    # 64 starts, each followed by a walk of about ten rounds over 16 tokens: within a third of the mean.
-    assert (counts / counts.mean() - 1).abs().max() < 1 / 3
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"seed": -1}, "seed=-1"),
-        ({"rank": -1}, "rank=-1"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"context_length": 0}, "context_length=0"),
-        ({"vocab_size": 0}, "vocab_size=0"),
-        ({"branching": 0}, "branching=0"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(ValueError, match=message):
-        _data(**options)
-    with pytest.raises(ValueError, match="step=-1"):
-        _data().batch(-1)
-
-
-@pytest.mark.gpu
-def test_a_gpu_gets_the_same_batch():
-    tokens, targets = _data(device="cuda").batch(3)
-    expected = _data().batch(3)
-    assert tokens.is_cuda
-    assert torch.equal(tokens.cpu(), expected[0])
-    assert torch.equal(targets.cpu(), expected[1])

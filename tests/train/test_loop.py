@@ -143,19 +143,6 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(tmp_path):
     assert stopped_by == signal.SIGTERM and stored == last and 3 < last < 7
 
 
-def own_signals(context: RankContext) -> int:
-    run = Run(context, None)
-    before = signal.getsignal(signal.SIGTERM)
-    with run.trainer.stop.caught():
-        os.kill(os.getpid(), signal.SIGTERM)
-    assert signal.getsignal(signal.SIGTERM) == before
-    return run.trainer.stop.received
-
-
-def test_signals_are_remembered_and_handlers_given_back():
-    assert run_ranks(own_signals, 1) == [signal.SIGTERM]
-
-
 def descriptors_and_threads(context: RankContext, folder: str, strategy: str) -> list[list[int]]:
     def held() -> list[int]:
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]

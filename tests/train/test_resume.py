@@ -7,7 +7,6 @@ import torch
 from distlab.comm import RankContext
 from distlab.testing import run_ranks
 from distlab.train.config import refuse_other_run
-from tests.fuzz import late_arrivals
 from tests.train.cases import Run, draw_from_all_generators, tiny
 
 
@@ -63,25 +62,6 @@ def test_a_rank_that_the_checkpoint_does_not_know_draws_what_nobody_has_drawn(tm
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-def saved_in_flight(context: RankContext, folder: str) -> None:
-    with late_arrivals():  # the all-gathers of the step are not there before somebody waits for them
-        first = Run(context, folder, strategy="zero1")
-        memory = [p.data for p in first.trainer.wrapper.module.parameters()]  # reading a parameter itself waits
-        first.trainer.one_step()
-        first.trainer.wrapper.synchronize()
-        settled = torch.cat([values.flatten().clone() for values in memory])
-        assert torch.equal(settled, parameters(first))
-        first.save(steps=1)
-        saved = parameters(first)
-    second = Run(context, folder, strategy="bucketed")
-    assert second.trainer.resume()
-    assert torch.equal(saved, parameters(second))
-
-
-def test_a_checkpoint_holds_the_parameters_that_zero_is_gathering(tmp_path):
-    run_ranks(saved_in_flight, 2, str(tmp_path))
-
-
 # A resumed run must repeat what decides the sequence of losses. Not so strategy, world size, micro-batches or what
 # is only written and shown; `steps` may grow.
 LASTING = {
@@ -90,26 +70,10 @@ LASTING = {
 }  # fmt: skip
 
 
-def resume_with(context: RankContext, folder: str, changes: dict) -> str:
-    with pytest.raises(ValueError, match="belongs to another run") as caught:
-        Run(context, folder, **changes).trainer.resume()
-    return str(caught.value)
-
-
-def write_one(context: RankContext, folder: str) -> None:
-    run = Run(context, folder)
-    run.save(steps=1)
-
-
-def test_what_decides_the_losses_must_be_repeated(tmp_path):
-    run_ranks(write_one, 1, str(tmp_path))
-    for changes in ({"seed": 1}, {"clip": 0.5}):
-        ((name, value),) = changes.items()
-        (message,) = run_ranks(resume_with, 1, str(tmp_path), changes)
-        assert f"{name} is {getattr(tiny(), name)!r} there and {value!r} here" in message
-    for name, value in LASTING.items():
-        with pytest.raises(ValueError, match=f"{name}.* is .* there and {value!r} here"):
-            refuse_other_run(tiny().identity({}), tiny(**{name: value}).identity({}), "a checkpoint")
+@pytest.mark.parametrize(("name", "value"), LASTING.items())
+def test_what_decides_the_losses_must_be_repeated(name, value):
+    with pytest.raises(ValueError, match=f"{name}.* is .* there and {value!r} here"):
+        refuse_other_run(tiny().identity({}), tiny(**{name: value}).identity({}), "a checkpoint")
 
 
 def test_what_does_not_decide_the_losses_may_change():

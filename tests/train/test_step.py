@@ -60,19 +60,3 @@ def accumulated(context: RankContext, strategy: str) -> float:
 def test_peers_accumulate_as_one_process_does(strategy):
     """torch's static graph failed where its first backward did not synchronize."""
     assert max(run_ranks(accumulated, 2, strategy)) < 1e-6
-
-
-def test_phases_are_marked_in_order():
-    marks = []
-    model = nn.Linear(1, 1)
-    TrainStep(Local(model), torch.optim.SGD(model.parameters(), lr=0.1), sum_loss, mark=marks.append)(
-        [torch.ones(1, 1)]
-    )
-    assert marks == ["forward_backward", "optimizer"]
-
-
-def test_a_scaler_needs_a_context():
-    model = nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="needs context"):
-        TrainStep(Local(model), optimizer, sum_loss, scaler=LossScaler())

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from distlab.train.data import (
     IGNORED,
     GlobalOrder,
-    SyntheticSequences,
     TokenWindows,
     examine,
     open_tokens,
@@ -45,14 +44,6 @@ def test_each_window_once_per_epoch_disjoint_and_alike_at_every_world_size(
         assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
 
 
-def test_a_position_does_not_depend_on_what_was_read_before():
-    parts = {"batch": 4, "rank": 1, "world_size": 2, "seed": 3}
-    straight = [GlobalOrder(10, **parts).numbers(step) for step in range(9)]
-    jumping = GlobalOrder(10, **parts)
-    assert [jumping.numbers(step) for step in (8, 0, 5)] == [straight[step] for step in (8, 0, 5)]
-    assert joined(straight[0]) != joined(straight[5])  # another epoch, another permutation
-
-
 def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation():
     tokens = np.arange(24, dtype=np.uint16)
     windows = TokenWindows(tokens, 100, 5)
@@ -63,12 +54,6 @@ def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation
     assert targets[targets != IGNORED].tolist() == list(range(1, 24))
     inputs, shifted = to_batch(ragged.rows([4]), torch.device("cpu"))
     assert inputs.tolist() == [[20, 21, 22, 23, 0]] and shifted.tolist() == [[21, 22, 23, IGNORED, IGNORED]]
-
-
-def test_synthetic_sequences_differ_and_repeat():
-    data = SyntheticSequences(31, 8, seed=0)
-    rows = data.rows([0, 1, 0])
-    assert rows.shape == (3, 9) and (rows[0] == rows[2]).all() and (rows[0] != rows[1]).any()
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.npy", "t.txt"])
@@ -92,8 +77,6 @@ def test_bad_files_are_refused_with_a_clear_message(tmp_path):
         open_tokens(empty)
     with pytest.raises(ValueError, match="'int7' is unknown"):
         open_tokens(odd, "int7")
-    with pytest.raises(ValueError, match="3 tokens are too few for one window of context_length"):
-        TokenWindows(np.zeros(3, dtype=np.uint8), 256, 8)
     with pytest.raises(ValueError, match="2 windows, too few for one batch of 4"):
         GlobalOrder(2, batch=4, rank=0, world_size=2)
     with pytest.raises(ValueError, match="cannot be divided among 3 ranks"):
@@ -122,30 +105,17 @@ def test_every_token_is_hashed_once_and_alike_at_every_world_size(count, block, 
     assert examine(tokens.view(np.int32), 100, block=block)[0] == alone  # bytes, whatever they are called
 
 
-@pytest.mark.parametrize("kind", ["text", "nothing", "a pickle", "objects", "an archive", "a half", "a half header"])
+@pytest.mark.parametrize("kind", ["a pickle", "objects", "a half"])
 def test_a_npy_file_that_is_none_is_named_and_nobody_is_told_to_unpickle_it(tmp_path, kind):
-    path, whole = tmp_path / "x.npy", tmp_path / "whole.npy"
-    np.save(whole, np.arange(1000, dtype=np.uint16))
-    if kind == "objects":
+    path = tmp_path / "x.npy"
+    if kind == "a pickle":
+        path.write_bytes(pickle.dumps({"a": 1}))
+    elif kind == "objects":
         np.save(path, np.array([{}], dtype=object), allow_pickle=True)
-    elif kind == "an archive":
-        with open(path, "wb") as file:
-            np.savez(file, tokens=np.arange(3))
     else:
-        written = {"text": b"na na na", "nothing": b"", "a pickle": pickle.dumps({"a": 1})}
-        written |= {"a half": whole.read_bytes()[:700], "a half header": whole.read_bytes()[:30]}
-        path.write_bytes(written[kind])
+        np.save(path, np.arange(1000, dtype=np.uint16))
+        path.write_bytes(path.read_bytes()[:700])
     with pytest.raises(ValueError, match=f"{path} is no array of tokens in numpy's .npy format") as refused:
         open_tokens(path)
     assert "allow_pickle" not in str(refused.value) and "unsafely" not in str(refused.value)
     assert "\n" not in str(refused.value)
-
-
-@pytest.mark.parametrize("kind", ["missing", "a folder"])
-def test_what_cannot_be_read_at_all_is_an_os_error_with_its_name(tmp_path, kind):
-    path = tmp_path / "x.npy"
-    if kind == "a folder":
-        path.mkdir()
-    with pytest.raises(OSError) as refused:
-        open_tokens(path)
-    assert refused.value.filename == str(path) or refused.value.filename == path
