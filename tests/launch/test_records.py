@@ -68,7 +68,7 @@ def test_a_record_is_chosen_by_the_name_that_the_list_gives(capsys):
 
 @pytest.mark.parametrize(
     "argv, line", [
-        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200, h100x2, h200x2, h200x4, cpu"),
+        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200, h100x2, h200x2, h100x4, h200x4, cpu"),
         (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
         (["--machine", "cpu", "--only", "sabotage", "tinny"], "--only tinny: no record of cpu is called so; --list"),
     ],
