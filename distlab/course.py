@@ -69,12 +69,12 @@ def get_rmsnorm_autograd_function_triton() -> type[torch.autograd.Function]:
 
 
 def rmsnorm_backward_g_pytorch(grad_output: Tensor, x: Tensor, g: Tensor) -> Tensor:
-    """The gradient of RMSNorm's gain: grad_output and x (…, D), g (D) → (D)."""
+    """Return the gradient of RMSNorm's gain: grad_output and x (…, D), g (D) → (D)."""
     return _rmsnorm_gradients(grad_output, x, g)[1]
 
 
 def rmsnorm_backward_x_pytorch(grad_output: Tensor, x: Tensor, g: Tensor) -> Tensor:
-    """The gradient of RMSNorm's input: grad_output and x (…, D), g (D) → (…, D)."""
+    """Return the gradient of RMSNorm's input: grad_output and x (…, D), g (D) → (…, D)."""
     return _rmsnorm_gradients(grad_output, x, g)[0]
 
 

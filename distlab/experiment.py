@@ -140,7 +140,7 @@ class Experiment(Generic[C]):
         return {view.name: view for view in (self.view, *self.parts)}
 
     def parser(self) -> argparse.ArgumentParser:
-        """The options of `distlab run NAME`."""
+        """Return a parser of the options of `distlab run NAME`."""
         parser = parser_of(f"distlab run {self.name}", self._doc())
         add_options(
             parser.add_argument_group("this experiment"), self.config, self.preset("", _on_gpu(None))
@@ -170,7 +170,7 @@ class Experiment(Generic[C]):
         return found
 
     def chosen(self, args: argparse.Namespace) -> tuple[C, argparse.Namespace]:
-        """The configuration that the options ask for, and the frame's options with their defaults.
+        """Return the configuration that the options ask for, and the frame's options with their defaults.
 
         Raises:
             ValueError: a value that is not allowed, or a GPU that is not there.
@@ -223,7 +223,7 @@ class Experiment(Generic[C]):
         name: str | None = None,
         default: str | None = None,
     ) -> Run:
-        """The run's folder, made or resumed by rank 0, with the rows that are there, on every rank."""
+        """Make or resume the run's folder on rank 0; returns it with the rows that are there, on every rank."""
         where = environment("cpu" if self.ranks == "none" else context.device)
         asked = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
 

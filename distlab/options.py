@@ -42,7 +42,7 @@ def option(
     positional: bool = False,
     kind: type | None = None,
 ) -> Any:
-    """A field of `Options` that is an option of the command.
+    """Declare a field of `Options` that is an option of the command.
 
     Args:
         default: of the field; tuples become options that take several values, bools become `--x / --no-x`.
@@ -69,7 +69,7 @@ class Options:
 
     @classmethod
     def of(cls, known: Mapping[str, Any]) -> typing.Self:
-        """The options that a record's configuration holds, in which tuples have become lists."""
+        """Return the options that a record's configuration holds, in which tuples have become lists."""
         given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 

@@ -187,7 +187,7 @@ class Run:
         self.show: Callable[[], object] = lambda: None
 
     def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
-        """A row: what was compared, what was measured, and what of its configuration the options do not say.
+        """Add a row: what was compared, what was measured, and what of its configuration the options do not say.
 
         The same row of the run that was cut off is replaced.
         """
@@ -221,7 +221,7 @@ class Run:
             write_checked(self.path / HEADER, plain(asdict(replace(self.header, complete=now))))
 
     def done(self, variant: str, **config: Any) -> Record | None:
-        """The row of this variant, and of this configuration, if it is there already."""
+        """Return the row of this variant, and of this configuration, if it is there already."""
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
         wanted = {name: plain(value) for name, value in config.items()}
@@ -231,7 +231,7 @@ class Run:
         return None
 
     def part(self, name: str) -> Run:
-        """A run within this one, with rows of another view, in the folder `parts/<name>`."""
+        """Return a run within this one, with rows of another view, in the folder `parts/<name>`."""
         if name not in self.parts:
             path = self.path / "parts" / name
             if self.is_main:

@@ -99,7 +99,7 @@ class Config(Options):
 
 
 def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """(o, dq, dk, dv)"""
+    """Return (o, dq, dk, dv)."""
     o = fn(q, k, v)
     return o, *torch.autograd.grad(o, (q, k, v), do)
 

@@ -63,7 +63,7 @@ def forcing(forced: dict[str, Any], **choices: Any) -> Iterator[None]:
 
 
 def programs() -> list[str]:
-    """The source of every program there is."""
+    """Return the source of every program there is."""
     return [f"# {name}\n{found.__doc__}" for name, kept in _kept.items() for found in kept.values() if found]
 
 
@@ -355,7 +355,7 @@ class _Recorder(TorchDispatchMode):
         return f"t{number}.data_ptr()" + (f" + {offset}" if offset else "")
 
     def program(self, result: Any) -> Callable | None:
-        """A function of the inputs, its source in its docstring, that makes what is `result` in this call; or None."""
+        """Return a function of the inputs, its source in its docstring, that makes `result` in this call; or None."""
         several = isinstance(result, list | tuple)
         returned = ", ".join(self.expression(x) for x in (result if several else [result]))
         if not self.repeatable:
@@ -399,5 +399,5 @@ class _Descriptor:
         self.address, self.base = address, self
 
     def data_ptr(self) -> int:
-        """The address, for which the launcher asks `base`."""
+        """Return the address, for which the launcher asks `base`."""
         return self.address

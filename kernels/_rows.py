@@ -53,12 +53,12 @@ def forced(**launches: Launch) -> AbstractContextManager[None]:
 
 
 def chosen(kernel: str, default: Launch) -> Launch:
-    """The launch parameters forced upon `kernel`, or the default."""
+    """Return the launch parameters forced upon `kernel`, or the default."""
     return _forced.get(kernel, default)
 
 
 def power_of_two(n: int) -> int:
-    """The smallest power of two that is not below n."""
+    """Return the smallest power of two that is not below n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -149,7 +149,7 @@ def check_positive(name: str, value: object) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """The dtype results get: autocast's where it is on, else x's. Meta knows no autocast, and autocast leaves fp64."""
+    """Return the results' dtype: autocast's where it is on, else x's. Meta knows no autocast; fp64 stays."""
     if not isinstance(x, Tensor):
         return torch.float32  # the operator's check says what is wrong
     device = x.device.type
@@ -159,7 +159,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
-    """The dtype of y and x, autocast's where it is on. Raise unless they have one dtype then, and one device."""
+    """Return the dtype of y and x, autocast's where it is on. Raise unless it is one then, on one device."""
     check_device(y_name, y, x_name, x)
     if y.dtype != x.dtype and autocast_dtype(y) != autocast_dtype(x):
         raise ValueError(f"{y_name} has dtype {y.dtype}, {x_name} {x.dtype}; they must be equal")
@@ -167,7 +167,7 @@ def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """The tensors as autocast casts them, where it is on; what is no tensor is left to the operator's check.
+    """Cast tensors as autocast does, where it is on; what is no tensor is left to the operator's check.
 
     Autograd casts the gradients back.
     """

@@ -94,7 +94,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is not below n ≥ 1."""
+    """Return the smallest power of two that is not below n ≥ 1."""
     return 1 << (n - 1).bit_length()
 
 

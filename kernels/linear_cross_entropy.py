@@ -58,7 +58,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 @_dispatch.operator("linear_cross_entropy", opaque=True)
 def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
                need_dw: bool, chunk_bytes: int, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
+    """Return loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
     check_classes(targets, w.shape[0], ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
     if need_dw and dw_dtype != torch.float32 and x.shape[0] * x.element_size() <= 4 * x.shape[1]:

@@ -273,7 +273,7 @@ def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
 
 @register_flop_formula(torch.ops.distlab_kernels.matmul)
 def flops(a, b, *_, out_shape=None, **__) -> int:
-    """The matmul only, as FlopCounterMode counts."""
+    """Count the matmul only, as FlopCounterMode does."""
     return 2 * a[0] * a[1] * b[1]
 
 

@@ -111,7 +111,7 @@ EPILOGUES = {
 
 
 def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """The gradient of h from that of EPILOGUES[epilogue](h), in the dtype of `wide`."""
+    """Return the gradient of h from that of EPILOGUES[epilogue](h), in the dtype of `wide`."""
     g, h32 = wide(dy), wide(h)
     if epilogue == "rms_norm":
         r = torch.rsqrt(h32.square().mean(-1, keepdim=True) + 1e-5)

@@ -30,7 +30,7 @@ from distlab.train.step import TrainStep, compiled, loss_function, next_token_lo
 
 
 def small(**changes: Any) -> Task:
-    """The tiny preset, so changed, on two sequences of 32 synthetic tokens."""
+    """Return the tiny preset, so changed, on two sequences of 32 synthetic tokens."""
     return synthetic_task(replace(preset("tiny"), context_length=32, **changes), 2)
 
 

@@ -106,7 +106,7 @@ def check_name(name: str, flag: str = "--model") -> None:
 
 @lru_cache(maxsize=8)
 def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
-    """The function of this name, given by `flag`; its module is looked for in the working directory first.
+    """Return the function of this name, given by `flag`; its module is sought in the working directory first.
 
     Raises:
         ValueError: the module cannot be imported, or has no such function.
@@ -142,7 +142,7 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
 
 
 def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
-    """A user's model as a task, with one micro-batch per step.
+    """Return a user's model as a task, with one micro-batch per step.
 
     Dropout draws what (rank, step) say, on ranks as in the one process that they are held against.
     """
@@ -255,7 +255,7 @@ class UserWrapper(ParallelModel):
         return self._call(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """The wrapper's own; without one, every micro-batch synchronises."""
+        """Return the wrapper's own `no_sync()`; without one, every micro-batch synchronises."""
         return getattr(self._call, "no_sync", nullcontext)()
 
     def finish_gradient_synchronization(self) -> None:
@@ -267,7 +267,7 @@ class UserWrapper(ParallelModel):
 
 
 def wrapped_by(name: str) -> Strategy:
-    """A user's wrapper, named `package.module:function`, as a strategy.
+    """Return a user's wrapper, named `package.module:function`, as a strategy.
 
     Raises:
         ValueError: there is no such function.
@@ -277,5 +277,5 @@ def wrapped_by(name: str) -> Strategy:
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's whole, by a collective; any other tensor as it is."""
+    """Return a DTensor's whole, by a collective; any other tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

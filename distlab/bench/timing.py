@@ -294,7 +294,7 @@ class Trial:
         self.last_loss = loss.detach()
 
     def forward(self, batch: Batch | None = None) -> Tensor:
-        """The loss of a batch, by default the first."""
+        """Return the loss of a batch, by default the first."""
         with self.model.autocast():
             return self._loss(self.model, self._batches[0] if batch is None else batch)
 
@@ -354,7 +354,7 @@ class Trial:
 
 
 def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
-    """A loss whose operators cast their inputs to the dtype that the parameters have."""
+    """Return a loss whose operators cast their inputs to the dtype that the parameters have."""
 
     def cast(model: nn.Module, batch: Any) -> Tensor:
         with autocast(device, dtype):
@@ -372,7 +372,7 @@ def peak_of(device: torch.device, dtype: str) -> float | None:
 
 
 def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
-    """The lab's Transformer on synthetic tokens, `batch` sequences of a rank in each step."""
+    """Return the lab's Transformer on synthetic tokens, `batch` sequences of a rank in each step."""
 
     def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
         sizes = (shape.vocab_size, batch, shape.context_length)
@@ -384,14 +384,14 @@ def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
 def synthetic_batches(
     context: RankContext, options: BenchOptions, layout: Layout = DATA_PARALLEL
 ) -> list[Batch]:
-    """A few batches of this rank, on its device."""
+    """Return a few batches of this rank, on its device."""
     task, axes = options.task(), layout.axes(context.group)
     steps = range(BATCHES)
     return [shared_batches(task, axes, step, context.device)[0] for step in steps]
 
 
 def shared_batches(task: Task, axes: Axes, step: int, device: torch.device) -> list[Any]:
-    """A rank's micro-batches of a step; ranks that share a model have those of all of them, or parts of these."""
+    """Return a rank's micro-batches of a step; ranks that share a model have those of all, or parts of them."""
     ranks = axes.layout.ranks
     first = axes.batch_rank * ranks
     of_ranks = [task.batches(member, step, device) for member in range(first, first + ranks)]
@@ -401,13 +401,13 @@ def shared_batches(task: Task, axes: Axes, step: int, device: torch.device) -> l
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
-    """The sequences of a batch in equal parts."""
+    """Split the sequences of a batch in equal parts."""
     return [batch] if parts == 1 else list(zip(*(each.chunk(parts) for each in batch), strict=True))
 
 
 @contextmanager
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
-    """A trial as configured, which is closed at the end."""
+    """Yield a trial as configured, which is closed at the end."""
     variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
     try:
         with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:

@@ -203,7 +203,7 @@ class Checkpointer:
     # -- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Stored | None:
-        """The newest checkpoint that is whole and unaltered; None if the folder has none at all.
+        """Return the newest checkpoint that is whole and unaltered; None if the folder has none at all.
 
         Newer ones that are not are put aside, so that they are neither read again nor counted as kept.
 

@@ -86,11 +86,11 @@ class CheckpointFolder:
         return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
 
     def path_of(self, step: int) -> Path:
-        """The folder of a complete checkpoint of that step."""
+        """Return the folder of a complete checkpoint of that step."""
         return self.path / _name_of(step)
 
     def temporary_path_of(self, step: int) -> Path:
-        """The folder in which a checkpoint of that step is written."""
+        """Return the folder in which a checkpoint of that step is written."""
         return self.path / f".tmp-{self.path_of(step).name}"
 
     # -- writing -------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class CheckpointFolder:
         return [folder.name for folder in left]
 
     def begin(self, step: int) -> Path:
-        """An empty temporary folder for the files of all ranks."""
+        """Make an empty temporary folder for the files of all ranks."""
         temporary = self.temporary_path_of(step)
         _remove(temporary)
         temporary.mkdir(parents=True)
@@ -203,7 +203,7 @@ def _name_of(step: int) -> str:
 
 
 def check_marker(content: Mapping[str, Any], folder: str) -> None:
-    """The form of every field, and what fields say of each other.
+    """Check the form of every field, and what fields say of each other.
 
     Args:
         folder: name of the checkpoint's folder, which the step must agree with.

@@ -64,14 +64,14 @@ class Holder:
 
     @staticmethod
     def me() -> "Holder":
-        """This process, now."""
+        """Describe this process, now."""
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         pid = os.getpid()
         return Holder(socket.gethostname(), _machine(), pid, _start_of(pid), since, uuid.uuid4().hex)
 
     @staticmethod
     def parse(content: bytes) -> "Holder | None":
-        """The holder that a lock file names; None if the file says nothing of the kind (yet)."""
+        """Parse the holder that a lock file names; None if the file says nothing of the kind (yet)."""
         try:
             holder = Holder(**json.loads(content))
             return holder if isinstance(holder.pid, int) and holder.pid > 0 else None
@@ -211,7 +211,7 @@ class RunLock:
 def hold(
     folder: Path, context: RankContext, progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[RunLock | None]:
-    """A folder's lock, on rank 0, and None on the others; released at the end. Every rank enters, and all raise alike.
+    """Hold a folder's lock, on rank 0, until the end; yields None on the others. All ranks enter, and raise alike.
 
     A holder on another machine that shows no sign of life is waited for, `STALE_S` at most.
 

@@ -78,7 +78,7 @@ def append(file: BinaryIO, data: np.ndarray) -> None:
 
 
 def merged(indices: Sequence[Index]) -> Index:
-    """The index of a whole checkpoint out of those of its parts."""
+    """Merge the indices of its parts into that of a whole checkpoint."""
     whole: Index = {}
     for index in indices:
         for key, entry in index.items():

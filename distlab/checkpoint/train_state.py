@@ -75,7 +75,7 @@ def empty_optimizer_state(
 
 
 def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The optimizer's groups: options, and the names of their parameters, of all stages of a pipeline. A collective."""
+    """Gather the optimizer's groups: options and names of parameters, of all stages of a pipeline. A collective."""
     names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
     return [
         {key: value for key, value in group.items() if key not in NOT_STORED}
@@ -87,7 +87,7 @@ def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, 
 def stored_options(
     saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The stored options of each group, in the types of this optimizer's.
+    """Return the stored options of each group, in the types of this optimizer's.
 
     Args:
         saved_groups: what `group_options` gave, out of JSON.
@@ -151,7 +151,7 @@ def generators() -> dict[str, Tensor]:
 
 
 def restore_generators(saved: Mapping[str, Tensor]) -> None:
-    """The inverse of `generators`; kinds that are missing, or not of this machine, are left as they are.
+    """Invert `generators`; kinds that are missing, or not of this machine, are left as they are.
 
     Raises:
         ValueError: what is no state of a generator.

@@ -33,7 +33,7 @@ COALESCED_BYTES = 25 * 2**20
 
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself, or the default group for None.
+    """Return the group itself, or the default group for None.
 
     Raises:
         RuntimeError: there is no default group yet.
@@ -53,7 +53,7 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
+    """Return a stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
 
     Always the same one: a GPU has few queues, and each new stream may share that of the computation.
     """
@@ -263,7 +263,7 @@ def if_it_fits(action: Callable[[], T], device: torch.device, group: ProcessGrou
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """The element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
+    """Return the element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
     total = tensor.clone()
     if group.name() == "gloo":
         wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")
@@ -273,7 +273,7 @@ def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
-    """The sum of a number over the ranks, in float64. Blocks."""
+    """Return the sum of a number over the ranks, in float64. Blocks."""
     return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
 
 

@@ -28,7 +28,7 @@ def doubling_sizes(world_size: int) -> tuple[int, ...]:
 
 @contextmanager
 def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None]:
-    """This rank's context within the group of the first `ranks` ranks; None for the other ranks.
+    """Yield this rank's context within the group of the first `ranks` ranks; None for the other ranks.
 
     Every rank of `context` calls it, with the same number, and those left out wait at the end of the block (or
     beyond, at their next collective), for at most the context's timeout if they have nothing to do: see `rest`.
@@ -92,7 +92,7 @@ class MeshGroups:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) -> MeshGroups:
-    """The groups of a two-dimensional mesh, (replicate, shard) as in FSDP2; without one all ranks are one group.
+    """Return the groups of a two-dimensional mesh, (replicate, shard) as in FSDP2; without one, all ranks as one.
 
     Args:
         process_group: all ranks of the mesh; default: the default group.
@@ -130,7 +130,7 @@ _known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" 
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
-    """A mesh of all ranks in which each `shard_size` neighbours are a shard group. Its groups are made once.
+    """Make a mesh of all ranks in which each `shard_size` neighbours are a shard group. Its groups are made once.
 
     Call it on every rank.
 
@@ -173,7 +173,7 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
 
 
 def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
-    """This rank's group of a partition of all ranks of `group`; made once. Call it on every rank alike.
+    """Return this rank's group of a partition of all ranks of `group`; made once. Call it on every rank alike.
 
     Args:
         parts: global ranks; each rank stands in one of them.
@@ -182,7 +182,7 @@ def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGro
 
 
 def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
-    """A group of each of these parts, which may overlap; None for those without this rank. Made once; call it on every
+    """Make, once, a group of each of these parts, which may overlap; None for those without this rank. Call it on every
     rank alike.
 
     Args:

@@ -157,7 +157,7 @@ def capture(
     *,
     beside: torch.cuda.CUDAGraph | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
+    """Capture a CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
 
     Args:
         stream: captured; None for torch's own. A backward runs on the stream of its forward.

@@ -121,6 +121,6 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors of a value that is a tensor, or lists, tuples, dictionaries and dataclasses of them, in order."""
+    """List the tensors of a value: a tensor, or lists, tuples, dictionaries and dataclasses of them, in order."""
     leaves = [getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf for leaf in tree_leaves(value)]
     return [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]

@@ -85,14 +85,14 @@ class MemoryTimeline:
         return times, {name: list(accumulate(changes[at][name] for at in times)) for name in CATEGORIES}
 
     def peak(self) -> tuple[float, dict[str, int]]:
-        """The moment (ms) at which most is held, and how much of each category then."""
+        """Return the moment (ms) at which most is held, and how much of each category then."""
         times, curves = self.curves()
         totals = [sum(values) for values in zip(*curves.values(), strict=True)]
         at = max(range(len(times)), key=totals.__getitem__)
         return times[at], {name: values[at] for name, values in curves.items()}
 
     def largest(self, count: int) -> list[Allocation]:
-        """The largest blocks that are held at the peak, those of before left out."""
+        """Return the largest blocks that are held at the peak, those of before left out."""
         moment = self.peak()[0]
         mine = [b for b in self.allocations if b.phase != "before" and b.start_ms <= moment < b.end_ms]
         return sorted(mine, key=lambda block: -block.bytes)[:count]
@@ -144,7 +144,7 @@ def record_memory(
 
 
 def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.device | str) -> MemoryTimeline:
-    """The account of the step that `record_memory` ran.
+    """Return the account of the step that `record_memory` ran.
 
     Raises:
         ValueError: the file holds no memory events of this kind of device, or no ``distlab:step``.

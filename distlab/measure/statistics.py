@@ -84,7 +84,7 @@ def overhead_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[flo
 
 
 def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
-    """The difference in % that two series of the *same* variant show: differences below it mean nothing.
+    """Return the difference in % that two series of the *same* variant show: differences below it mean nothing.
 
     The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
     """
@@ -93,7 +93,7 @@ def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def own_noise_floor(samples: Sequence[float]) -> float | None:
-    """The `noise_floor` of one series: its even against its odd samples; None with fewer than 2·MIN_PAIRS of them."""
+    """Return the `noise_floor` of one series: its even against its odd samples; None below 2·MIN_PAIRS of them."""
     half = len(samples) // 2
     return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
 

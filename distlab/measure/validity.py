@@ -27,7 +27,7 @@ class Implausible(ValueError):
 
 
 def check_clock(samples_ms: Sequence[float], wall_ms: float, device: torch.device | str = "cuda") -> float:
-    """The share of the wall clock that the samples add up to.
+    """Return the share of the wall clock that the samples add up to.
 
     Args:
         samples_ms: every repetition, none left out.
@@ -48,7 +48,7 @@ def check_clock(samples_ms: Sequence[float], wall_ms: float, device: torch.devic
 
 
 def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -> None:
-    """That a step computed something: a finite loss, and gradients that are finite and not all zero.
+    """Check that a step computed something: a finite loss, and gradients that are finite and not all zero.
 
     Args:
         gradients: after backward; None where there was no backward.
@@ -74,7 +74,7 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
 
 
 def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
-    """The share of the device's peak that was reached; None without a known peak.
+    """Return the share of the device's peak that was reached; None without a known peak.
 
     Args:
         flops: least number of operations that the work takes.

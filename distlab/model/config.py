@@ -229,7 +229,7 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
-    """The preset of that name with some fields replaced, e.g. `preset("xl", context_length=1024)`; None replaces none.
+    """Return a preset by name, with some fields replaced: `preset("xl", context_length=1024)`; None replaces none.
 
     Raises:
         ValueError: no such preset or no such field (the message lists them), or an override out of range.
@@ -244,7 +244,7 @@ def preset(name: str, **overrides: object) -> ModelConfig:
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """The model of an object with the fields of `ModelConfig`, `context` for `context_length`.
+    """Return the model of an object with the fields of `ModelConfig`, `context` for `context_length`.
 
     Raises:
         ValueError: an unknown field, a missing one, or a value out of range.

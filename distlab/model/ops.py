@@ -418,7 +418,7 @@ def sources(config: ModelConfig, batch: int, dtype: torch.dtype, compile: str) -
 
 
 def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
-    """The operations for a model.
+    """Return the operations for a model.
 
     Args:
         attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels), `flash`

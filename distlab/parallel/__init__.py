@@ -266,7 +266,7 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
-    """The names of all strategies that run on `cuda` or `cpu`; with `meshes=False` of those without a mesh: on one host
+    """Name all strategies that run on `cuda` or `cpu`; with `meshes=False` those without a mesh: on one host
     they do what those with one do.
     """
     return tuple(

@@ -57,7 +57,7 @@ class ParallelModel(nn.Module, ABC):
         return self.module(*args, **kwargs)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context for forward and loss, such that they compute in `compute_dtype`."""
+        """Return the context for forward and loss, such that they compute in `compute_dtype`."""
         return autocast(self.device, None if self.casts_parameters else self.compute_dtype)
 
     # -- gradients -----------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class ParallelModel(nn.Module, ABC):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """The 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.
+        """Return the 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.
 
         Nothing waits on the host for it.
 
@@ -120,7 +120,7 @@ class ParallelModel(nn.Module, ABC):
         return norm
 
     def gradients(self) -> "Gradients":
-        """This rank's mean gradients.
+        """Return this rank's mean gradients.
 
         Raises:
             RuntimeError: gradients that are not synchronized.
@@ -359,22 +359,22 @@ def load_shards(
 
 
 def optimizer_name(optimizer: Optimizer) -> str:
-    """The class that does the arithmetic: `AdamW` inside of `ZeroOptimizer`, too."""
+    """Name the class that does the arithmetic: `AdamW` inside of `ZeroOptimizer`, too."""
     return type(optimizer.local if isinstance(optimizer, LocalOptimizer) else optimizer).__name__
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's options, without its parameters."""
+    """Return a group's options, without its parameters."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
 def to_cpu(state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's optimizer state, its tensors on the CPU."""
+    """Return a parameter's optimizer state, its tensors on the CPU."""
     return {key: v.detach().cpu() if isinstance(v, Tensor) else v for key, v in state.items()}
 
 
 def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
-    """The sum of the squares of all elements, 0-dim fp64."""
+    """Return the sum of the squares of all elements, 0-dim fp64."""
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     # Norms of half-precision tensors would be rounded to their dtype.

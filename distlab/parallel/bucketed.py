@@ -102,7 +102,7 @@ class BucketedDDP(DataParallel):
             self.exchange.finish(bucket)
 
     def mean_of(self, parameter: nn.Parameter) -> Tensor:
-        """Its place in a bucket; see `DataParallel.mean_of`."""
+        """Return the parameter's place in a bucket; see `DataParallel.mean_of`."""
         return next(bucket.view_of[parameter] for bucket in self.buckets if parameter in bucket.view_of)
 
     @torch.no_grad()

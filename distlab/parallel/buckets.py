@@ -48,7 +48,7 @@ class BucketPlan(FlatLayout):
         return self.numel * self.dtype.itemsize
 
     def slice_of(self, rank: int) -> slice:
-        """The elements of `rank`'s slice."""
+        """Return the elements of `rank`'s slice."""
         return slice(rank * self.slice_numel, (rank + 1) * self.slice_numel)
 
     def views(self, buffer: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
@@ -192,7 +192,7 @@ class GradientBucket:
         self.unpack()
 
     def add(self, position: int) -> None:
-        """The gradient at `position` of the plan has arrived: copy it to its place, which `.grad` is from then on."""
+        """Copy the gradient at `position` of the plan to its place, which `.grad` is from then on."""
         self.missing -= 1
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad

@@ -64,7 +64,7 @@ class ZigZag:
         self._held = [chunk for pair in pairs for chunk in pair]  # in the order of ranks
 
     def local(self, x: Tensor, dim: int) -> Tensor:
-        """This rank's two chunks of whole sequences along `dim`.
+        """Return this rank's two chunks of whole sequences along `dim`.
 
         Raises:
             ValueError: a length that 2P does not divide.
@@ -81,7 +81,7 @@ class ZigZag:
         return self._picked(x, dim, [self._held.index(chunk) for chunk in range(2 * self.ranks)])
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """The inverse of `in_order`."""
+        """Invert `in_order`."""
         return self._picked(x, dim, self._held)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:

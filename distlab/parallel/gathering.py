@@ -64,7 +64,7 @@ class Gathering:
         return [(parameter, type(parameter), made[type(parameter)]) for parameter in parameters]
 
     def start(self, number: int, work: Work) -> None:
-        """The values of this buffer's parameters arrive when `work` is done."""
+        """Expect the values of this buffer's parameters when `work` is done."""
         self.works[number] = work
         for parameter, _, in_flight in self._classes[number]:
             if in_flight is not None:

@@ -74,7 +74,7 @@ def _read(function: Callable[..., Any], types: tuple[type, ...], args: tuple, kw
 
 
 def in_flight_class(parameter: Tensor, arrive: Callable[[], None]) -> type | None:
-    """The class that `parameter` takes on while its values are on their way.
+    """Return the class that `parameter` takes on while its values are on their way.
 
     Args:
         arrive: see `InFlight`.

@@ -54,8 +54,8 @@ class Layout:
 
     @staticmethod
     def parse(text: str, stages: Sequence[int] = ()) -> "Layout":
-        """The layout of `tp2,cp2` or `tp2+cp2`; `cp4-ring` for attention by a ring, `pp4-gpipe` for another schedule;
-        of an empty text, none.
+        """Parse `tp2,cp2` or `tp2+cp2`; `cp4-ring` is attention by a ring, `pp4-gpipe` another schedule; an empty text
+        is a layout of one rank.
 
         Args:
             stages: blocks of each stage of a pipeline.
@@ -82,7 +82,7 @@ class Layout:
         return self.pipeline * self.context * self.tensor
 
     def axes(self, group: ProcessGroup) -> "Axes":
-        """This rank's groups; call it on every rank, with all ranks of the job. They are made once.
+        """Return this rank's groups; call it on every rank, with all ranks of the job. They are made once.
 
         Raises:
             ValueError: a number of ranks that the layout does not divide.
@@ -149,7 +149,7 @@ class Axes:
         return self.data.size() // self.layout.context
 
     def share(self, batch: Any, dim: int = 1) -> Any:
-        """This rank's part of the sequences of a batch of tensors `(B, T, …)`: two chunks of each (`ZigZag`).
+        """Return this rank's part of the sequences of a batch of tensors `(B, T, …)`: two chunks of each (`ZigZag`).
 
         Targets are shifted before they come here: the word behind a chunk lies on another rank.
 

@@ -57,7 +57,7 @@ class Staged(Protocol):
 
 
 def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> list[range]:
-    """The blocks of each stage, `sizes` of them, or equally many.
+    """Return the blocks of each stage, `sizes` of them, or equally many.
 
     Raises:
         TypeError: a model that does not export stages.

@@ -35,7 +35,7 @@ def gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def summed_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's part, along `dim`, of the sum over the ranks."""
+    """Return this rank's part, along `dim`, of the sum over the ranks."""
     parts = x.unflatten(dim, (group.size(), -1)).movedim(dim, 0).contiguous()
     mine = torch.empty_like(parts[0])
     work = collectives.reduce_scatter_sum(mine.view(-1), parts.view(-1), group)
@@ -44,14 +44,14 @@ def summed_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
 
 
 def summed(x: Tensor, group: ProcessGroup, *, largest: bool = False) -> Tensor:
-    """The sum over the ranks, or element by element the largest, as a new tensor."""
+    """Return the sum over the ranks, or element by element the largest, as a new tensor."""
     x = x.clone(memory_format=torch.contiguous_format)
     collectives.wait(collectives.all_reduce(x, group, largest=largest), group, "summing")
     return x
 
 
 def own_part(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-    """This rank's part along `dim`, a view."""
+    """Return this rank's part along `dim`, a view."""
     return x.unflatten(dim, (group.size(), -1)).select(dim, group.rank())
 
 

@@ -143,7 +143,7 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float], message: f
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
-    """The actions whose results it takes."""
+    """Yield the actions whose results it takes."""
     kind, stage, batch = action
     if kind == "F" and stage > 0:
         yield Action("F", stage - 1, batch)
@@ -192,14 +192,14 @@ def check(schedule: Schedule) -> None:
 
 
 def idle_share(timeline: Sequence[Sequence[Step]]) -> float:
-    """The bubble: the part of all ranks' time, until the last one ends, in which they do nothing."""
+    """Return the bubble: the part of all ranks' time, until the last one ends, in which they do nothing."""
     end = max(steps[-1].end for steps in timeline)
     busy = sum(step.end - step.start for steps in timeline for step in steps)
     return 1 - busy / (end * len(timeline))
 
 
 def held(actions: Sequence[Action]) -> int:
-    """The most activations of a stage for a micro-batch that a rank holds at once, until the last part of backward."""
+    """Count the activations of a stage for a micro-batch that a rank holds at most, until the last part of backward."""
     now = most = 0
     last = "W" if any(action.kind == "W" for action in actions) else "B"
     for action in actions:

@@ -55,7 +55,7 @@ class FlatLayout:
         return first, min(max(start + self.slice_numel, first), self.numels[index])
 
     def place(self, index: int, rank: int) -> tuple[int, int]:
-        """The same elements, counted within `rank`'s slice; an empty shard is empty there too."""
+        """Return the same elements, counted within `rank`'s slice; an empty shard is empty there too."""
         first, last = self.shard_range(index, rank)
         if first == last:
             return 0, 0
@@ -70,7 +70,7 @@ class FlatLayout:
 
 
 def round_up(number: int, multiple: int) -> int:
-    """The least multiple that is not below `number`."""
+    """Return the least multiple that is not below `number`."""
     return -(-number // multiple) * multiple
 
 
@@ -92,18 +92,18 @@ class Cut:
     ranges: tuple[tuple[int, int], ...]
 
     def of(self, whole: Tensor) -> Tensor:
-        """This rank's part, as contiguous memory of its own."""
+        """Return this rank's part, as contiguous memory of its own."""
         parts = [whole.narrow(self.dim, first, last - first) for first, last in self.ranges]
         return torch.cat(parts, self.dim).contiguous()
 
     def joined(self, parts: Tensor) -> Tensor:
-        """The whole out of all ranks' parts `(ranks, …)`, in rank order."""
+        """Return the whole out of all ranks' parts `(ranks, …)`, in rank order."""
         sizes = [last - first for first, last in self.ranges]
         pieces = [part.split(sizes, self.dim) for part in parts]
         return torch.cat([piece[number] for number in range(len(sizes)) for piece in pieces], self.dim)
 
     def boxes(self) -> list[Box]:
-        """The places of its ranges in the whole; one after the other they are this rank's elements in order."""
+        """Return the places of its ranges in the whole; one after the other they are this rank's elements in order."""
         assert self.dim == 0 or len(self.ranges) == 1, "several ranges of columns would alternate row by row"
         full = [(0, size) for size in self.shape]
         return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
@@ -202,7 +202,7 @@ class Shard:
         return here.view(-1)
 
     def like(self, name: str, value: Tensor) -> "Shard":
-        """The same place of another tensor of this shape: a gradient, or a state."""
+        """Return the same place of another tensor of this shape: a gradient, or a state."""
         return replace(self, name=name, tensor=value)
 
     def portion(self, rank: int, ranks: int) -> "Shard":
@@ -217,15 +217,15 @@ class Shard:
 
 
 def plain_name(name: str) -> str:
-    """The parameter's name without what `torch.compile` of a block puts into it."""
+    """Return the parameter's name without what `torch.compile` of a block puts into it."""
     return name.replace("_orig_mod.", "")
 
 
 def whole(name: str, tensor: Tensor) -> Shard:
-    """A tensor that lies in full on every rank."""
+    """Describe a tensor that lies in full on every rank."""
     return Shard(plain_name(name), tensor.shape, 0, tensor, replicated=True)
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor; any other tensor is its own."""
+    """Return this rank's part of a DTensor; any other tensor is its own."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

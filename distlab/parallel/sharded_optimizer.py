@@ -80,7 +80,7 @@ class ShardedOptimizer(LocalOptimizer):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of all parameters, in the form of the unsharded optimizer, which can load it.
+        """Return the state of all parameters, in the form of the unsharded optimizer, which can load it.
 
         A collective: call it on every rank; every rank gets the whole state, on the CPU.
         """
@@ -111,7 +111,7 @@ class ShardedOptimizer(LocalOptimizer):
         self.load_shards(saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
-        """Those that this rank owns: parameters are on all ranks, their state is on the owner alone."""
+        """Return the shards that this rank owns: parameters are on all ranks, their state is on the owner alone."""
         rank = self._group.rank()
         return [replace(shard, replicated=False) for shard in held if self._owner.get(shard.tensor) == rank]
 

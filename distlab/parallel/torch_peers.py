@@ -153,7 +153,7 @@ class TorchFSDP2(ParallelModel):
         self.module.set_requires_gradient_sync(synchronizes)
 
     def shards(self) -> list[Shard]:
-        """The DTensors that the optimizer steps.
+        """Return the DTensors that the optimizer steps.
 
         Raises:
             ValueError: one that is not cut along its first dimension.

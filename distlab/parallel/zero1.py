@@ -128,11 +128,11 @@ class ZeroOptimizer(LocalOptimizer):
         self._ddp.synchronize()
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """The wrapper's `clip_grad_norm_`: by the norm over all ranks, which it returns."""
+        """Call the wrapper's `clip_grad_norm_`: by the norm over all ranks, which it returns."""
         return self._ddp.clip_grad_norm_(max_norm)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole state, unpadded and by parameter name; an unsharded optimizer over them can load it.
+        """Return the whole state, unpadded and by parameter name; an unsharded optimizer over them can load it.
 
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
@@ -163,7 +163,7 @@ class ZeroOptimizer(LocalOptimizer):
         self.load_shards(saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
-        """Those that hold anything."""
+        """Return the shards that hold anything."""
         return [shard for shard in held if shard.tensor.numel() > 0]
 
     def close(self) -> None:

@@ -42,12 +42,12 @@ def add_noise(records: Sequence[Record]) -> None:
 
 
 def row_of(variant: str) -> Baseline:
-    """A rule for a baseline: the row of this variant."""
+    """Return a rule for a baseline: the row of this variant."""
     return lambda rows: next((row for row in rows if row.variant == variant), None)
 
 
 def fastest(metric: str, among: Callable[[Record], object]) -> Baseline:
-    """A rule for a baseline: of some rows the one that takes the least time."""
+    """Return a rule for a baseline: of some rows the one that takes the least time."""
 
     def pick(rows: Sequence[Record]) -> Record | None:
         timed = [row for row in rows if is_number(row.metrics.get(metric)) and among(row)]
@@ -95,7 +95,7 @@ class Ratio:
             row.metrics.update(zip(names, found, strict=True))
 
     def of(self, row: Record, base: Record, without: Record | None = None) -> Sequence[float] | None:
-        """The ratio of one row to another, and its interval; None where either was not timed."""
+        """Return the ratio of one row to another, and its interval; None where either was not timed."""
         together = [each for each in (row, base, without) if each is not None]
         samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in together]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer
@@ -112,12 +112,12 @@ class Ratio:
         return TIE if is_number(low) and is_number(high) and low <= 1 <= high and low < high else ""
 
     def column(self, title: str, form: str = ".3f", **more: Any) -> Column:
-        """Its column, in which ties are named."""
+        """Return its column, in which ties are named."""
         return Column(f"metrics.{self.name}", title, form, note=self.tie, **more)
 
 
 def with_noise(ratio: float, row: Record, base: Record, quantity: str = "step") -> tuple[float, float, float]:
-    """A ratio of two medians with the interval that the noise of the worse row makes."""
+    """Return a ratio of two medians with the interval that the noise of the worse row makes."""
     noise = 0.0 if row is base else max(noise_of(each.metrics, quantity) or 0.0 for each in (row, base)) / 100
     return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
@@ -142,7 +142,7 @@ def noise_by_row(records: Sequence[Record]) -> str:
 
 
 def host_bound(record: Record) -> str:
-    """A mark for a row whose calls keep the host longer than the device; empty where either was not measured."""
+    """Mark a row whose calls keep the host longer than the device; empty where either was not measured."""
     host = record.metrics.get("host_p50_ms")
     device = record.metrics.get("fwd_bwd_device_p50_ms", record.metrics.get("time_p50_ms"))
     return " host" if is_number(host) and is_number(device) and host > device else ""

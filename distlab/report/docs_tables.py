@@ -53,7 +53,7 @@ def pictures_of(page: str) -> list[tuple[str, str, str]]:
 
 
 def records_of(source: str, root: Path) -> list[Record]:
-    """The rows of a file of records, or those of some variants: `records/….json#naive,flat`.
+    """Read the rows of a file of records, or those of some variants: `records/….json#naive,flat`.
 
     Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After them some values of
     what was varied can be named, too: `#ours?size=64,4096`.
@@ -100,7 +100,7 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
 
 
 def code_of(source: str, root: Path) -> str:
-    """The code block for a path and a name in it, such as `distlab/parallel/naive.py NaiveDDP._synchronize`.
+    """Return the code block for a path and a name in it, such as `distlab/parallel/naive.py NaiveDDP._synchronize`.
 
     Raises:
         ValueError: the file does not define it.
@@ -110,7 +110,7 @@ def code_of(source: str, root: Path) -> str:
 
 
 def embed(page: str, kind: str, made: Callable[[str], str]) -> str:
-    """The page with `made(source)` between the markers of a kind, `table` or `code`.
+    """Return the page with `made(source)` between the markers of a kind, `table` or `code`.
 
     Raises:
         ValueError: a begin marker without its end.
@@ -122,13 +122,13 @@ def embed(page: str, kind: str, made: Callable[[str], str]) -> str:
 
 
 def redrawn(page: str, view_of: Callable[[str], View], root: Path) -> str:
-    """A page with its tables and code as records and source have them now."""
+    """Redraw a page with its tables and code as records and source have them now."""
     page = embed(page, "table", partial(table_of, view_of=view_of, root=root))
     return embed(page, "code", partial(code_of, root=root))
 
 
 def definition(path: Path, name: str) -> str:
-    """The text of a function, method or class, without what it is indented by.
+    """Return the text of a function, method or class, without what it is indented by.
 
     Args:
         path: a Python file.

@@ -31,7 +31,7 @@ def page(
     notes: Sequence[str],
     links: Mapping[str, Sequence[str]],
 ) -> str:
-    """The whole page.
+    """Return the whole page.
 
     Args:
         view: how the records are shown.

@@ -70,7 +70,7 @@ def _without_folders(path: str, root: Path) -> str:
 
 
 def commit(default: str | None = None) -> str | None:
-    """The git commit of the checkout that holds this file, with ``-dirty`` if it differs from that commit.
+    """Return the git commit of the checkout that holds this file, with ``-dirty`` if it differs from it.
 
     Dirty means: a tracked file outside of records/ changed, or an untracked ``.py`` file lies in the tree (results and
     notes beside the code do not make a measurement irreproducible, nor do the records measured before it).

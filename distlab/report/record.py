@@ -100,12 +100,12 @@ class Record:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """The inverse of `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
+        """Invert `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
         return from_fields(cls, data)
 
 
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
-    """A dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
+    """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
         raise ValueError(f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}")
@@ -225,7 +225,7 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
 
 
 def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
-    """The compact last stdout line of a measuring command, valid JSON whatever was measured (NaN, inf →
+    """Return the compact last line of a measuring command, valid JSON whatever was measured (NaN, inf →
     null).
 
     ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the results'

@@ -110,7 +110,7 @@ SMALL = {
 def picture(
     path: str | os.PathLike, title: str, height_in: float, *, small: bool = False
 ) -> Iterator[Figure]:
-    """An empty figure to draw on; at the end it has its title and is written, whole or not at all.
+    """Yield an empty figure to draw on; at the end it has its title and is written, whole or not at all.
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``), `WIDTH_PX` wide.
@@ -138,6 +138,6 @@ def horizontal(axes) -> None:
 
 
 def colour_of(name: str, names: Sequence[str]) -> str:
-    """The quantity's own colour, or a spare one by its position among those of `names` that have none."""
+    """Return the quantity's own colour, or a spare one by its position among those of `names` without one."""
     others = [other for other in names if other not in COLOURS]
     return COLOURS.get(name) or _SPARE[others.index(name) % len(_SPARE)]

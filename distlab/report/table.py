@@ -66,7 +66,7 @@ class Column:
         return self.derived(record) if value is None else value
 
     def text(self, record: Record) -> str:
-        """The cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
+        """Return the cell of ``record``, not escaped. Text such as ``"OOM"`` is shown as it is."""
         value = self.value(record)
         if value is None:
             return self.missing
@@ -97,7 +97,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
 
 
 def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
-    """A text table at most `width` characters wide.
+    """Render a text table at most `width` characters wide.
 
     Where it does not fit, headings are broken into lines; then columns are left out, from the right, where the least
     important ones stand, and a line below says how many. Cells longer than 40 characters are cut.
@@ -163,7 +163,7 @@ def is_number(value: Any) -> bool:
 
 
 def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:
-    """The records of each key, in order of first appearance."""
+    """Group the records by key, in order of first appearance."""
     found: dict[K, list[Record]] = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
@@ -171,7 +171,7 @@ def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, li
 
 
 def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """The records of each machine, which no line and no bar mixes, in order of first appearance, by the device's name;
+    """Group the records by machine, which no line and no bar mixes, in order of first appearance, by device name;
     with torch's version where one kind of device appears with several.
     """
     found = grouped(records, lambda r: (str(r.environment.get("device_name") or "unknown device"),

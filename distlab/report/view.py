@@ -66,7 +66,7 @@ class View:
     question: str = ""
 
     def table(self, records: Sequence[Record], style: str = "text", only: Sequence[str] = ()) -> str:
-        """The table, or tables, in one of `render`'s styles; `only` some columns, by the last part of their keys: of
+        """Render the table, or tables, in one of `render`'s styles; `only` some columns, by the end of their keys: of
         several tables those that each has.
 
         Raises:
@@ -111,12 +111,12 @@ class View:
         return "\n\n".join(texts)
 
     def headline_of(self, records: Sequence[Record]) -> str:
-        """The headline of each machine's records."""
+        """Return the headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
 
 
 def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> Callable[[Sequence[Record]], str]:
-    """A view's headline: `template` with the environment and configuration of the first record in its braces, and what
+    """Fill a view's headline: `template` with the environment and configuration of the first record, and with what
     `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in what suits.
     """
 
@@ -220,7 +220,7 @@ def say_table(view: View, records: Sequence[Record]) -> None:
 def say(
     view: View, records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
 ) -> None:
-    """The end of a run on stdout: headline and short table, findings, where the report is, and the line of JSON.
+    """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
 
     Args:
         table: whether headline and table are still to be printed.
@@ -239,7 +239,7 @@ def say(
 
 
 def highlighted(text: str) -> str:
-    """A finding as a terminal shows it: what is `WRONG: …` in red, an aside in parentheses in grey."""
+    """Show a finding as a terminal does: what is `WRONG: …` in red, an aside in parentheses in grey."""
     colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
     return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
 

@@ -100,11 +100,11 @@ class TrainConfig(ModelOptions):
         return Layout.parse(self.layout, self.stages)
 
     def model(self) -> ModelConfig:
-        """The preset with this run's overrides."""
+        """Return the preset with this run's overrides."""
         return replace(super().model(), dropout=self.dropout)
 
     def schedule(self) -> WarmupCosine:
-        """The learning rate over the steps of this run."""
+        """Return the learning rate over the steps of this run."""
         return WarmupCosine(self.lr, self.steps, min(self.warmup, self.steps), self.lr_floor)
 
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:

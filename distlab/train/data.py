@@ -113,7 +113,7 @@ class SyntheticTokens:
         self.seed, self.rank, self.branching, self.device = seed, rank, branching, torch.device(device)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of a step, whatever was drawn before.
+        """Return the batch of a step, whatever was drawn before.
 
         Returns:
             `(tokens_BT, targets_BT)`, int64 on the device; `targets[:, t]` is the token after `tokens[:, t]`.
@@ -217,7 +217,7 @@ class GlobalOrder:
         self.rank, self.world_size, self.micro_batches = rank, world_size, micro_batches
 
     def numbers(self, step: int) -> list[list[int]]:
-        """The sequences of this rank's micro-batches in a step."""
+        """Return the sequences of this rank's micro-batches in a step."""
         share = self.batch // self.world_size
         first = step * self.batch + self.rank * share
         mine = list(range(first, first + share))

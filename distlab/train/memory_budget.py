@@ -72,13 +72,13 @@ class PlannedStep:
     optimizer: str = "adamw"
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
-        """The closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
+        """Return the closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
         return max((self.of_rank(part, world_size, on_gpu) for part in parts), key=lambda memory: memory.peak.total)
 
     def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
-        """The same of a rank that has this part."""
+        """Return the same of a rank that has this part."""
         strategy = STRATEGIES[self.strategy]
         precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
         layout = self.layout
@@ -147,7 +147,7 @@ def _most_held(schedule: str, ranks: int, micro_batches: int) -> list[int]:
 def rank_parts(
     model: ModelConfig, layout: Layout, checkpointing: Checkpointing = False, micro_batches: int = 1
 ) -> list[RankPart]:
-    """A part for each rank of a pipeline, in order; without one, that of every rank.
+    """Return a part for each rank of a pipeline, in order; without one, that of every rank.
 
     Raises:
         ValueError: a number of micro-batches that the schedule does not take.
@@ -167,7 +167,7 @@ def rank_parts(
 
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
-    """A step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
+    """Plan a step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
     layout = Layout.parse(config.layout)
     parts = max(1, world_size // layout.ranks) * config.accumulate
     return PlannedStep(
@@ -249,7 +249,7 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
 
 
 def settled(plan: PlannedStep, context: RankContext) -> str:
-    """The `checkpointing` of a plan, `auto` replaced by what recomputes least in the free memory; on all ranks alike.
+    """Return a plan's `checkpointing`, `auto` replaced by what recomputes least in free memory; on all ranks alike.
 
     What is kept first is what costs most to recompute per byte, see `distlab.model.recompute`. The last blocks keep
     most, because backward frees them first.

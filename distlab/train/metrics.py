@@ -74,7 +74,7 @@ class GatheredMetrics:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """The next step's time counts from here, not from the end of the step before (call it when settled)."""
+        """Count the next step's time from here, not from the end of the step before (call it when settled)."""
         self._ended = instant(self._device)
 
     def note(
@@ -158,7 +158,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """The lines of a journal; what is no such line is left out, as the last one that a dying process cut short."""
+    """Read the lines of a journal; what is no such line is left out, as the last that a dying process cut short."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):

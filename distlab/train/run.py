@@ -118,7 +118,7 @@ def train(
 def metrics_of(
     config: TrainConfig, context: RankContext, outcome: Outcome, lines: list[dict[str, Any]]
 ) -> dict[str, Any]:
-    """The results in numbers; times are those of this process's steps, or of all if it made none."""
+    """Return the results in numbers; times are those of this process's steps, or of all if it made none."""
     timed = [line for line in lines if "step_ms" in line]
     timed = [line for line in timed if line["step"] > outcome.first_step] or timed
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None

@@ -18,7 +18,7 @@ LEAST_TEMPERATURE = 1e-4  # besides 0
 
 
 def newest_usable(folder: Path) -> Stored:
-    """The newest checkpoint whose files are whole.
+    """Return the newest checkpoint whose files are whole.
 
     Raises:
         ValueError: there is none.
@@ -36,7 +36,7 @@ def newest_usable(folder: Path) -> Stored:
 
 
 def load_model(stored: Stored, context: RankContext) -> TransformerLM:
-    """The trained model, whole, whatever strategy wrote it.
+    """Load the trained model, whole, whatever strategy wrote it.
 
     Raises:
         ValueError, CheckpointError: what the checkpoint says does not fit together.

@@ -32,7 +32,7 @@ class LossScaler:
             self.scale, self.good_steps = self.scale * 2, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The scale and the steps since it last changed, for a checkpoint."""
+        """Return the scale and the steps since it last changed, for a checkpoint."""
         return {"scale": self.scale, "good_steps": self.good_steps}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

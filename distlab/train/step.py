@@ -31,12 +31,12 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The same, of a model that computes it in its head."""
+    """Return the same, of a model that computes it in its head."""
     return model(*batch)
 
 
 def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
-    """The loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
+    """Return the loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
 
     Ranks that share the vocabulary compute it in the head, where nobody needs all logits; so do those of a pipeline, of
     which the others have no logits.
@@ -67,7 +67,7 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Module:
-    """A compiled form of the `model`, or itself with compiled `blocks`, or as it is (`off`)."""
+    """Return a compiled form of the `model`, or itself with compiled `blocks`, or as it is (`off`)."""
     if how == "model":
         return torch.compile(model, backend=backend)
     if how == "blocks":

@@ -104,7 +104,7 @@ def block_d(head_dim: int) -> int:
 
 
 def tma_strides(x: torch.Tensor) -> list[int] | None:
-    """The strides by which a tensor descriptor (Hopper's TMA) finds the rows of x (B, H, T, D); None if it cannot.
+    """Return the strides by which a tensor descriptor (Hopper's TMA) finds rows of x (B, H, T, D); None if it cannot.
 
     Rows, heads and batches have to begin at aligned addresses and must not be expanded.
     """
@@ -114,7 +114,7 @@ def tma_strides(x: torch.Tensor) -> list[int] | None:
 
 
 def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
-    """The key of a call with this q; `gpu` is that of q's device unless given."""
+    """Return the key of a call with this q; `gpu` is that of q's device unless given."""
     batch, heads, count, head_dim = q.shape
     bits = 8 * q.element_size()
     return Key(
@@ -128,7 +128,7 @@ def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
 
 @functools.cache
 def lookup(key: Key) -> Choice | None:
-    """The row of TABLE for a key, or that of its next longer class, or of the longest there is.
+    """Return the row of TABLE for a key, or that of its next longer class, or of the longest there is.
 
     Without one of their own, tf32 and bf16x6 share the rows of tf32x3.
     """
@@ -139,7 +139,7 @@ def lookup(key: Key) -> Choice | None:
 
 
 def settled(q: torch.Tensor, problem: Problem) -> Problem:
-    """The problem with "emulated" precision replaced by the arithmetic that is the faster one for a call with this q.
+    """Replace "emulated" precision in a problem by the arithmetic that is the faster one for a call with this q.
 
     That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere. Dtypes of 16 bits have one arithmetic,
     "ieee".
@@ -154,7 +154,7 @@ def settled(q: torch.Tensor, problem: Problem) -> Problem:
 
 
 def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
-    """The tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
+    """Choose the tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
     if kernel in FORCED:
         return FORCED[kernel]
     key = key_of(q, problem)

@@ -69,7 +69,7 @@ def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, ke
 
 
 def described(kernel: str, tile: Tile, *tensors: torch.Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
-    """The tile to launch with, and a descriptor of each (B, H, T, D) tensor that the inner loop reads, or None of all.
+    """Return the tile to launch with, and a descriptor of each (B, H, T, D) tensor that the loop reads, or None of all.
 
     Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot describe take
     another tile, by pointers.

@@ -148,7 +148,7 @@ class Attention(torch.nn.Module):
         return o.transpose(1, 2).flatten(-2)
 
     def extra_repr(self) -> str:
-        """The options, for `repr`."""
+        """Return the options, for `repr`."""
         return ", ".join(f"{name}={value}" for name, value in
                          {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **self.options}.items())
 

@@ -83,7 +83,7 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
 
 
 def main_lane(events: Sequence[Event]) -> str | None:
-    """The stream of a GPU that computes longest; None without kernels."""
+    """Return the stream of a GPU that computes longest; None without kernels."""
     busy: Counter[str] = Counter()
     for kernel in _launched(events):
         busy[kernel.lane] += kernel.end_ms - kernel.start_ms
@@ -101,7 +101,7 @@ def _launched(events: Sequence[Event]) -> list[Event]:
 
 
 def median_step(events: Sequence[Event]) -> Interval:
-    """The window of the step of median duration (the shorter of the middle two)."""
+    """Return the window of the step of median duration (the shorter of the middle two)."""
     windows = sorted(step_windows(events), key=lambda window: window[1] - window[0])
     return windows[(len(windows) - 1) // 2]
 

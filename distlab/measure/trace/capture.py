@@ -210,7 +210,7 @@ class Phases:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """A step: its first phase begins now, its last ends with a mark or with the step."""
+        """Mark a step: its first phase begins now, its last ends with a mark or with the step."""
         with self._open:
             self._open.enter_context(record_function(f"distlab:{self._order[0]}"))
             yield
@@ -246,7 +246,7 @@ def read_trace_file(path: str | os.PathLike) -> Any:
 
 
 def load_trace(path: str | os.PathLike) -> list[Event]:
-    """The events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
+    """Load the events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
 
     Events of one lane and kind that lie inside another of the same are left out (``aten::mm`` in
     ``aten::addmm``).

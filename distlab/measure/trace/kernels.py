@@ -62,12 +62,12 @@ class Profile:
     kernels: tuple[Kernel, ...]
 
     def top(self, phase: str, count: int) -> list[Kernel]:
-        """The kernels of a phase with the most time."""
+        """Return the kernels of a phase with the most time."""
         return [kernel for kernel in self.kernels if kernel.phase == phase][:count]
 
 
 def summarise(events: Sequence[Event]) -> Profile:
-    """The profile of all recorded steps.
+    """Summarise all recorded steps.
 
     Raises:
         ValueError: no ``distlab:step`` in the trace (see `capture.profile_steps`).
@@ -142,6 +142,6 @@ def category(name: str, operator: str | None = None) -> str:
 
 
 def readable(name: str) -> str:
-    """An operator's name without what only a machine reads: autograd's prefix, and the hash of a compiled graph."""
+    """Return an operator's name without what only machines read: autograd's prefix, the hash of a compiled graph."""
     name = name.removeprefix("autograd::engine::evaluate_function: ")
     return re.sub(r"## Call CompiledFxGraph \w+ ##", "compiled graph", name)

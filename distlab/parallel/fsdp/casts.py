@@ -15,7 +15,7 @@ Casts = tuple[torch.dtype, torch.dtype | None]  # of inputs and outputs; None: a
 def parameter_dtype(
     owner: nn.Module, parameter: nn.Parameter, compute_dtype: torch.dtype | None
 ) -> torch.dtype:
-    """The dtype that `owner`'s forward finds `parameter` in.
+    """Return the dtype that `owner`'s forward finds `parameter` in.
 
     Matrices are sent, so they are cast: that halves what is sent. A bias enters the matmul, so it is cast with the
     matrix. What else is a vector (norms) is never sent and stays in the master's dtype: a weight near one rounded to

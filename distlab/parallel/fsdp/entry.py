@@ -57,7 +57,7 @@ class Entry:
         return tuple(self.parameter.shape[d] for d in self.memory_order)
 
     def flatten(self, tensor: Tensor) -> Tensor:
-        """A tensor with the parameter's dimensions, whole or a shard → its elements `(n,)` in memory order."""
+        """Flatten a tensor with the parameter's dimensions, whole or a shard → its elements `(n,)` in memory order."""
         return tensor.permute(self.memory_order).reshape(-1)
 
     def unflatten(self, flat: Tensor, sizes: Sizes | None = None) -> Tensor:

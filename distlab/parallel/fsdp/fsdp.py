@@ -227,7 +227,7 @@ class FSDP(ParallelModel):
 
     @torch.no_grad()
     def load_full_params(self, parameters: Mapping[str, Tensor]) -> None:
-        """The inverse of `gather_full_params()`: each rank takes its shards out of the full tensors.
+        """Invert `gather_full_params()`: each rank takes its shards out of the full tensors.
 
         No communication. Of a tied parameter one name suffices.
 
@@ -243,7 +243,7 @@ class FSDP(ParallelModel):
             load(parameters[name])
 
     def shards(self) -> list[Shard]:
-        """This rank's rows of every matrix, and the replicated parameters."""
+        """Return this rank's rows of every matrix, and the replicated parameters."""
         return self._held
 
     def _find_shards(self) -> Iterator[Shard]:

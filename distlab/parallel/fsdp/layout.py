@@ -50,7 +50,7 @@ class RowLayout(FlatLayout):
 
 
 def cut_dimension(sizes: Sizes, world_size: int) -> int:
-    """The dimension that a parameter is sharded along: the outermost that has a row for every rank.
+    """Return the dimension that a parameter is sharded along: the outermost that has a row for every rank.
 
     The first one of a matrix with N rows or more. A matrix with fewer would leave ranks empty while all slices are
     as long as a row: it is sharded along the second dimension, and a shard is contiguous within a row, or over several,

@@ -36,13 +36,13 @@ class UnitOrder:
         self.begin(None)
 
     def begin(self, kind: Hashable) -> None:
-        """A pass starts; passes of one `kind` run the same units."""
+        """Begin a pass; passes of one `kind` run the same units."""
         self._kind = kind
         self._expected = self._known.get(kind)
         self._seen: list[int] = []
 
     def advance(self, unit: int) -> int | None:
-        """The pass reaches `unit`; returns the one that follows it, if that is known.
+        """Note that the pass reaches `unit`; returns the one that follows it, if that is known.
 
         Raises:
             RuntimeError: another rank runs another unit now, or another unit ran here last time.
@@ -58,7 +58,7 @@ class UnitOrder:
         return self._expected[position + 1] if position + 1 < len(self._expected) else None
 
     def end(self) -> None:
-        """The pass is complete.
+        """End the pass.
 
         Raises:
             RuntimeError: another rank goes on, or units that ran last time did not.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 def tensors_in(value: Any, unit: str) -> Iterator[Tensor]:
-    """The tensors in nested containers, dataclasses and other objects.
+    """Yield the tensors in nested containers, dataclasses and other objects.
 
     Raises TypeError for a function or an iterator, which may compute with the parameters later.
     """

@@ -88,7 +88,7 @@ class Runtime:
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """The forward of the whole module runs inside: reading a parameter that is not gathered raises."""
+        """Run the forward of the whole module inside: reading a parameter that is not gathered raises."""
         for unit in self.units:
             unit.watch(True)
         try:
@@ -307,7 +307,7 @@ class _Call:
 
 
 def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
-    """The operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
+    """Yield the operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
 
     That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
     """

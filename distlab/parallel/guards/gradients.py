@@ -197,7 +197,7 @@ class GradientGuard:
         return True
 
     def end_finish(self) -> None:
-        """The wrapper has finished, or has failed to."""
+        """Note that the wrapper has finished, or has failed to."""
         for parameter in self._trainable:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
@@ -278,7 +278,7 @@ def _not_zeroed(name: str) -> RuntimeError:
 
 
 def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """The name of a parameter whose gradient was changed or replaced since finish, or None; to drop one is no edit."""
+    """Name a parameter whose gradient was changed or replaced since finish, or None; to drop one is no edit."""
     for name, parameter in named:
         gradient = parameter.grad
         if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:

@@ -65,7 +65,7 @@ def is_watched(parameter: Tensor, guard: Guard | None = None) -> bool:
 
 
 def guards_of(parameters: Sequence[Tensor]) -> list[Guard]:
-    """The guards that watch one of these."""
+    """List the guards that watch one of these."""
     return [guard for guard, ids in list(_watched.items()) if any(id(p) in ids for p in parameters)]
 
 

@@ -48,7 +48,7 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch
 
 
 def the_device(parameters: Iterable[Tensor], strategy: str) -> torch.device:
-    """The one device of all parameters; raises ValueError if there are several."""
+    """Return the one device of all parameters; raises ValueError if there are several."""
     devices = {parameter.device for parameter in parameters}
     if len(devices) > 1:
         raise ValueError(
@@ -165,7 +165,7 @@ def refuse_conversion(wrapper: nn.Module, module: nn.Module, convert: Callable[[
 
 
 def refuse_copy(wrapper: nn.Module) -> NoReturn:
-    """A wrapper's `__getstate__`, which copying and pickling ask: raises TypeError."""
+    """Refuse a wrapper's `__getstate__`, which copying and pickling ask: raises TypeError."""
     raise TypeError(
         f"{type(wrapper).__name__} cannot be copied or pickled: hooks and the process group would be lost "
         "silently. Copy or save `.module` and wrap the copy again"

@@ -83,7 +83,7 @@ def refuse_lbfgs(optimizer_cls: type[Optimizer]) -> None:
 
 
 def group_of(parameters: Sequence[nn.Parameter], given: ProcessGroup | None) -> ProcessGroup:
-    """The group of the wrapper whose parameters these are, which must be the one given, if any.
+    """Return the group of the wrapper whose parameters these are, which must be the one given, if any.
 
     Raises:
         ValueError: another group.

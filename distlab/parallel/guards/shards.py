@@ -44,7 +44,7 @@ def check_compute_dtype(dtype: Any) -> None:
 def find_device(
     entries: list[Entry], init_fn: Callable[[nn.Module], Any] | None, device: torch.device | str | None
 ) -> torch.device:
-    """The one device of all parameters, or `device` for a module on meta.
+    """Return the one device of all parameters, or `device` for a module on meta.
 
     Raises:
         ValueError: several devices, a module on meta without `init_fn` and `device`, or these for another.
@@ -93,7 +93,7 @@ def refuse_parameters(entries: list[Entry]) -> None:
 
 
 def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
-    """A unit inside a compiled graph would have its hooks traced once instead of run each time.
+    """Refuse a unit inside a compiled graph, which would have its hooks traced once instead of run each time.
 
     Raises:
         ValueError: names the unit. A unit that is itself the result of `torch.compile` is fine.
@@ -182,13 +182,13 @@ class ShardGuard:
         self._refuse_edited(find_edited(self._sharded))
 
     def note(self, vectors_alone: bool = False) -> None:
-        """The gradients are as they should be now."""
+        """Note that the gradients are as they should be now."""
         for _, parameter in self._replicated if vectors_alone else self._all:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
 
     def forget(self) -> None:
-        """The gradients are dropped."""
+        """Note that the gradients are dropped."""
         self.unfinished = False
         self.note()
 
@@ -222,7 +222,7 @@ class ShardGuard:
         return True
 
     def end_finish(self) -> None:
-        """The wrapper has finished."""
+        """Note that the wrapper has finished."""
         # Without a backward the shards' gradients are those of before, and an edit of them is one still.
         self.note(vectors_alone=not self.unfinished)
         self.pending = self.unfinished = False
