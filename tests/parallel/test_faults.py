@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
-from distlab.parallel import get_strategy
 from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, run
@@ -158,31 +157,3 @@ def test_a_lost_rank_makes_the_other_fail_within_the_timeout(strategy, how):
     assert expected in caught.value.failures[1]
     if how == "sleep":
         assert "rank 0 was averaging gradients, and rank 1 did not come" in caught.value.failures[0]
-
-
-def uneven_steps(context: RankContext, name: str) -> str:
-    """Rank 1 runs out of data after two of three steps."""
-    strategy = get_strategy(name)
-    model = build("plain", 0, context.device)
-    wrapper, optimizer = strategy.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
-    begin = time.monotonic()
-    try:
-        for step in range(3 if context.rank == 0 else 2):
-            optimizer.zero_grad()
-            CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
-            wrapper.finish_gradient_synchronization()
-            optimizer.step()
-        list(map(torch.clone, wrapper.parameters()))  # ZeRO gathers them
-    except RuntimeError as error:
-        assert time.monotonic() - begin < TIMEOUT_S + 4
-        return str(error)
-    return "trained"
-
-
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_a_rank_that_runs_out_of_data_is_an_error_for_the_others(strategy):
-    """Unequal numbers of steps end before the timeout with an error that names the rank, not a hang or a success."""
-    survivor, short = run(uneven_steps, 2, strategy, group_timeout_s=TIMEOUT_S)
-    assert short == "trained"
-    assert "rank 1 did not come: it has fewer batches" in survivor
-    assert strategy != "fsdp" or "gathering unit '0' failed" in survivor

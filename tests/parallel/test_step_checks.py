@@ -36,11 +36,8 @@ def averaging_and_its_optimizer(
     context: RankContext, names: Iterable[str] = AVERAGING
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
     for name in names:
-        for bucket_size_mb in (1e-4, None) if name == "bucketed" else (25.0,):
-            yield get_strategy(name).build(
-                build("plain", 0, context.device),
-                context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=bucket_size_mb,
-            )  # fmt: skip
+        module = build("plain", 0, context.device)
+        yield get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4)
 
 
 def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
