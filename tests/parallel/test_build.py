@@ -1,7 +1,5 @@
 """`Strategy.build` and what every strategy offers: models on meta, the norm of the whole gradient, shards."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from torch import nn
@@ -11,7 +9,6 @@ from distlab.model.config import preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import (
     STRATEGIES,
-    BucketedDDP,
     LocalOptimizer,
     get_strategy,
     stepped,
@@ -81,19 +78,6 @@ def test_a_model_without_values_is_refused_unless_it_is_said_how_to_make_them(on
         strategy.build(unknown, one_rank.group, torch.optim.SGD, device="cpu")
     with pytest.raises(ValueError, match="has its values"):
         strategy.build(layers(), one_rank.group, torch.optim.SGD, device="cpu")
-
-
-def test_a_strategy_keeps_its_own_bucket_size_unless_one_is_given(one_rank):
-    sizes = []
-
-    def wrap(module: nn.Module, bucket_size_mb: float | None = 100.0, **options) -> BucketedDDP:
-        sizes.append(bucket_size_mb)
-        return BucketedDDP(module, bucket_size_mb, **options)
-
-    strategy = replace(STRATEGIES["bucketed-dma"], wrap=wrap)
-    for options in ({}, {"bucket_size_mb": 25.0}, {"bucket_size_mb": None}):
-        strategy.build(layers(), one_rank.group, torch.optim.SGD, **options)[0].close()
-    assert sizes == [100.0, 25.0, None]
 
 
 def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:

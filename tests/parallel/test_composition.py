@@ -10,8 +10,7 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
@@ -45,28 +44,11 @@ def _checkpointed(model: TransformerLM) -> nn.Module:
     return model
 
 
-def _checkpointed_reentrant(model: TransformerLM) -> nn.Module:
-    model.blocks = nn.ModuleList(Reentrant(block) for block in model.blocks)
-    return model
-
-
-class Reentrant(nn.Module):
-    """Recomputes its block inside backward by a nested autograd call."""
-
-    def __init__(self, block: nn.Module):
-        super().__init__()
-        self.block = block
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return checkpoint(self.block, *inputs, use_reentrant=True)
-
-
 TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
     "plain": _plain,
     "compiled": _compiled,
     "compiled-blocks": _compiled_blocks,
     "checkpointed": _checkpointed,
-    "checkpointed-reentrant": _checkpointed_reentrant,
 }
 
 
@@ -109,6 +91,6 @@ def same_gradients(context: RankContext, transform: str) -> None:
 def test_strategies_with_transformed_models(transform):
     """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31. What FSDP refuses of these has its own test.
 
-    Without autocast random models have all but compiled ones, and a layer that reentrant checkpoints share.
+    Without autocast random models have all but compiled ones, and reentrant checkpoints.
     """
     run(same_gradients, 2, transform)

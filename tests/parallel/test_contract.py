@@ -202,10 +202,8 @@ def test_late_ddp_is_right_as_the_page_has_it(backend):
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("strategy", ON_GPUS)
-def test_gradients_are_the_mean_over_gpus(strategy, case, world_size, set_to_none):
+def test_gradients_are_the_mean_over_gpus(strategy, world_size):
     """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17, for what runs on GPUs only."""
-    run(train_beside_reference, world_size, strategy, case, set_to_none, backend="nccl")
+    run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend="nccl")

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
-from distlab.parallel import get_strategy
 from distlab.testing import RanksFailed, run_ranks
-from tests.parallel.cases import CASES, build
+from tests.parallel.cases import CASES, OneProcess, build
 from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, run
 
 TIMEOUT_S = 3.0
@@ -43,28 +42,29 @@ def _raise_memory_error(_: Tensor) -> Tensor:
 
 def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...], numbers: tuple[int, ...]) -> None:
     """Fail a backward; then micro-batches of these numbers, all but the last under no_sync()."""
-    torch.manual_seed(0)
-    wrapper = STRATEGIES[strategy](Fragile(), process_group=context.group)
-    twin = Fragile()
-    twin.load_state_dict(wrapper.module.state_dict())
 
-    def batch(rank: int, number: int) -> Tensor:
-        return torch.full((2, 4), 10.0 * number + rank + 1.0)
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return Fragile()
 
+    def loss(model: nn.Module, rank: int, number: int, fail: bool = False) -> Tensor:
+        return model(torch.full((2, 4), 10.0 * number + rank + 1.0), fail=fail).sum()
+
+    wrapper = STRATEGIES[strategy](make(), process_group=context.group)
+    one = OneProcess(make, context.world_size, torch.optim.SGD)
     if context.rank in failing:
         with pytest.raises(MemoryError, match="injected"):  # the original error, not one of communication
-            wrapper(batch(context.rank, 0), fail=True).sum().backward()
+            loss(wrapper, context.rank, 0, fail=True).backward()
     else:
-        wrapper(batch(context.rank, 0), fail=False).sum().backward()
+        loss(wrapper, context.rank, 0).backward()
         wrapper.finish_gradient_synchronization()
     wrapper.zero_grad()
     for number in numbers:
         with nullcontext() if number == numbers[-1] else wrapper.no_sync():
-            wrapper(batch(context.rank, number), fail=False).sum().backward()
-        for rank in range(2):
-            (twin(batch(rank, number), fail=False).sum() / 2).backward()
+            loss(wrapper, context.rank, number).backward()
+        one.backward(lambda model, rank, number=number: loss(model, rank, number))
     wrapper.finish_gradient_synchronization()
-    for mine, expected in zip(wrapper.module.parameters(), twin.parameters(), strict=True):
+    for mine, expected in zip(wrapper.module.parameters(), one.model.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, expected.grad)
     assert_same_on_all_ranks([p.grad for p in wrapper.module.parameters()], context)
 
@@ -158,31 +158,3 @@ def test_a_lost_rank_makes_the_other_fail_within_the_timeout(strategy, how):
     assert expected in caught.value.failures[1]
     if how == "sleep":
         assert "rank 0 was averaging gradients, and rank 1 did not come" in caught.value.failures[0]
-
-
-def uneven_steps(context: RankContext, name: str) -> str:
-    """Rank 1 runs out of data after two of three steps."""
-    strategy = get_strategy(name)
-    model = build("plain", 0, context.device)
-    wrapper, optimizer = strategy.build(model, context.group, torch.optim.SGD, {"lr": 0.1})
-    begin = time.monotonic()
-    try:
-        for step in range(3 if context.rank == 0 else 2):
-            optimizer.zero_grad()
-            CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
-            wrapper.finish_gradient_synchronization()
-            optimizer.step()
-        list(map(torch.clone, wrapper.parameters()))  # ZeRO gathers them
-    except RuntimeError as error:
-        assert time.monotonic() - begin < TIMEOUT_S + 4
-        return str(error)
-    return "trained"
-
-
-@pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
-def test_a_rank_that_runs_out_of_data_is_an_error_for_the_others(strategy):
-    """Unequal numbers of steps end before the timeout with an error that names the rank, not a hang or a success."""
-    survivor, short = run(uneven_steps, 2, strategy, group_timeout_s=TIMEOUT_S)
-    assert short == "trained"
-    assert "rank 1 did not come: it has fewer batches" in survivor
-    assert strategy != "fsdp" or "gathering unit '0' failed" in survivor

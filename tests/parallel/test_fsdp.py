@@ -3,7 +3,7 @@
 test_contract.py has the kinds of models that it shares with all strategies, test_fsdp_models.py many more.
 """
 
-import copy
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.cases import TwoBranches
+from tests.parallel.cases import OneProcess, build
 from tests.parallel.test_contract import full_gradients, run
 
 
@@ -100,22 +100,20 @@ def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0():
 
 
 def used_only_under_no_sync(context: RankContext) -> None:
-    torch.manual_seed(0)
-    model = TwoBranches().to(context.device)
-    twin = copy.deepcopy(model)
-    fsdp = FSDP(model, process_group=context.group)
-    x = torch.full((2, 6), 1.0 + context.rank, device=context.device)
+    fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
+    one = OneProcess(partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD)
+
+    def loss(model: nn.Module, rank: int, branch: str) -> Tensor:
+        return model(torch.full((2, 6), 1.0 + rank, device=context.device), branch).sum()
+
     with fsdp.no_sync():
-        fsdp(x, "left").sum().backward()
+        loss(fsdp, context.rank, "left").backward()
     fsdp.relearn_order()
-    fsdp(x, "right").sum().backward()
+    loss(fsdp, context.rank, "right").backward()
     fsdp.finish_gradient_synchronization()
-    for rank in range(context.world_size):
-        x = torch.full((2, 6), 1.0 + rank, device=context.device)
-        (twin(x, "left").sum() / context.world_size).backward()
-        (twin(x, "right").sum() / context.world_size).backward()
+    one.backward(lambda model, rank: loss(model, rank, "left") + loss(model, rank, "right"))
     for name, gradient in full_gradients(fsdp, context).items():
-        torch.testing.assert_close(gradient, twin.get_parameter(name).grad)
+        torch.testing.assert_close(gradient, one.model.get_parameter(name).grad)
 
 
 def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too():

@@ -8,11 +8,11 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from unittest import mock
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -28,18 +28,10 @@ from tests.parallel.test_fsdp import OwnModel, own_loss
 WIDTH = 6
 
 
-class InPlaceOnAView(nn.Module):
+def in_place_on_a_view() -> nn.Module:
     """On three dimensions a linear layer with bias returns a view, which is then overwritten."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x[None]
-        for layer in self.layers:
-            x = F.leaky_relu_(layer(x), 0.1)
-        return x
+    layers = ((nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.1, inplace=True)) for _ in range(3))
+    return nn.Sequential(nn.Unflatten(0, (1, 4)), *chain(*layers))
 
 
 class CallsAnother(nn.Module):
@@ -154,7 +146,7 @@ OWN = {
     "checkpoints across and inside units": (Segments, ()),
 }
 FROZEN = {  # name: how to build it, prefixes of what is frozen the second time
-    "in place on a view": (InPlaceOnAView, ("layers.0", "layers.1.bias")),
+    "in place on a view": (in_place_on_a_view, ("1", "3.bias")),
     "calls inside calls": (CallsInsideCalls, ("units.1",)),
     "a part of a parameter": (LearnedPositions, ("table",)),
 }

@@ -85,10 +85,8 @@ def test_padding_of_a_real_block(name, expected):
     ("shape", "world_size", "shards"),
     [
         ((5, 3), 2, [(3, 3), (2, 3)]),
-        ((2, 6), 3, [(1, 4), (1, 4), (1, 4)]),  # two rows for three ranks
         ((3, 1), 4, [(1, 1), (1, 1), (1, 1), (1, 0)]),
         ((2, 3, 5), 3, [(1, 2, 5), (1, 2, 5), (1, 2, 5)]),  # experts: six rows for three ranks
-        ((0, 4), 2, [(1, 0), (1, 0)]),
     ],
 )
 def test_shapes_of_shards(shape, world_size, shards):

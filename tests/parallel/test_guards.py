@@ -13,7 +13,7 @@ from torch.nn.modules import module as of_modules
 from torch.optim import optimizer as of_optimizers
 
 from distlab.comm import RankContext
-from distlab.parallel import FSDP, STRATEGIES, BucketedDDP, NaiveDDP
+from distlab.parallel import STRATEGIES
 from distlab.parallel.guards import hooks
 from distlab.testing import run_ranks
 
@@ -85,21 +85,3 @@ def hooks_come_and_go(context: RankContext, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
 def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(strategy):
     run_ranks(hooks_come_and_go, 1, strategy)
-
-
-def another_wraps_the_scaler(context: RankContext) -> None:
-    let_go_of_others()
-    before, wrapper = GradScaler.step, NaiveDDP(nn.Linear(4, 4), process_group=context.group)
-    ours = GradScaler.step
-    assert ours is not before
-    GradScaler.step = theirs = lambda *args, **options: ours(*args, **options)
-    wrapper.close()
-    assert GradScaler.step is theirs  # whoever has wrapped it since keeps it
-    GradScaler.step = before
-    for kind in (BucketedDDP, FSDP):
-        kind(nn.Linear(4, 4), process_group=context.group).close()
-        assert GradScaler.step is before
-
-
-def test_what_others_wrapped_meanwhile_is_left_alone():
-    run_ranks(another_wraps_the_scaler, 1)

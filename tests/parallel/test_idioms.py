@@ -198,7 +198,7 @@ def compiled(context: RankContext) -> None:
 
     for module in (net(), net().append(nn.LayerNorm(3))):  # it was the second FSDP at which Dynamo failed
         expected = trained("bucketed", "", copy.deepcopy(module))
-        for kind, part in (("zero1", "step"), ("sharded-optimizer", "step"), ("fsdp", "wrapper")):
+        for kind, part in (("zero1", "step"), ("sharded-optimizer", "step"), ("fsdp", "step"), ("fsdp", "wrapper")):
             torch.testing.assert_close(trained(kind, part, copy.deepcopy(module)), expected)
 
 

@@ -1,11 +1,10 @@
 """A mesh of two shard groups of two ranks: what is sent, when, and what is refused."""
 
-import re
 from functools import partial
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import hybrid_mesh, resolve_mesh
@@ -14,7 +13,6 @@ from distlab.model import TransformerLM, preset
 from distlab.parallel import (
     FSDP,
     BucketedDDP,
-    CopyEngineDDP,
     FlatDDP,
     NaiveDDP,
     OverlapDDP,
@@ -135,47 +133,30 @@ def test_models_are_compared_over_all_ranks():
     assert all("on rank 3" in text for text in run_ranks(different_models, 4))
 
 
-def refused_meshes(context: RankContext) -> list[str]:
+def refused_meshes(context: RankContext) -> None:
     two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
+    linear = torch.nn.Linear(2, 2)
     mistakes = [
-        lambda: FSDP(torch.nn.Linear(2, 2), mesh=2),
-        lambda: NaiveDDP(torch.nn.Linear(2, 2), mesh=init_device_mesh("cpu", (4,))),
-        lambda: resolve_mesh(DeviceMesh("cpu", [[0, 1]]), None),
-        lambda: hybrid_mesh(context.group, 3),
-        lambda: hybrid_mesh(context.group, 0),
-        lambda: get_strategy("hsdp").build(torch.nn.Linear(2, 2), context.group, torch.optim.SGD, shard_size=8),
-        lambda: ZeroOptimizer(BucketedDDP(torch.nn.Linear(2, 2), mesh=two), torch.optim.SGD),
+        ("mesh=2: give a torch.distributed.device_mesh.DeviceMesh", lambda: FSDP(linear, mesh=2)),
+        ("mesh has 1 dimension.* leave mesh out", lambda: NaiveDDP(linear, mesh=init_device_mesh("cpu", (4,)))),
+        ("shard_size=3 does not divide the 4 ranks; allowed: .1, 2, 4.", lambda: hybrid_mesh(context.group, 3)),
+        (
+            "ZeroOptimizer shards over all ranks.* FSDP",
+            lambda: ZeroOptimizer(BucketedDDP(linear, mesh=two), torch.optim.SGD),
+        ),
     ]
     if context.rank < 2:
         mistakes += [
-            lambda: resolve_mesh(two, pair),
-            lambda: hybrid_mesh(pair, 1),
-            lambda: CopyEngineDDP(torch.nn.Linear(2, 2), mesh=DeviceMesh("cpu", [[0, 1]]), process_group=pair),
+            ("mesh of 2 × 2 ranks does not hold the process group's ranks .0, 1.", lambda: resolve_mesh(two, pair)),
+            ("a mesh is made of all 4 ranks of the job, not of 2", lambda: hybrid_mesh(pair, 1)),
         ]
-    texts = []
-    for mistake in mistakes:
-        with pytest.raises((ValueError, TypeError)) as caught:
+    for words, mistake in mistakes:
+        with pytest.raises((ValueError, TypeError), match=words):
             mistake()
-        texts.append(str(caught.value))
-    return texts
 
 
 def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give():
-    expected = [
-        "mesh=2: give a torch.distributed.device_mesh.DeviceMesh, such as init_device_mesh",
-        "mesh has 1 dimension.* leave mesh out",
-        "mesh of 1 × 2 ranks does not hold the process group's ranks .0, 1, 2, 3.",
-        "shard_size=3 does not divide the 4 ranks; allowed: .1, 2, 4.",
-        "shard_size=0 does not divide",
-        "shard_size=8 does not divide",
-        "ZeroOptimizer shards over all ranks.* FSDP",
-        "mesh of 2 × 2 ranks does not hold the process group's ranks .0, 1.",
-        "a mesh is made of all 4 ranks of the job, not of 2",
-        "works within one host|needs GPUs|no GPU",
-    ]
-    texts = run_ranks(refused_meshes, 4)[0]
-    for text, words in zip(texts, expected, strict=True):
-        assert re.search(words, text), (words, text)
+    run_ranks(refused_meshes, 4)
 
 
 def hosts_of_different_sizes(context: RankContext, names: list[str]) -> int | str:

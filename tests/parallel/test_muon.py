@@ -199,9 +199,9 @@ def refusals(context: RankContext) -> None:
         STRATEGIES["naive"].build(model, context.group, Muon, layout=Layout(tensor=2))
     with pytest.raises(ValueError, match="DTensor"):
         STRATEGIES["fsdp2"].build(nn.Sequential(model), context.group, Muon)
+    with pytest.raises(ValueError, match="has a matrix"):
+        Muon.split(nn.Linear(2, 2))
 
 
 def test_where_no_rank_could_put_matrices_together_is_refused():
     run(refusals, 2)
-    with pytest.raises(ValueError, match="has a matrix"):
-        Muon.split(nn.Linear(2, 2))

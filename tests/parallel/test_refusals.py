@@ -60,6 +60,7 @@ def mistakes(context: RankContext) -> None:
     first = BucketedDDP(wrapped, process_group=context.group)
     only_rank_0 = dist.new_group([0])
     naive = partial(NaiveDDP, process_group=context.group)
+    sparse, image = naive(nn.Embedding(5, 3, sparse=True)), naive(nn.Conv2d(3, 4, 3))
     bucketed = partial(BucketedDDP, nn.Linear(2, 2), process_group=context.group)
     rows = [
         ("no parameter that requires a gradient", partial(naive, frozen)),
@@ -69,13 +70,19 @@ def mistakes(context: RankContext) -> None:
         ("bucket_size_mb=0.*positive", partial(bucketed, 0)),
         ("wrap the copy again", partial(copy.deepcopy, first)),
         ("wrap the copy again", partial(pickle.dumps, first)),
-        ("before wrapping", partial(wrapped.load_state_dict, nn.Linear(2, 2).state_dict(), assign=True)),
+        ("'p1' and 'p2' are two parameters on the same memory", partial(naive, overlapping("transposed"))),
+        ("'1.weight' is uninitialized.*run one forward", partial(naive, nn.Sequential(wrapped, nn.LazyLinear(3)))),
+        ("cannot change 'weight' from torch.float32 on cpu to torch.float16 on cpu.*before wrapping", first.half),
+        ("cannot change.*before wrapping", partial(first.to, "meta")),
+        ("cannot change.*before wrapping", partial(image.to, memory_format=torch.channels_last)),
+        ("'weight' is sparse", sparse(torch.tensor([1, 2])).sum().backward),
     ]
     if context.rank == 1:
         rows.append(("not a member", partial(NaiveDDP, nn.Linear(2, 2), process_group=only_rank_0)))
     for words, mistake in rows:
         text = message_of(mistake)
         assert re.search(words, text, re.DOTALL), (words, text)
+    assert first.to(torch.float32).cpu().float() is first  # changes nothing
     first.close()
     naive(wrapped)  # after close() the same module can be wrapped again
 
@@ -127,45 +134,6 @@ def test_parameters_that_only_share_a_storage_are_two_parameters():
         refuse_shared_memory(Holding(*map(nn.Parameter, parts)))
     tied = nn.Linear(3, 3)
     refuse_shared_memory(nn.Sequential(tied, tied))
-
-
-def what_wrapping_refuses(context: RankContext) -> list[dict[str, str]]:
-    """Of every strategy of ours, and of what is done to its wrapper."""
-    answers = []
-    for make in STRATEGIES.values():
-
-        def wrap(module: nn.Module, make=make) -> nn.Module:
-            return make(module, process_group=context.group)
-
-        wrapper = wrap(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-        before = [(t.dtype, t.data_ptr()) for t in wrapper.state_dict().values()]
-        answers.append(
-            {
-                "shared": message_of(lambda wrap=wrap: wrap(overlapping("transposed"))),
-                "lazy": message_of(lambda wrap=wrap: wrap(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(3)))),
-                "half": message_of(wrapper.half),
-                "device": message_of(lambda wrapper=wrapper: wrapper.to("meta")),
-            }
-        )
-        assert wrapper.to(torch.float32).cpu().float() is wrapper  # changes nothing
-        assert [(t.dtype, t.data_ptr()) for t in wrapper.state_dict().values()] == before
-        image = wrap(nn.Conv2d(3, 4, 3))
-        answers[-1]["format"] = message_of(lambda image=image: image.to(memory_format=torch.channels_last))
-        sparse = wrap(nn.Embedding(5, 3, sparse=True))
-        answers[-1]["sparse"] = message_of(lambda sparse=sparse: sparse(torch.tensor([1, 2])).sum().backward())
-        wrapper.close()
-        assert wrapper.module.half()[0].weight.dtype is torch.float16
-    return answers
-
-
-def test_every_strategy_names_what_it_cannot_wrap_or_move():
-    for answers in run_ranks(what_wrapping_refuses, 2)[1]:
-        assert "'p1' and 'p2' are two parameters on the same memory" in answers["shared"]
-        assert "'weight' is sparse" in answers["sparse"]  # RELIABILITY 13
-        assert "'1.weight' is uninitialized" in answers["lazy"] and "run one forward" in answers["lazy"]
-        for how in ("half", "device", "format"):
-            assert "cannot change" in answers[how] and "before wrapping" in answers[how], how
-        assert "'0.weight' from torch.float32 on cpu to torch.float16 on cpu" in answers["half"]
 
 
 def penalised(critic: nn.Module, rank: int) -> Tensor:

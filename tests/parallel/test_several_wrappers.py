@@ -1,6 +1,7 @@
 """Several wrappers on the same ranks: messages of one are never taken for those of another."""
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, get_strategy
 from distlab.parallel.base import ParallelModel
+from tests.parallel.cases import OneProcess
 from tests.parallel.test_contract import run
 
 SMALL = 1e-4  # MiB: a bucket for each matrix
@@ -32,38 +34,32 @@ def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[Paralle
 def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
     inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(context.world_size)]
 
-    def backward(models: list[nn.Module], rank: int, skips: tuple[bool, bool]) -> None:
+    def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> list[Tensor]:
+        skips = [other == rank for other in lazy]
         if joint:
-            models[1](models[0](inputs[rank], skips[0]), skips[1]).square().mean().backward()
-        else:
-            for model, skip in zip(models, skips, strict=True):
-                model(inputs[rank], skip).square().mean().backward()
+            return [models[1](models[0](inputs[rank], skips[0]), skips[1]).square().mean()]
+        return [model(inputs[rank], skip).square().mean() for model, skip in zip(models, skips, strict=True)]
+
+    def two() -> nn.ModuleList:
+        torch.manual_seed(0)
+        return nn.ModuleList([Skipping(), Skipping()])
 
     for first in (0, 1):  # which wrapper finishes first
-        torch.manual_seed(0)
-        modules = [Skipping(), Skipping()]
-        plain = copy.deepcopy(modules)
-        made = [wrapped(kind, module, context) for kind, module in zip(kinds, modules, strict=True)]
-        references = [torch.optim.SGD(module.parameters(), lr=0.5) for module in plain]
+        made = [wrapped(kind, module, context) for kind, module in zip(kinds, two(), strict=True)]
+        one = OneProcess(two, context.world_size, torch.optim.SGD, lr=0.5)
         for lazy in ((0, None), (None, 0), (1, 0), (None, None)):  # the rank that leaves a layer of each model out
             lazy = tuple(None if kind == "fsdp" else rank for kind, rank in zip(kinds, lazy, strict=True))
             for _, optimizer in made:
                 optimizer.zero_grad()
-            backward([wrapper for wrapper, _ in made], context.rank, tuple(rank == context.rank for rank in lazy))
+            one.zero_grad()
+            for loss in losses([wrapper for wrapper, _ in made], context.rank, lazy):
+                loss.backward()
+            one.backward(lambda models, rank, lazy=lazy: sum(losses(models, rank, lazy)))
             for wrapper, _ in made[first:] + made[:first]:
                 wrapper.finish_gradient_synchronization()
-            for _, optimizer in made:
+            for optimizer in (*(optimizer for _, optimizer in made), one.optimizer):
                 optimizer.step()
-            for optimizer in references:
-                optimizer.zero_grad()
-            for rank in range(context.world_size):
-                backward(plain, rank, tuple(other == rank for other in lazy))
-            for optimizer, module in zip(references, plain, strict=True):
-                for parameter in module.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad /= context.world_size
-                optimizer.step()
-        for (wrapper, _), module in zip(made, plain, strict=True):
+        for (wrapper, _), module in zip(made, one.model, strict=True):
             for mine, expected in zip(wrapper.full_parameters().values(), module.parameters(), strict=True):
                 torch.testing.assert_close(mine, expected)
 

@@ -193,8 +193,7 @@ def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
         optimizer.zero_grad(set_to_none=False)
         wrapper.zero_grad()
         for parameter in model.parameters():
-            assert parameter.grad is None and parameter.requires_grad and parameter.is_leaf
-            parameter.register_hook(lambda gradient: gradient).remove()
+            assert parameter.grad is None and parameter.is_leaf
         model.train()
         assert not waited  # nothing of this reads a value
         before = []
