@@ -1343,49 +1343,28 @@ def run_jobs(
 # -- shrinking ---------------------------------------------------------------------------------------------
 
 
-def shorter(case: Case) -> Iterator[Case]:
-    """Cases with one thing less, those that leave out most first."""
-    for body in _shorter_lists(case.body):
-        if body:
-            yield _without_ties(replace(case, body=body))
-    for name, default in _changes(case):
-        if name not in ("body", "seed", "width", "regime"):
-            yield replace(case, **{name: default})
-    if case.head in ("tied", "read"):
-        yield replace(case, head="linear")
-    if case.width > 2:
-        yield replace(case, width=2)
-    regime = case.regime
-    yield replace(case, regime=replace(Regime(), steps=regime.steps))
-    for name, default in _changes(regime):
-        yield replace(case, regime=replace(regime, **{name: default}))
-    for name in ("steps", "micro"):
-        if getattr(regime, name) > 2:
-            yield replace(case, regime=replace(regime, **{name: getattr(regime, name) - 1}))
+def shorter(thing: Any) -> Iterator[Any]:
+    """Cases (parts, regimes, lists of parts, numbers) with one thing less.
 
-
-def _shorter_lists(parts: tuple[Part, ...]) -> Iterator[tuple[Part, ...]]:
-    if len(parts) > 2:
-        yield parts[: len(parts) // 2]
-        yield parts[len(parts) // 2 :]
-    for place, part in enumerate(parts):
-        before, after = parts[:place], parts[place + 1 :]
-        yield before + after
-        if part.inside:
-            yield before + part.inside + after
-        for smaller in _shorter_parts(part):
-            yield (*before, smaller, *after)
-
-
-def _shorter_parts(part: Part) -> Iterator[Part]:
-    """Some mean nothing, such as a norm of no form: "invalid" is another outcome than the one that is looked for."""
-    if part.kind != "linear" and not part.inside:
-        yield Part()
-    for name, default in _changes(part):
-        if name not in ("kind", "inside"):
-            yield replace(part, **{name: default})
-    for inside in filter(None, _shorter_lists(part.inside)):
-        yield replace(part, inside=inside)
+    Some mean nothing, such as a norm of no form: "invalid" is another outcome than the one that is looked for.
+    """
+    if isinstance(thing, tuple):
+        for place, part in enumerate(thing):
+            before, after = thing[:place], thing[place + 1 :]
+            for parts in (before + after, before + getattr(part, "inside", ()) + after):
+                if parts:
+                    yield parts
+            yield from ((*before, smaller, *after) for smaller in shorter(part))
+    elif isinstance(thing, int) and thing > 2:
+        yield thing - 1
+    elif dataclasses.is_dataclass(thing):
+        for name, default in _changes(thing):
+            if name not in ("seed", "kind", "body", "inside"):
+                yield replace(thing, **{name: default})
+            if name != "seed":
+                yield from (replace(thing, **{name: smaller}) for smaller in shorter(getattr(thing, name)))
+        if isinstance(thing, Part) and not thing.inside:
+            yield Part()
 
 
 def _without_ties(case: Case) -> Case:
@@ -1398,7 +1377,7 @@ def shrink(job: Job, outcome: str, ranks: int, *, seconds: float = 90.0) -> Job:
     """The shortest case found, within `seconds`, that ends with the same outcome."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        tried = list(dict.fromkeys(as_allowed(case, job.strategy) for case in shorter(job.case)))
+        tried = dict.fromkeys(as_allowed(_without_ties(case), job.strategy) for case in shorter(job.case))
         jobs = [Job(case, job.strategy) for case in tried if case != job.case]
         results = run_jobs(jobs, ranks, seconds=5.0, until_failure=True)
         found = next((smaller for smaller, verdict in results if verdict.outcome == outcome), None)

@@ -387,17 +387,17 @@ def synthetic_batches(
     """A few batches of this rank, on its device."""
     task, axes = options.task(), layout.axes(context.group)
     steps = range(BATCHES)
-    return [shared_batches(task, axes, context.rank, step, context.device)[0] for step in steps]
+    return [shared_batches(task, axes, step, context.device)[0] for step in steps]
 
 
-def shared_batches(task: Task, axes: Axes, rank: int, step: int, device: torch.device) -> list[Any]:
+def shared_batches(task: Task, axes: Axes, step: int, device: torch.device) -> list[Any]:
     """A rank's micro-batches of a step; ranks that share a model have those of all of them, or parts of these."""
     ranks = axes.layout.ranks
+    first = axes.batch_rank * ranks
+    of_ranks = [task.batches(member, step, device) for member in range(first, first + ranks)]
     if ranks == 1:
-        return task.batches(rank, step, device)
-    first = rank // ranks * ranks
-    of_ranks = zip(*(task.batches(member, step, device) for member in range(first, first + ranks)), strict=True)
-    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
+        return of_ranks[0]
+    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in zip(*of_ranks, strict=True)]
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

@@ -35,7 +35,7 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
         return
     try:
         work.wait(LONG_WAIT)
-    except RuntimeError:  # either it lasts, even if it ends at this moment, or it has failed: then so does the next wait
+    except RuntimeError:  # it lasts, if only until this moment, or it has failed, and then so does the next wait
         with waiting(group, what):
             work.wait()
 

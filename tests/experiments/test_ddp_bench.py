@@ -18,9 +18,9 @@ import torch
 
 from distlab.bench import timing
 from distlab.bench.reference import parameter_difference
-from distlab.bench.timing import Workbench, variants
+from distlab.bench.timing import Variant, Workbench, variants
 from distlab.comm import RankContext
-from distlab.parallel import NaiveDDP, OverlapDDP, strategies_on
+from distlab.parallel import Layout, NaiveDDP, OverlapDDP, get_strategy, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
@@ -79,6 +79,16 @@ def test_a_broken_synchronisation_is_printed_as_wrong():
     metrics = {"max_abs_param_diff": difference, "volume_as_predicted": True}
     (problem,) = ddp_bench.wrong_rows([Record("ddp_bench", "naive", {}, metrics, {}, None)])
     assert "differ from one process" in problem
+
+
+def replicas_of_a_pipeline(context: RankContext) -> float:
+    row = Variant("bucketed-pp2", get_strategy("bucketed"), layout=Layout(pipeline=2))
+    return parameter_difference(context, row, steps=1)
+
+
+def test_stages_of_a_replica_have_the_same_sequences():
+    """Those of one replica are not neighbours: the pipeline is the outermost axis."""
+    assert run_ranks(replicas_of_a_pipeline, 4)[0] < 1e-6
 
 
 def out_of_memory_on_one_rank(context: RankContext, where: str) -> tuple[dict[str, int], str]:

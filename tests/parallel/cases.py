@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 class TwoBranches(nn.Module):
-    """A trunk and two heads; a forward uses the head it is told to."""
+    """A trunk and two heads; a forward uses the heads it is told to, such as "left right"."""
 
     def __init__(self):
         super().__init__()
@@ -23,9 +23,9 @@ class TwoBranches(nn.Module):
         self.right = nn.Linear(8, 3)
         self.never = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, branch: str) -> Tensor:
+    def forward(self, x: Tensor, branches: str) -> Tensor:
         hidden = F.relu(self.trunk(x))
-        return getattr(self, branch)(hidden)
+        return sum(getattr(self, branch)(hidden) for branch in branches.split())
 
 
 class Tied(nn.Module):
@@ -98,7 +98,7 @@ def _token_loss(model: nn.Module, rank: int, step: int, device: torch.device) ->
 def _branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
     """Rank 1 uses the right head where the others use the left, so their gradients become ready differently."""
     branch = "right" if (rank + step) % 2 else "left"
-    return model(_inputs(rank, step).to(device), branch=branch).square().mean()
+    return model(_inputs(rank, step).to(device), branches=branch).square().mean()
 
 
 def _same_branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.parallel import get_strategy, strategies_on
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import STRATEGIES, run
+from tests.parallel.test_contract import run
 
 
 def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -> None:
@@ -59,46 +59,3 @@ def test_a_no_sync_inside_another_does_not_end_it():
 
 def test_no_sync_on_a_mesh_sends_nothing_between_shard_groups_either():
     run(with_every_strategy, 4, True)
-
-
-def second_backward(context: RankContext, strategy: str) -> str:
-    wrapper = STRATEGIES[strategy](build("plain", 0, context.device), process_group=context.group)
-    wrapper(torch.ones(1, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="became ready twice") as caught:
-        wrapper(torch.ones(1, 6)).sum().backward()
-    with pytest.raises(RuntimeError, match="changed between backward and finish"):
-        wrapper.finish_gradient_synchronization()
-    wrapper.zero_grad()
-    wrapper(torch.ones(1, 6)).sum().backward()
-    wrapper.finish_gradient_synchronization()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_second_synchronised_backward_before_finish_raises(strategy):
-    """RELIABILITY 9: correct or an error; here an error that says no_sync()."""
-    assert "no_sync()" in run(second_backward, 2, strategy)[0]
-
-
-def finish_twice_and_without_backward(context: RankContext, strategy: str) -> None:
-    model = build("plain", 0, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    with CollectiveRecorder() as recorder:
-        wrapper.finish_gradient_synchronization()
-        with torch.no_grad():
-            wrapper(torch.ones(1, 6))
-        wrapper.finish_gradient_synchronization()
-    assert recorder.calls == []
-    wrapper(torch.ones(1, 6) * context.rank).sum().backward()
-    wrapper.finish_gradient_synchronization()
-    once = [parameter.grad.clone() for parameter in model.parameters()]
-    with CollectiveRecorder() as recorder:
-        wrapper.finish_gradient_synchronization()
-    assert recorder.calls == []
-    assert all(torch.equal(a, p.grad) for a, p in zip(once, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_finish_is_idempotent_and_silent_without_backward(strategy):
-    """RELIABILITY 19."""
-    run(finish_twice_and_without_backward, 2, strategy)

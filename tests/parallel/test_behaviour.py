@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
@@ -141,26 +140,3 @@ def sent_while_backward_runs(context: RankContext) -> None:
 def test_messages_leave_while_backward_runs():
     """Of the strategies that overlap: all but the first layer's have left before that layer's gradient is there."""
     run(sent_while_backward_runs, 2)
-
-
-def recomputed_wrapper(context: RankContext, strategy: str) -> None:
-    """The wrapper's forward for one head runs again when the other head's gradients have arrived already."""
-    plain = build("unused-on-some", 0, context.device)
-    wrapper = STRATEGIES[strategy](build("unused-on-some", 0, context.device), process_group=context.group)
-    x = torch.ones(2, 6)
-
-    def loss_of(model: nn.Module, rank: int) -> Tensor:
-        left = checkpoint(model, x, "left", use_reentrant=False)
-        return (rank + 1) * (left + checkpoint(model, x, "right", use_reentrant=False)).square().mean()
-
-    loss_of(wrapper, context.rank).backward()
-    wrapper.finish_gradient_synchronization()
-    for rank in range(2):
-        (loss_of(plain, rank) / 2).backward()
-    for mine, expected in zip(wrapper.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad, expected.grad)
-
-
-@pytest.mark.parametrize("strategy", ["naive", "bucketed"])
-def test_a_wrapper_may_be_recomputed_inside_backward(strategy):
-    run(recomputed_wrapper, 2, strategy)

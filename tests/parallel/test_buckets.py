@@ -54,22 +54,6 @@ def test_a_bucket_size_must_be_positive(size):
         plan_buckets([1], [torch.float32], size)
 
 
-def test_packing_makes_the_gradient_a_view():
-    weights = [nn.Parameter(torch.zeros(2, 3)), nn.Parameter(torch.zeros(4))]
-    (plan,) = plan_buckets([6, 4], [torch.float32] * 2, None)
-    bucket = GradientBucket(plan, weights)
-    weights[1].grad = torch.full((4,), 8.0)
-    bucket.add(0)  # position 0 is the last registered parameter
-    assert weights[1].grad is bucket.views[0]
-    assert torch.equal(weights[1].grad, torch.full((4,), 8.0))
-    assert bucket.missing == 1
-    sent = bucket.seal()  # weights[0] has no gradient: zeros, and a flag of 0
-    assert torch.equal(sent, torch.tensor([8.0] * 4 + [0.0] * 6 + [1.0, 0.0]))
-    bucket.buffer[-2:] = torch.tensor([1.0, 0.5])  # as if another rank had used weights[0]
-    bucket.unpack()
-    assert weights[0].grad is bucket.views[1]
-
-
 def test_views_take_over_a_dense_parameter_s_strides_and_no_others():
     transposed = nn.Parameter(torch.zeros(3, 2).t())
     holey = nn.Parameter(torch.zeros(2, 6)[:, ::2])

@@ -13,13 +13,12 @@ from distlab.parallel import (
     STRATEGIES,
     BucketedDDP,
     LocalOptimizer,
-    ZeroOptimizer,
     get_strategy,
     stepped,
     strategies_on,
 )
 from distlab.parallel.base import square_sum
-from distlab.parallel.shard import FlatLayout, Shard, whole
+from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
@@ -130,44 +129,6 @@ def test_on_a_mesh_the_norm_counts_each_element_once():
     run_ranks(norms, 4, "plain", ON_A_MESH)
 
 
-def buckets_made(context: RankContext) -> None:
-    """A target in the bucket is offered once the memory is there."""
-    model = build("plain", 0, context.device)
-    wrapper = BucketedDDP(model, process_group=context.group)
-    assert not any("gradient_target" in p.__dict__ for p in model.parameters())
-    wrapper(torch.ones(1, 6)).sum().backward()
-    assert all("gradient_target" in p.__dict__ for p in model.parameters())
-    wrapper.finish_gradient_synchronization()
-    wrapper.close()
-
-
-def test_buckets_take_memory_at_the_first_forward():
-    run_ranks(buckets_made, 1)
-
-
-def states_of_strided_parameters(context: RankContext) -> None:
-    reference = Reference("odd-strides", context.world_size, context.device)
-    wrapper = BucketedDDP(
-        build("odd-strides", 0, context.device), bucket_size_mb=1e-4, process_group=context.group
-    )
-    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, momentum=0.9)
-    CASES["odd-strides"].loss(wrapper, context.rank, 0, context.device).backward()
-    wrapper.finish_gradient_synchronization()
-    reference.backward(0)
-    optimizer.step()
-    saved = optimizer.state_dict()
-    for name, parameter in reference.model.named_parameters():  # the first step's momentum is the gradient
-        momentum = saved["state"][name]["momentum_buffer"]
-        torch.testing.assert_close(momentum, parameter.grad, rtol=1e-5, atol=1e-6, msg=name)
-    optimizer.load_state_dict(saved)
-    for name, state in optimizer.state_dict()["state"].items():
-        assert torch.equal(state["momentum_buffer"], saved["state"][name]["momentum_buffer"])
-
-
-def test_states_of_transposed_parameters_are_saved_as_an_unsharded_optimizer_has_them():
-    run_ranks(states_of_strided_parameters, 2)
-
-
 def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_hold():
     tensor = torch.arange(7.0)
     portions = [whole("blocks.0._orig_mod.weight", tensor).portion(rank, 3) for rank in range(3)]
@@ -178,13 +139,6 @@ def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_h
     assert mine.portion(1, 3) is mine and mine.like("state", tensor[3:] + 1).values.tolist() == [4, 5, 6, 7]
     with pytest.raises(ValueError, match="row-major"):
         _ = whole("transposed", torch.ones(2, 3).t()).values
-
-
-def test_slices_of_a_layout_divide_every_parameter():
-    layout = FlatLayout([5, 0, 4], 3, align=[1, 2, 4], extra=2)
-    assert (layout.offsets, layout.payload, layout.slice_numel, layout.numel) == ([0, 6, 8], 12, 5, 15)
-    assert [layout.shard_range(2, rank) for rank in range(3)] == [(0, 0), (0, 2), (2, 4)]
-    assert [layout.place(2, rank) for rank in range(3)] == [(0, 0), (3, 5), (0, 2)]
 
 
 def most_while_built(context: RankContext) -> None:
@@ -210,24 +164,6 @@ def most_while_built(context: RankContext) -> None:
 def test_construction_takes_no_more_than_training():
     """Nothing is ever whole under FSDP, and twice under none."""
     run_ranks(most_while_built, 2)
-
-
-@pytest.mark.multigpu
-def test_construction_takes_no_more_than_training_on_gpus():
-    """The same by the allocator."""
-    run_ranks(most_on_gpus, 2, backend="nccl")
-
-
-def most_on_gpus(context: RankContext) -> None:
-    """FSDP's peak while it makes 0.4 billion parameters from meta."""
-    config = preset("medium")
-    torch.cuda.reset_peak_memory_stats(context.device)
-    module = TransformerLM(config, device="meta")
-    model, _ = get_strategy("fsdp").build(
-        module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device=context.device
-    )
-    assert torch.cuda.max_memory_allocated(context.device) < 4 * 4 * config.num_parameters / 2
-    model.close(restore=False)
 
 
 def test_half_precision_gradients_are_in_the_norm_and_unrounded():

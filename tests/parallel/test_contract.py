@@ -209,22 +209,3 @@ def test_late_ddp_is_right_as_the_page_has_it(backend):
 def test_gradients_are_the_mean_over_gpus(strategy, case, world_size, set_to_none):
     """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17, for what runs on GPUs only."""
     run(train_beside_reference, world_size, strategy, case, set_to_none, backend="nccl")
-
-
-def tied_weights_travel_once(context: RankContext, strategy: str) -> tuple[int, int]:
-    from distlab.measure.collectives import CollectiveRecorder
-
-    model = build("tied", context.rank, context.device)
-    wrapper = STRATEGIES[strategy](model, process_group=context.group)
-    assert model.head.weight is model.embedding.weight  # still tied
-    with CollectiveRecorder() as recorder:
-        CASES["tied"].loss(wrapper, context.rank, 0, context.device).backward()
-        wrapper.finish_gradient_synchronization()
-    return recorder.total_bytes, sum(parameter.numel() for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_tied_weight_is_sent_once(strategy):
-    """RELIABILITY 4: the bytes on the wire are those of each distinct parameter, plus one flag each."""
-    for sent, numel in run(tied_weights_travel_once, 2, strategy):
-        assert sent == 4 * (numel + 3)  # three distinct parameters, three flags

@@ -4,8 +4,6 @@ test_contract.py has the kinds of models that it shares with all strategies, tes
 """
 
 import copy
-import gc
-import time
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
+from tests.parallel.cases import TwoBranches
 from tests.parallel.test_contract import full_gradients, run
 
 
@@ -25,15 +24,6 @@ class OwnLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ self.weight.T
-
-
-class OwnEmbedding(nn.Module):
-    def __init__(self, rows: int, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(rows, width))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.weight[tokens]
 
 
 class OwnRMSNorm(nn.Module):
@@ -61,7 +51,7 @@ class OwnModel(nn.Module):
 
     def __init__(self, tied: bool = False, frozen: tuple[str, ...] = ()):
         super().__init__()
-        self.embedding = OwnEmbedding(11, 7)
+        self.embedding = nn.Embedding(11, 7)
         self.blocks = nn.ModuleList(OwnBlock(7) for _ in range(3))
         self.norm = OwnRMSNorm(7)
         self.head = OwnLinear(7, 11)
@@ -109,21 +99,9 @@ def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0():
     run(different_buffers, 2)
 
 
-class Heads(nn.Module):
-    """A trunk and two heads that one batch uses and another does not."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.left, self.right = nn.Linear(6, 5), nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: Tensor, heads: str) -> Tensor:
-        x = torch.relu(self.trunk(x))
-        return sum(getattr(self, head)(x) for head in heads.split())
-
-
 def used_only_under_no_sync(context: RankContext) -> None:
     torch.manual_seed(0)
-    model = Heads().to(context.device)
+    model = TwoBranches().to(context.device)
     twin = copy.deepcopy(model)
     fsdp = FSDP(model, process_group=context.group)
     x = torch.full((2, 6), 1.0 + context.rank, device=context.device)
@@ -161,31 +139,3 @@ def retained_graph(context: RankContext) -> None:
 def test_a_retained_graph_gives_the_same_gradients_again():
     """The contract's 9."""
     run(retained_graph, 2)
-
-
-def matrices_in_memory() -> tuple[int, int]:
-    """How many tensors of the shape of `forgotten`'s weights there are, and how many of them hold memory."""
-    tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), Tensor) and not thing.is_meta]
-    matrices = [tensor for tensor in tensors if tensor.shape in ((37, 41), (41, 37))]
-    return len(matrices), sum(tensor.untyped_storage().nbytes() > 0 for tensor in matrices)
-
-
-def forgotten(context: RankContext) -> None:
-    model = nn.Sequential(nn.Linear(37, 41), nn.ReLU(), nn.Linear(41, 37)).to(context.device)
-    fsdp = FSDP(model, process_group=context.group)
-    for _ in range(2):
-        gc.collect()
-        deadline = time.monotonic() + 10
-        while matrices_in_memory()[1] and time.monotonic() < deadline:
-            pass  # `wait()` returns before gloo's thread drops what it sent: some 10 ms on a busy machine
-        there, held = matrices_in_memory()
-        assert there > 0 and held == 0
-        fsdp(torch.ones(2, 37, device=context.device)).sum().backward()
-        fsdp.finish_gradient_synchronization()
-    held = sum(param.master.numel() for param in fsdp.flat_params)
-    assert context.world_size == 2 and held == 21 * 37 + 19 * 41  # half of 41 and of 37 rows, rounded up
-
-
-def test_full_parameters_are_let_go():
-    """RELIABILITY 33: nothing keeps a full matrix, and a rank holds 1/N."""
-    run(forgotten, 2)

@@ -42,31 +42,6 @@ class InPlaceOnAView(nn.Module):
         return x
 
 
-class Halves(nn.Module):
-    """Two outputs of one operation."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 2 * WIDTH)
-
-    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return self.layer(x).chunk(2, -1)
-
-
-class OneHalf(nn.Module):
-    """The root returns one of two outputs of an operation that a unit has made, and uses the other."""
-
-    def __init__(self, which: int):
-        super().__init__()
-        self.gate = nn.Parameter(torch.randn(WIDTH, WIDTH))
-        self.units = nn.ModuleList([Halves(), nn.Linear(WIDTH, WIDTH)])
-        self.which = which
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        halves = self.units[0](x @ self.gate)
-        return halves[self.which], self.units[1](halves[1 - self.which])
-
-
 class CallsAnother(nn.Module):
     """A unit that runs another unit, which is not below it, in the middle of its own forward."""
 
@@ -89,29 +64,6 @@ class CallsInsideCalls(nn.Module):
         return self.units[2](torch.tanh(self.units[0](x)))
 
 
-class CallsItself(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, depth: int = 2) -> Tensor:
-        x = torch.tanh(self.layer(x))
-        return self.layer(self(x, depth - 1)) if depth else x
-
-
-class Units(nn.Module):
-    """One unit after the other."""
-
-    def __init__(self, *units: nn.Module):
-        super().__init__()
-        self.units = nn.ModuleList(units)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for unit in self.units:
-            x = unit(x)
-        return x
-
-
 class Table(nn.Module):
     """Returns a part of its parameter, as learned positions do."""
 
@@ -132,87 +84,49 @@ class LearnedPositions(nn.Module):
         return self.body(torch.tanh(x * self.table(len(x)))) + self.table(len(x))
 
 
-class Checkpointed(nn.Module):
-    """Recomputes another model, whole, and between two layers of its own."""
-
-    def __init__(self, body: nn.Module):
-        super().__init__()
-        self.before, self.body, self.after = nn.Linear(WIDTH, WIDTH), body, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.before(x))
-        return self.after(torch.tanh(checkpoint(self.body, x, use_reentrant=False)))
-
-
 class Shapes(nn.Module):
-    """Parameters of all shapes: no elements, a scalar, one row, fewer rows than ranks, 3-D, 4-D, transposed."""
+    """Parameters of shapes that random models have not: no elements, one row or column, fewer rows than ranks, 4-D."""
 
     def __init__(self):
         super().__init__()
-        self.scalar = nn.Parameter(torch.tensor(0.7))
-        self.no_rows = nn.Parameter(torch.empty(0, 5))
+        self.no_rows = nn.Parameter(torch.empty(0, 8))
         self.no_columns = nn.Parameter(torch.empty(4, 0))
         self.row = nn.Parameter(torch.randn(1, 6))
         self.column = nn.Parameter(torch.randn(6, 1))
         self.pair = nn.Parameter(torch.randn(1, 2))
         self.few = nn.Parameter(torch.randn(2, 6))
-        self.experts = nn.Parameter(torch.randn(2, 6, 5) * 0.4)
-        self.transposed = nn.Parameter(torch.randn(7, 6).t())
         self.conv = nn.Conv2d(2, 3, 3)
-        self.head = nn.Linear(13, 11)
+        self.head = nn.Linear(8, 11)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x * self.row + x @ self.column
-        mixed = torch.cat([torch.einsum("bi,eij->bj", x, self.experts), self.no_rows])
-        image = self.conv((x @ self.transposed)[:, :2, None, None].expand(-1, 2, 4, 4)).mean((2, 3))
+        image = self.conv(x[:, :2, None, None].expand(-1, 2, 4, 4)).mean((2, 3))
         nothing = x[:, :4] @ self.no_columns
-        joined = torch.cat([mixed, image, nothing, x @ self.few.T, x[:, :1], x[:, :2] * self.pair], dim=1)
-        return self.head(joined) * self.scalar
+        joined = torch.cat([image, nothing, x @ self.few.T, x[:, :1], x[:, :2] * self.pair], dim=1)
+        return self.head(torch.cat([joined, self.no_rows]))
 
 
 class Segments(nn.Module):
     """Checkpoints that do not coincide with units: inside one, over two, and ending in plain operators."""
 
-    def __init__(self, use_reentrant: bool = False):
+    def __init__(self):
         super().__init__()
-        self.inner, self.use_reentrant = OwnModel(), use_reentrant
+        self.inner = OwnModel()
 
     def forward(self, tokens: Tensor) -> Tensor:
         model = self.inner
         x = model.embedding(tokens)
-        x = checkpoint(self._two_blocks, x, use_reentrant=self.use_reentrant)
-        x = checkpoint(lambda x: torch.tanh(model.blocks[2](x)), x, use_reentrant=self.use_reentrant)
+        x = checkpoint(self._two_blocks, x, use_reentrant=False)
+        x = checkpoint(lambda x: torch.tanh(model.blocks[2](x)), x, use_reentrant=False)
         return model.head(model.norm(x))
 
     def _two_blocks(self, x: Tensor) -> Tensor:
         return torch.tanh(self.inner.blocks[1](self.inner.blocks[0](x)))
 
 
-class BiasApart(nn.Module):
-    """A bias whose matrix lies in a child, as in some vision transformers."""
-
-    def __init__(self):
-        super().__init__()
-        self.q_bias, self.qkv = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.conv(F.linear(x, self.qkv.weight, self.q_bias)[..., None])[..., 0]
-
-
-def compiled_blocks() -> nn.Module:
-    model = OwnModel()
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = torch.compile(block, backend="aot_eager")
-    return model
-
-
 def numbers_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
-    """The loss of all tensors that the model returns of a rank's own numbers."""
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
-    out = model(x.to(device, next(model.parameters()).dtype))
-    tensors = out if isinstance(out, tuple) else [out]
-    return sum(tensor.float().square().mean() for tensor in tensors)
+    return model(x.to(device)).square().mean()
 
 
 @dataclass(frozen=True)
@@ -238,17 +152,11 @@ OWN = {
     "frozen unit": (OwnModel, ("blocks.1.up.weight", "blocks.1.down.weight", "blocks.1.bias")),
     "frozen parts": (OwnModel, ("blocks.0.up.weight", "blocks.2.norm.weight", "embedding.weight")),
     "checkpoints across and inside units": (Segments, ()),
-    "compiled blocks": (compiled_blocks, ()),
 }
 FROZEN = {  # name: how to build it, prefixes of what is frozen the second time
     "in place on a view": (InPlaceOnAView, ("layers.0", "layers.1.bias")),
-    "first half": (partial(OneHalf, 0), ("gate", "units.1")),
-    "second half": (partial(OneHalf, 1), ("gate", "units.0")),
     "calls inside calls": (CallsInsideCalls, ("units.1",)),
-    "recursion": (lambda: Units(nn.Linear(WIDTH, WIDTH), CallsItself()), ("units.0",)),
     "a part of a parameter": (LearnedPositions, ("table",)),
-    "checkpointed positions": (lambda: Checkpointed(LearnedPositions()), ("before", "body.table")),
-    "checkpointed calls": (lambda: Checkpointed(CallsInsideCalls()), ("before", "body.units.0")),
 }
 ROWS = {
     **{name: Row(make, own_loss, frozen, torch.float16) for name, (make, frozen) in OWN.items()},
@@ -259,7 +167,6 @@ ROWS = {
     },
     "shapes": Row(Shapes),
     "shapes, a buffer for each row length": Row(Shapes, worth=0),
-    "bias apart": Row(lambda: Units(BiasApart()), dtype=torch.float16),
 }
 
 

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from collections import OrderedDict
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.parallel import BucketedDDP
+from distlab.parallel import BucketedDDP, ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import run
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_zero1 import Said, Scaled
 
 
 def linear() -> nn.Module:
@@ -28,10 +31,9 @@ def wrap_what_cannot_be_wrapped(context: RankContext) -> None:
     wrap = partial(FSDP, process_group=context.group)
     for words, given in [
         ("no parameters", (nn.ReLU(),)),
-        *(
-            (r"compute_dtype=.*give a floating-point torch.dtype", (linear(), dtype))
-            for dtype in (torch.int32, "bfloat16", 16, torch.complex64)
-        ),
+        (r"compute_dtype=.*give a floating-point torch.dtype", (linear(), torch.int32)),
+        (r"compute_dtype=.*give a floating-point torch.dtype", (linear(), "bfloat16")),
+        (r"has no forward.*wrap the module whose forward reads them", (nn.ParameterList([torch.zeros(2, 2)]),)),
         ("lies on meta and has no values: give init_fn", (linear().to("meta"),)),
         ("move the module to one device first", (half_on_meta,)),
         ("recurrent module", (nn.LSTM(2, 2),)),
@@ -136,52 +138,37 @@ def test_what_a_wrapped_module_refuses():
     run(misuse, 1)
 
 
-class Returns(nn.Module):
-    """One unit, whose output the test decides."""
+class Returning(nn.Linear):
+    """A unit whose output the test decides."""
 
     def __init__(self, how: str):
-        super().__init__()
-        self.units, self.how = nn.ModuleList([nn.Linear(4, 4), _Unit(how)]), how
-
-    def forward(self, x: torch.Tensor) -> Any:
-        return self.units[1](self.units[0](x))
-
-
-class _Unit(nn.Module):
-    def __init__(self, how: str):
-        super().__init__()
-        self.layer, self.how = nn.Linear(4, 4), how
+        super().__init__(4, 4)
+        self.how = how
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.how == "generator":
-            return (self.layer(row) for row in x)
+            return (row @ self.weight for row in x)
         if self.how == "function":
-            return x, lambda: self.layer(x)
+            return x, lambda: x @ self.weight
         if self.how == "parameter":
-            return x, self.layer.weight.t()
-        self.aside = self.layer(torch.ones(1, 4))
+            return x, self.weight.t()
+        self.aside = torch.ones(1, 4) @ self.weight
         return x
 
 
 def returned(context: RankContext) -> None:
     x = torch.ones(2, 4)
     for how, message, error in (
-        ("generator", r"unit 'units\.1' returns a generator, .*: return tensors", TypeError),
-        ("function", r"unit 'units\.1' returns a function, .*: return tensors", TypeError),
-        (
-            "parameter",
-            r"unit 'units\.1' returns one of its parameters.*: return parameter\.clone\(\)",
-            RuntimeError,
-        ),
+        ("generator", r"unit '1' returns a generator, .*: return tensors", TypeError),
+        ("function", r"unit '1' returns a function, .*: return tensors", TypeError),
+        ("parameter", r"unit '1' returns one of its parameters.*: return parameter\.clone\(\)", RuntimeError),
     ):
         with pytest.raises(error, match=message):
-            FSDP(Returns(how), process_group=context.group)(x)
-    fsdp = FSDP(Returns("aside"), process_group=context.group)
+            FSDP(nn.Sequential(nn.Linear(4, 4), Returning(how)), process_group=context.group)(x)
+    fsdp = FSDP(nn.Sequential(nn.Linear(4, 4), Returning("aside")), process_group=context.group)
     fsdp(x)
-    fsdp.module.units[1].aside.sum().backward()
-    with pytest.raises(
-        RuntimeError, match=r"parameters of unit 'units\.1' past its outputs.*: return every tensor"
-    ):
+    fsdp.module[1].aside.sum().backward()
+    with pytest.raises(RuntimeError, match=r"parameters of unit '1' past its outputs.*: return every tensor"):
         fsdp.finish_gradient_synchronization()
 
 
@@ -206,3 +193,56 @@ def gradient_penalty(context: RankContext) -> None:
 def test_a_graph_of_the_backward():
     """A gradient penalty differentiates the backward, when the parameters that it used are freed."""
     run(gradient_penalty, 2)
+
+
+def try_optimizers(context: RankContext) -> None:
+    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    matrices = [p for p in fsdp.parameters() if p.dim() >= 2]
+    before = fsdp.gather_full_params()
+    own_loss(fsdp, context.rank, 0, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+    for name, optimizer in (
+        ("Scaled", Scaled(fsdp.parameters(), lr=0.1)),
+        ("ShardedOptimizer", ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, context.group, lr=0.1)),
+        ("Muon", torch.optim.Muon(matrices, lr=0.1)),
+    ):
+        for _ in range(2):
+            with pytest.raises(ValueError, match=f"^{name} "):
+                optimizer.step()
+    for name, parameter in fsdp.gather_full_params().items():
+        assert torch.equal(parameter, before[name]), name
+    # Vectors are whole on every rank: what steps them alone may do as it likes.
+    groups = [{"params": matrices}, {"params": [p for p in fsdp.parameters() if p.dim() < 2]}]
+    Said(groups, lr=0.1).step()
+    torch.optim.Adafactor(groups[1]["params"], lr=0.1).step()
+    after = fsdp.gather_full_params()
+    assert all(not torch.equal(after[name], before[name]) for name in before)
+    assert_same_on_all_ranks(list(after.values()), context)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_not_elementwise_is_refused_before_its_first_step(backend):
+    """FSDP never sees the optimizer's construction; nothing is stepped, and people's own are."""
+    run(try_optimizers, 2, backend=backend)
+
+
+def refused_on_meta(context: RankContext) -> None:
+    def back_and_forth(module: nn.Module) -> None:
+        module.head.weight.fill_(0)
+        module.embedding.weight.fill_(0)
+        module.head.weight.fill_(1)
+
+    for init_fn, message in [
+        (torch.no_grad()(back_and_forth), "returns to 'head.weight'"),
+        (torch.no_grad()(lambda m: m.head.weight.copy_(m.embedding.weight)), "in one operator"),
+        (lambda m: m.head.reset_parameters(), "left .*embedding.weight"),
+    ]:
+        with torch.device("meta"):
+            built = nn.Sequential(OrderedDict(embedding=nn.Embedding(9, 4), head=nn.Linear(4, 9)))
+        with pytest.raises(RuntimeError, match=message):
+            FSDP(built, process_group=context.group, init_fn=init_fn, device=context.device)
+
+
+def test_deferred_initialisation_that_is_not_in_order_is_refused():
+    """test_build.py has models that are made in order."""
+    run(refused_on_meta, 2)

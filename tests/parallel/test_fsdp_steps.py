@@ -4,7 +4,6 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
@@ -26,35 +25,6 @@ def backward(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
 def finished(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
     backward(fsdp, context, step)
     fsdp.finish_gradient_synchronization()
-
-
-class VectorAtTheEnd(nn.Module):
-    """Only the last vector is trained, so backward reaches no unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer, self.scale = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-        self.layer.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x) * self.scale
-
-
-def vector_alone(context: RankContext) -> None:
-    vector = FSDP(VectorAtTheEnd(), process_group=context.group)
-    optimizer = torch.optim.SGD([p for p in vector.parameters() if p.requires_grad], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        vector(torch.ones(1, 4)).sum().backward()
-        with pytest.raises(RuntimeError, match=UNFINISHED):
-            optimizer.step()
-        vector.finish_gradient_synchronization()
-        optimizer.step()
-
-
-def test_a_step_without_finish_raises_where_backward_reached_no_unit():
-    """test_step_checks.py has the others."""
-    run(vector_alone, 2)
 
 
 def compiled_step(context: RankContext) -> None:

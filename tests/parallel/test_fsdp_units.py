@@ -61,8 +61,11 @@ def check_shards(plan: RowLayout, index: int, owned: torch.Tensor) -> None:
 LLAMA = ((3 * 4096, 4096), (4096, 4096), (11008, 4096), (11008, 4096), (4096, 11008))
 
 
-@pytest.mark.parametrize("name", ["small", "medium", "large", "xl", "10B", "gpt2-xl", "d_ff 11008"])
-def test_padding_of_a_real_block(name):
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("large", [(1, 0.0), (1, 0.0)]), ("10B", [(2, 0.0), (1, 3.7)]), ("d_ff 11008", [(2, 0.0), (2, 1.0)])],
+)
+def test_padding_of_a_real_block(name, expected):
     """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/learn/fsdp.md."""
     shapes = LLAMA if name == "d_ff 11008" else ModelShape.of(preset(name)).matrix_shapes_per_block
     elements = sum(map(math.prod, shapes))
@@ -72,28 +75,19 @@ def test_padding_of_a_real_block(name):
         plans = [RowLayout(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
         return len(plans), round(100 * (sum(plan.numel for plan in plans) / elements - 1), 1)
 
-    for world_size in (1, 2, 3, 4, 8, 64):
+    for world_size in (3, 8, 64):
         buffers, percent = padding(world_size)
         assert buffers == 1 and percent <= 0.3
-    expected = {
-        "10B": [(2, 0.0), (1, 3.7)],
-        "gpt2-xl": [(1, 4.0), (2, 8.0)],
-        "d_ff 11008": [(2, 0.0), (2, 1.0)],
-    }
-    assert [padding(512), padding(1024)] == expected.get(name, [(1, 0.0), (1, 0.0)])
+    assert [padding(512), padding(1024)] == expected
 
 
 @pytest.mark.parametrize(
     ("shape", "world_size", "shards"),
     [
         ((5, 3), 2, [(3, 3), (2, 3)]),
-        ((2, 6), 2, [(1, 6), (1, 6)]),
         ((2, 6), 3, [(1, 4), (1, 4), (1, 4)]),  # two rows for three ranks
-        ((1, 4), 1, [(1, 4)]),
-        ((1, 4), 2, [(1, 2), (1, 2)]),
         ((3, 1), 4, [(1, 1), (1, 1), (1, 1), (1, 0)]),
         ((2, 3, 5), 3, [(1, 2, 5), (1, 2, 5), (1, 2, 5)]),  # experts: six rows for three ranks
-        ((4, 3, 5), 3, [(2, 3, 5), (2, 3, 5), (0, 3, 5)]),
         ((0, 4), 2, [(1, 0), (1, 0)]),
     ],
 )
@@ -113,10 +107,8 @@ def test_what_is_found_where_nothing_is_gathered():
     x = torch.ones(2, 3, dtype=torch.bfloat16)
     for read in (
         lambda: nn.functional.linear(x, found),
-        lambda: found[:2],
         lambda: found.detach(),
         lambda: torch.stack([found, found]),
-        lambda: x.add_(found[0]),
         found.data_ptr,  # what a Triton kernel asks for
     ):
         for mode in (torch.enable_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
@@ -181,17 +173,11 @@ def test_what_has_no_forward_is_never_a_unit():
     """`nn.ParameterList` and the like are read by the module around them, whose forward gathers."""
     module = nn.Module()
     module.loose = nn.ParameterList([torch.zeros(2, 2)])
-    module.named = nn.ModuleDict({"a": nn.ParameterDict({"x": torch.zeros(2, 2)})})
-    module.blocks = nn.ModuleList([nn.Sequential(), nn.ParameterList([torch.zeros(2, 2)])])
-    module.blocks[0].inside = nn.ParameterList([torch.zeros(2, 2)])
+    module.blocks = nn.ModuleList([nn.ParameterList([torch.zeros(2, 2)])])
     module.reader = nn.Sequential()
     module.reader.inside = nn.ParameterDict({"x": torch.zeros(2, 2)})
     module.reader.child = nn.Linear(2, 2, bias=False)
-    assert units(module) == {
-        "(root)": ["loose.0", "named.a.x", "blocks.1.0"],
-        "blocks.0": ["blocks.0.inside.0"],
-        "reader": ["reader.inside.x", "reader.child.weight"],
-    }
+    assert units(module) == {"(root)": ["loose.0", "blocks.0.0"], "reader": ["reader.inside.x", "reader.child.weight"]}
 
 
 def test_types_of_masters_and_of_computation():
@@ -205,15 +191,11 @@ def test_types_of_masters_and_of_computation():
     assert list_entries(module, None)[0].compute_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize(
-    "like", [torch.zeros(3, 4), torch.zeros(4, 3).t(), torch.zeros(2, 3, 4, 5).permute(0, 3, 1, 2)]
-)
-def test_a_parameter_keeps_its_memory_order(like: torch.Tensor):
+def test_a_parameter_keeps_its_memory_order():
     module = nn.Module()
-    module.weight = nn.Parameter(torch.randn(like.shape).as_strided(like.shape, like.stride()))
+    module.weight = nn.Parameter(torch.randn(2, 3, 4, 5).permute(0, 3, 1, 2))
     entry = list_entries(module, None)[0]
-    flat = entry.flatten(module.weight)
-    assert torch.equal(entry.unflatten(flat), module.weight)
-    assert entry.unflatten(flat).stride() == like.stride()
-    entry.forget_values()
-    assert torch.equal(entry.unflatten(flat), module.weight)
+    for _ in range(2):
+        whole = entry.unflatten(entry.flatten(module.weight))
+        assert torch.equal(whole, module.weight) and whole.stride() == module.weight.stride()
+        entry.forget_values()

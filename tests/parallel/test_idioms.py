@@ -90,7 +90,7 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored():
 def gradients_by_hand(context: RankContext) -> None:
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
     for kind in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
-        made = wrapper, optimizer = wrapped(context, kind)
+        wrapper, optimizer = wrapped(context, kind)
         parameters = list(wrapper.parameters())
         for number in range(3):
             gradients = torch.autograd.grad(wrapper.module(x).square().mean(), parameters)
@@ -104,8 +104,6 @@ def gradients_by_hand(context: RankContext) -> None:
                 wrapper.finish_gradient_synchronization()
             assert recorder.count == 0
             optimizer.step()
-        values = collectives.gather_objects(full(made), context.group)
-        assert all(map(torch.equal, *values))
 
 
 def test_gradients_that_were_assigned_are_averaged():
@@ -135,20 +133,18 @@ def matrices_without_gradients(context: RankContext) -> None:
             value = loss(wrapper)
             wrapper.finish_gradient_synchronization()  # too early: nothing is there
             value.backward()
+            with pytest.raises(RuntimeError, match=r"finish_gradient_synchronization\(\)"):
+                optimizer.step()
             wrapper.finish_gradient_synchronization()
             optimizer.step()
         return full(made)
 
-    for loss in (
-        lambda wrapper: wrapper(x).square().mean() * 0 + wrapper.module[0].bias.square().sum(),
-        lambda wrapper: wrapper(x).sum() * 0 + sum(p.square().sum() for p in wrapper.parameters() if p.ndim == 1),
-        lambda wrapper: wrapper(x).square().mean(),
+    for loss, make in (
+        (lambda wrapper: wrapper(x).square().mean() * 0 + wrapper.module[0].bias.square().sum(), net),
+        (lambda wrapper: wrapper(x).detach().sum() + wrapper.module[2].bias.sum(), net),
+        (lambda wrapper: wrapper(x).square().mean(), OnVectors),
     ):
-        torch.testing.assert_close(ends("fsdp", loss, net()), ends("bucketed", loss, net()))
-    used = lambda wrapper: wrapper(x).square().mean()  # noqa: E731
-    torch.testing.assert_close(ends("fsdp", used, OnVectors()), ends("bucketed", used, OnVectors()))
-    nothing = lambda wrapper: (wrapper(x).detach().sum() + wrapper.module[2].bias.sum())  # noqa: E731
-    torch.testing.assert_close(ends("fsdp", nothing, net()), ends("bucketed", nothing, net()))
+        torch.testing.assert_close(ends("fsdp", loss, make()), ends("bucketed", loss, make()))
 
 
 def test_a_loss_on_vectors_alone_and_an_early_finish_are_right():
@@ -192,21 +188,18 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module():
 
 
 def compiled(context: RankContext) -> None:
-    def trained(kind: str, part: str, normed: bool) -> list[Tensor]:
-        torch.manual_seed(0)
-        blocks = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 3))
-        made = wrapped(context, kind, blocks if normed else net())
-        wrapper, optimizer = made
+    def trained(kind: str, part: str, module: nn.Module) -> list[Tensor]:
+        made = wrapper, optimizer = wrapped(context, kind, module)
         forward = torch.compile(wrapper, backend="aot_eager") if part == "wrapper" else wrapper
         update = torch.compile(optimizer.step, backend="aot_eager") if part == "step" else None
         for number in range(3):
             step(forward, made, context, number, update)
         return full(made)
 
-    for normed in (False, True):  # it was the second FSDP at which Dynamo failed
-        expected = trained("bucketed", "", normed)
+    for module in (net(), net().append(nn.LayerNorm(3))):  # it was the second FSDP at which Dynamo failed
+        expected = trained("bucketed", "", copy.deepcopy(module))
         for kind, part in (("zero1", "step"), ("sharded-optimizer", "step"), ("fsdp", "wrapper")):
-            torch.testing.assert_close(trained(kind, part, normed), expected)
+            torch.testing.assert_close(trained(kind, part, copy.deepcopy(module)), expected)
 
 
 def test_a_compiled_step_and_a_compiled_wrapper_train_alike():
@@ -248,10 +241,6 @@ def refused(context: RankContext) -> None:
     halves = {name: parameter.detach() / 2 for name, parameter in net().named_parameters(prefix="module")}
     with pytest.raises(RuntimeError, match=r"FSDP: '0\.weight' is another parameter .*functional_call.*load_full"):
         torch.func.functional_call(wrapped(context, "fsdp")[0], halves, (x,))
-    wrapper = wrapped(context, "fsdp", nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)))[0]
-    wrapper.module[1].weight = wrapper.module[0].weight
-    with pytest.raises(RuntimeError, match=r"FSDP: '1\.weight' is another parameter .*tied"):
-        wrapper(x)
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
     wrapper = wrapped(context, "fsdp", normed)[0]
     cached = pytest.raises(RuntimeError, match=r"unit '1' runs .*parametrize\.cached\(\).* is not for sharded modules")

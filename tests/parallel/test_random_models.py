@@ -68,7 +68,7 @@ def test_a_failing_case_is_shrunk_to_what_makes_it_fail(monkeypatch, capsys):
     monkeypatch.setattr(fuzz, "run_jobs", fails_where(condition))
     alone = ["--strategies", "flat", "--ranks", "2"]
     assert fuzz.main([*alone, "--first", str(seeds[0]), "--seeds", "1"]) == 1
-    shortest = Case((Part("around", (Part(),), "twice"),), seed=seeds[0], width=2, regime=Regime(micro=2))
+    shortest = Case((Part("around", (Part(),), "twice"),), seed=seeds[0], regime=Regime(micro=2))
     said = capsys.readouterr().out
     assert f"the shortest that fails so: {shortest}\n" in said
     assert f"python -m tests.fuzz --strategies flat --ranks 2 --first {seeds[0]} --seeds 1\n" in said

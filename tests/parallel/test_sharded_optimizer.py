@@ -8,16 +8,13 @@ import torch
 from torch import nn
 
 from distlab.comm import RankContext
-from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer
+from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer, get_strategy
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
 OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-    "adam": (torch.optim.Adam, {"lr": 0.01}),
     "adamw-foreach": (torch.optim.AdamW, {"lr": 0.01, "weight_decay": 0.1, "foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"lr": 0.01, "fused": True}),
-    "adagrad": (torch.optim.Adagrad, {"lr": 0.01}),
 }
 
 
@@ -56,26 +53,30 @@ def parity(context: RankContext, name: str) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_parity_with_the_unsharded_optimizer(name, world_size, backend):
-    """RELIABILITY 21: bit for bit, whatever the optimizer and its implementation; random models have other models."""
+    """RELIABILITY 21: bit for bit, whatever the implementation; random models have other optimizers and models."""
     run(parity, world_size, name, backend=backend)
 
 
-def shares(context: RankContext) -> tuple[int, int, int, int]:
-    model = nn.Sequential(*(nn.Linear(width, width) for width in (3, 40, 7, 25, 31, 12)))
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.Adam, process_group=context.group)
-    train(model, optimizer, range(1))
-    state = sum(value.numel() for s in optimizer.state.values() for value in s.values() if value.ndim > 0)
+def shares(context: RankContext) -> list[int]:
+    """Elements of Adam's state under both sharded optimizers, those of the model, and of its largest parameter."""
+    held = []
+    for kind in ("sharded-optimizer", "zero1"):
+        model = nn.Sequential(*(nn.Linear(3, width) for width in (3, 40, 7, 25, 31, 12)))
+        wrapper, optimizer = get_strategy(kind).build(model, context.group, torch.optim.Adam)
+        sum(layer(torch.ones(3)).sum() for layer in model).backward()
+        wrapper.finish_gradient_synchronization()
+        optimizer.step()
+        held.append(sum(value.numel() for s in optimizer.state.values() for value in s.values() if value.ndim > 0))
     sizes = [parameter.numel() for parameter in model.parameters()]
-    return state, sum(sizes), max(sizes), len(optimizer.state)
+    return [*held, sum(sizes), max(sizes)]
 
 
 def test_state_is_divided_evenly():
-    """RELIABILITY 22: loads differ by at most the largest parameter; together the state is whole, once."""
-    answers = run(shares, 3)
-    loads = [state // 2 for state, *_ in answers]  # Adam keeps two numbers per element
-    _, total, largest, _ = answers[0]
-    assert sum(loads) == total
-    assert max(loads) - min(loads) <= largest
+    """RELIABILITY 22: by the largest parameter, or by one element; together the state is whole, once."""
+    *loads, (total, *_), (largest, *_) = zip(*run(shares, 3), strict=True)
+    for load, uneven in zip(loads, (largest, 1), strict=True):
+        assert sum(load) == 2 * total  # Adam keeps two numbers per element
+        assert max(load) < 2 * (total / 3 + uneven)
 
 
 def groups(model: nn.Sequential) -> list[dict]:
@@ -86,26 +87,19 @@ def groups(model: nn.Sequential) -> list[dict]:
 
 
 def schedule(context: RankContext) -> None:
-    """Two groups, a scheduler, a late group, and the learning rate after loading."""
+    """A late group beside a scheduler, and the learning rate after loading."""
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
     reference = torch.optim.AdamW(groups(plain), lr=0.01)
     for m, optimizer in ((model, sharded), (plain, reference)):
+        train(m, optimizer, range(1))
+        optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.05})
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        for step in range(4):
-            if step == 2:
-                optimizer.add_param_group({"params": m[4].parameters(), "lr": 0.05})
-                scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            train(m, optimizer, range(step, step + 1))
-            scheduler.step()
-    assert_equal_parameters(model, plain)
-
-    sharded.load_state_dict(sharded.state_dict())
-    reference.load_state_dict(reference.state_dict())
-    for optimizer in (sharded, reference):
+        train(m, optimizer, range(1, 2))
+        scheduler.step()
+        optimizer.load_state_dict(optimizer.state_dict())
         optimizer.param_groups[0]["lr"] = 0.7  # after load_state_dict, which replaces the groups' dicts
-    train(model, sharded, range(9, 10))
-    train(plain, reference, range(9, 10))
+        train(m, optimizer, range(2, 3))
     assert_equal_parameters(model, plain)
 
 
@@ -126,6 +120,9 @@ def inputs(context: RankContext) -> None:
         ShardedOptimizer(twice, torch.optim.SGD, process_group=context.group, lr=0.1)
     with pytest.raises(ValueError, match=r"L-BFGS steps all parameters together.*without ShardedOptimizer"):
         ShardedOptimizer(model.parameters(), torch.optim.LBFGS, process_group=context.group)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
+    with pytest.raises(ValueError, match=r"saved groups hold \[1\] parameters, this optimizer's \[2\]"):
+        optimizer.load_state_dict(torch.optim.SGD([model.weight], lr=0.1).state_dict())
 
 
 def changed_from_outside(context: RankContext) -> None:
@@ -175,8 +172,11 @@ class Scale(nn.Module):
 
 
 def with_scale(seed: int) -> nn.Sequential:
+    """One matrix is transposed, as a state must be, too."""
     torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(6, 8), Scale(), nn.Linear(8, 3))
+    model = nn.Sequential(nn.Linear(6, 8), Scale(), nn.Linear(8, 3))
+    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
+    return model
 
 
 def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -223,39 +223,3 @@ def test_a_state_saved_at_two_ranks_resumes_at_any_number(kind):
     saved = run(save, 2, kind)[0]
     for trained in (saved["trained"], *(run(resume, ranks, kind, saved)[0] for ranks in (1, 4))):
         assert all(map(torch.equal, trained, plain.parameters()))
-
-
-def foreign_state(context: RankContext) -> None:
-    model = build("plain", 0, context.device)
-    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
-    other = torch.optim.AdamW(model.parameters(), lr=0.01).state_dict()
-    with pytest.raises(ValueError, match=r"saved groups hold \[6\] parameters, this optimizer's \[2, 2\]"):
-        sharded.load_state_dict(other)
-
-
-def test_a_state_of_other_groups_is_refused():
-    run(foreign_state, 2)
-
-
-def closure_and_arguments(context: RankContext) -> tuple[float, int]:
-    model = build("plain", 0, context.device)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
-    calls = 0
-
-    def closure() -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        optimizer.zero_grad()
-        loss = model(torch.ones(1, 6)).square().sum()
-        loss.backward()
-        return loss
-
-    first = optimizer.step(closure)
-    second = optimizer.step(closure=closure)
-    assert second < first
-    return calls
-
-
-def test_a_closure_runs_once_per_rank_and_its_loss_is_returned():
-    """RELIABILITY 27."""
-    assert run(closure_and_arguments, 2) == [2, 2]
