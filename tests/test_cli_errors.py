@@ -155,19 +155,6 @@ def test_the_handlers_before_come_back():
     assert not any("listen" in thread.name for thread in threading.enumerate())
 
 
-def test_what_fails_while_it_is_stopped_is_no_error_either(capsys):
-    def work() -> int:
-        try:
-            time.sleep(10)
-        finally:
-            raise RuntimeError("Connection closed by peer")
-
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    assert until_stopped("bench", work) == 130
-    assert "Traceback" not in capsys.readouterr().err
-
-
 STUCK = """
 import hashlib, sys, weakref
 from distlab.cli_errors import until_stopped

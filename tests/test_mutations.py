@@ -66,10 +66,3 @@ def test_a_text_that_is_missing_or_ambiguous_is_an_error(tmp_path, text):
     (tmp_path / "code_under_test.py").write_text(text)
     with pytest.raises(ValueError, match="times, not once"):
         Mutation("a value", "data", "code_under_test.py", "value = 1", "", ()).apply(tmp_path)
-
-
-def test_tests_that_cannot_run_are_no_verdict(tmp_path):
-    (tmp_path / "code_under_test.py").write_text(FILE)
-    with pytest.raises(RuntimeError, match="pytest ended with 4"):
-        mutations.examine(Mutation("a value", "data", "code_under_test.py", "value", "x", ()), tmp_path, ["nowhere.py"])
-    assert (tmp_path / "code_under_test.py").read_text() == FILE

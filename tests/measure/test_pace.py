@@ -21,10 +21,6 @@ def test_a_long_loop_says_now_and_then_how_long_the_rest_will_take():
     assert len(lines) == 20
 
 
-def test_a_first_call_that_takes_long_says_nothing_of_the_rest():
-    assert said([60.0, 1.0]) == ["small: step: 1 of 2"]
-
-
 def test_a_short_loop_says_nothing():
     assert said([0.1] * 40) == [] == said([9.0])
 

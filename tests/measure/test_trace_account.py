@@ -3,14 +3,9 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from distlab.measure.trace.account import account, closes, explain, step_windows
 from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event, load_trace
-
-KINDS = st.sampled_from(["compute", "communication", "copy"])
-SPANS = st.tuples(st.integers(0, 40), st.integers(0, 12), KINDS, st.sampled_from("abc"), st.integers(0, 2))
 
 
 def event(kind, start, end, name="gemm", lane="stream 7", launched=None):
@@ -19,29 +14,6 @@ def event(kind, start, end, name="gemm", lane="stream 7", launched=None):
 
 def step(length, *events):
     return [Event(STEP, "range", "thread 1", 0, length), *events]
-
-
-@st.composite
-def steps(draw):
-    length = draw(st.integers(1, 40))
-    events = [
-        event(kind, start, start + long, name, f"stream {lane}")
-        for start, long, kind, name, lane in draw(st.lists(SPANS, max_size=10))
-    ]
-    begin = draw(st.integers(0, 40))
-    update = Event(OPTIMIZER, "range", "thread 1", begin, begin + draw(st.integers(0, 10)))
-    return step(length, *events, update)
-
-
-@given(steps(), steps())
-def test_parts_sum_to_the_step_and_their_differences_to_the_overhead(one, local):
-    mine, other = account(one), account(local)
-    for found in (mine, other):
-        parts = [found.compute_ms, found.exposed_ms, found.copy_ms, found.idle_ms]
-        assert sum(parts) == pytest.approx(found.step_ms) and min(parts) >= 0
-        assert 0 <= found.optimizer_ms <= found.compute_ms and found.longest_idle_ms <= found.idle_ms
-    assert sum(explain(mine, other).values()) == pytest.approx(mine.step_ms - other.step_ms)
-    assert sum(explain(mine, mine).values()) == pytest.approx(0)
 
 
 def test_each_cause_has_its_part():

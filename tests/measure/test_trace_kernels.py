@@ -13,13 +13,11 @@ from distlab.theory.flops import step_flops
 NAMES = {
     "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x64_32x4_nn_align8>": "matrix products",
     "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_NNT": "matrix products",
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64": "matrix products",
     "void gemv2T_kernel_val<int, int, float>": "matrix products",
     "MmBackward0": "matrix products",
     "aten::linear": "matrix products",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128>, cutlass::bfloat16_t>": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16": "attention",
-    "fmha_cutlassF_f32_aligned_64x64_rf_sm80": "attention",
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 9, false, false>": "softmax",
     "void cunn_SoftMaxForward<4, float, float, float, LogSoftMaxForwardEpilogue>": "loss",
     "nll_loss_forward_reduce_cuda_kernel_2d": "loss",
@@ -29,10 +27,8 @@ NAMES = {
     "vectorized_elementwise_kernel<4, BinaryFunctor<float, binary_internal::MulFunctor<float>>>": "element-wise",
     "triton_poi_fused_mul_silu_0": "element-wise",
     "triton_red_fused__fused_rms_norm_add_1": "normalisation",
-    "SiluBackward0": "element-wise",
     "aten::add": "element-wise",
     "unrolled_elementwise_kernel<direct_copy_kernel_cuda(TensorIteratorBase&)>": "casts and copies",
-    "aten::to": "casts and copies",
     "ncclDevKernel_AllReduce_Sum_bf16_RING_LL": "communication",
     "EmbeddingBackward0": "other",
     "aten::comm": "other",  # no `mm` of its own
@@ -104,9 +100,6 @@ def test_a_step_in_figures(tmp_path):
         step()
     sizes = {"d_model": 128, "d_ff": 512, "num_layers": 2, "vocab_size": config.vocab_size}
     assert counted.flops["matrix products"] == step_flops(batch=2, context=32, **sizes)
-    elements = 2 * config.num_heads * 2 * 32 * 32  # layers · heads · batch · T²
-    assert counted.flops["softmax"] == (5 + 4) * elements
-    assert 0 < counted.flops["element-wise"] < 0.1 * counted.flops["matrix products"]
     profile_steps(step, steps=2, path=tmp_path / "t.json", rank=0, world_size=1, device="cpu")
     profile = summarise(load_trace(tmp_path / "t.json"))
     assert profile.steps == 2 and 0.5 * profile.step_ms < profile.busy_ms <= 1.01 * profile.step_ms

@@ -1,5 +1,5 @@
-"""The simulated step against the same strategy on real ranks: every collective in order, bytes and types; memory
-and FLOPs against the closed forms."""
+"""The simulated step against the same strategy on real ranks: every collective in order, bytes and types; FLOPs
+against the closed form. Memory and volume are compared in tests/theory/test_axes.py."""
 
 import sys
 
@@ -14,9 +14,6 @@ from distlab.simulate.step import simulate_step, simulate_training
 from distlab.simulate.world import fake_world
 from distlab.testing import run_ranks
 from distlab.theory.flops import forward_flops
-from distlab.theory.memory.peak import step_memory
-from distlab.theory.model_shape import ModelShape
-from distlab.theory.volume import step_volume
 from distlab.train.step import TrainStep, next_token_loss
 
 CONFIG = ModelConfig(d_model=64, d_ff=128, num_layers=2, num_heads=2, vocab_size=300, context_length=8)
@@ -76,25 +73,6 @@ def _train(wrapper, optimizer, mark):
     return lambda: train([(tokens, tokens)])
 
 
-@pytest.mark.parametrize("name", ["bucketed", "zero1", "fsdp"])
-def test_volume_of_a_thousand_ranks_is_the_closed_form(name):
-    step = simulate_training(CONFIG, name, batch=1, world_size=1000, dtype="bf16", bucket_size_mb=BUCKET_MB)
-    shapes = ModelShape.of(CONFIG).parameter_shapes()
-    named = list(zip(TransformerLM(CONFIG, device="meta").named_parameters(), shapes, strict=True))
-    assert all(parameter.shape == shape for (_, parameter), shape in named)
-    expected = step_volume(
-        get_strategy(name),
-        ModelShape.of(CONFIG).parameter_numels(),
-        [4] * len(shapes),
-        bucket_size_mb=BUCKET_MB,
-        world_size=1000,
-        units=[name[: len("blocks.0")] if len(shape) > 1 else None for (name, _), shape in named],
-        shapes=shapes,
-        compute_itemsize=2,
-    )
-    assert (len(step.calls), step.comm_bytes) == (expected.collectives, expected.bytes)
-
-
 def test_flops_by_phase():
     config = preset("tiny", num_layers=2)
     step = simulate_training(config, "local", batch=3, world_size=2, dtype="fp32")
@@ -108,40 +86,6 @@ def test_flops_by_phase():
     products = 2 * (forward.total - forward.attention_scores)
     assert flops["backward"] == products + scores * 5 // 4
     assert flops["optimizer"] == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"),
-    [
-        ("local", "bf16"),
-        ("flat", "fp32"),
-        ("sharded-optimizer", "bf16"),
-        ("zero1", "bf16"),
-        ("fsdp", "bf16"),
-    ],
-)
-def test_memory_is_the_closed_form(name, dtype):
-    """States within 1 %, the peak within 5 %: the same books kept in two ways."""
-    ranks, batch, config = 4, 4, preset("small", num_layers=3, context_length=256)
-    step = simulate_training(config, name, batch=batch, world_size=ranks, dtype=dtype)
-    precision = {"fp32": "fp32", "bf16": "bf16" if name == "fsdp" else "bf16-autocast"}[dtype]
-    expected = step_memory(
-        ModelShape.of(config),
-        batch=batch,
-        context=256,
-        strategy=get_strategy(name),
-        world_size=ranks,
-        precision=precision,
-        workspace_bytes=0,
-    )
-    before_step = next(moment for moment in reversed(step.memory) if moment.phase == "backward")
-    assert step.after_init["parameters"] == pytest.approx(expected.after_init.parameters, rel=0.01)
-    assert step.after_init["buckets"] == pytest.approx(expected.after_init.buckets, rel=0.01, abs=1e5)
-    optimizer = before_step.by_category["optimizer"]
-    # Whole parameters divide unevenly, and the closed form is that of the fullest rank.
-    tolerance = 0.1 if name == "sharded-optimizer" else 0.01
-    assert optimizer == pytest.approx(expected.before_step.optimizer_state, rel=tolerance)
-    assert step.peak.total == pytest.approx(expected.peak.total, rel=0.05)
 
 
 def test_refusals_and_the_world_is_left():

@@ -18,7 +18,7 @@ from distlab.theory.operators import Workload
 from distlab.train.memory_budget import PlannedStep, rank_parts
 
 CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
-LAYOUTS = ["tp2", "cp2", "tp2,cp2"]
+LAYOUTS = ["", "tp2", "cp2", "tp2,cp2"]
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])

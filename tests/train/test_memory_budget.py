@@ -84,10 +84,9 @@ def test_as_little_is_recomputed_as_the_memory_allows():
     peaks = {keep: replace(plan, checkpointing=keep).memory(2).peak.total for keep in KEPT}
     assert sorted(peaks, key=peaks.get) == list(KEPT)
     assert peaks["block"] == pytest.approx(68.4 * GIB, rel=0.02)  # measured on two H200s
-    found = [least_recomputation(plan, 2, gib * GIB, on_gpu=True) for gib in (60, 71, 80, 128, 160, 1000)]
+    found = [least_recomputation(plan, 2, gib * GIB, on_gpu=True) for gib in (60, 71, 160, 1000)]
     assert found[0] == "block" and found[-1] == "none"
-    assert re.fullmatch(r"block:\d+,attention:\d+", found[1]) and re.fullmatch(r"attention:\d+,output:\d+", found[2])
-    assert re.fullmatch(r"qkv:\d+,gate-up:\d+", found[3]) and re.fullmatch(r"gate-up:\d+,none:\d+", found[4])
+    assert re.fullmatch(r"block:\d+,attention:\d+", found[1]) and re.fullmatch(r"gate-up:\d+,none:\d+", found[2])
     choice = found[1]
     more = re.sub(r":(\d+)", lambda m: f":{int(m[1]) - 1}", choice, count=1)  # one block more keeps more
     low, high = more.split(",")
