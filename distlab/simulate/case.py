@@ -57,6 +57,7 @@ class Case:
         fused_loss: the logits never stand in memory.
         dtype: `bf16` computation over fp32 parameters, or `fp32`.
         reduce: in which gradients are sent, `fp32` or `bf16`.
+        optimizer: `adamw`, or `muon` for the matrices of blocks.
         name, source, known, assumed, why: texts for a table.
         published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
 
@@ -79,6 +80,7 @@ class Case:
     fused_loss: bool = False
     dtype: str = "bf16"
     reduce: str = "fp32"
+    optimizer: str = "adamw"
     name: str = "case"
     source: str = ""
     known: str = ""
@@ -92,6 +94,7 @@ class Case:
             ("recompute", self.recompute, (*RECOMPUTATION, FULL)),
             ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
             ("dtype", self.dtype, ("bf16", "fp32")), ("reduce", self.reduce, ("fp32", "bf16")),
+            ("optimizer", self.optimizer, ("adamw", "muon")),
         ):  # fmt: skip
             if value not in allowed:
                 raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
@@ -232,6 +235,7 @@ def step(case: Case) -> StepTime:
         fused_loss=case.fused_loss,
         reduced_bytes=FP32 if case.reduce == "fp32" else 2,
         layout=case.layout,
+        optimizer=case.optimizer,
     )
 
 
@@ -257,6 +261,7 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
         compiled=case.compiled,
         sharing=Sharing(layout.context, layout.attention),
         micro_batches_held=part.held,
+        optimizer="muon" if case.optimizer == "muon" else "adamw-fused",
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
