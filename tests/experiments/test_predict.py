@@ -56,6 +56,13 @@ def test_own_record_of_one_process(rows):
     assert abs(rows["xl, batch 8, local, 1 H200"].metrics["step_ms_error_pct"]) < 5
 
 
+def test_what_muon_adds_to_a_step(rows):
+    """Its products, and messages to the owners of matrices and back; it keeps one moment of a matrix, not two."""
+    adamw, muon = (rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged"))
+    assert muon["predicted_step_ms"] - adamw["predicted_step_ms"] > 100
+    assert muon["memory_gib_error_pct"] == pytest.approx(adamw["memory_gib_error_pct"], abs=0.5)
+
+
 def test_a_case_of_a_file(tmp_path):
     records = measured(EXPERIMENT, tmp_path, "published", case=(str(EXAMPLE),))
     (record,) = records
