@@ -1,7 +1,7 @@
 """Several wrappers on the same ranks: messages of one are never taken for those of another."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -34,11 +34,14 @@ def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[Paralle
 def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
     inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(context.world_size)]
 
-    def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> list[Tensor]:
+    def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> Iterator[Tensor]:
+        """The second forward comes after what is done with the first loss."""
         skips = [other == rank for other in lazy]
         if joint:
-            return [models[1](models[0](inputs[rank], skips[0]), skips[1]).square().mean()]
-        return [model(inputs[rank], skip).square().mean() for model, skip in zip(models, skips, strict=True)]
+            yield models[1](models[0](inputs[rank], skips[0]), skips[1]).square().mean()
+        else:
+            for model, skip in zip(models, skips, strict=True):
+                yield model(inputs[rank], skip).square().mean()
 
     def two() -> nn.ModuleList:
         torch.manual_seed(0)
