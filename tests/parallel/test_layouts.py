@@ -5,14 +5,17 @@ rank's positions leave it as it is, or nearly so.
 """
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from distlab.comm import RankContext
 from distlab.measure import CollectiveRecorder
-from distlab.model import ModelConfig
+from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate.step import simulate_training
 from distlab.testing import run_ranks
@@ -22,10 +25,12 @@ from distlab.train.build import build_training
 from tests.parallel.axes import (
     ON_GPUS,
     ROWS,
+    SEED,
     Row,
     Training,
     assert_as_one_process,
     assert_near_fp64,
+    trained,
 )  # fmt: skip
 
 CONFIG = ModelConfig(
@@ -52,6 +57,61 @@ def test_gradients_and_steps_are_those_of_one_process(ranks):
 
 def test_in_fp32_layouts_round_as_one_process_does():
     assert_near_fp64(TRAINING, 2, rows_of(dict.fromkeys(TABLE[2], ("bucketed",))))
+
+
+def of_two_halves(model: TransformerLM) -> None:
+    """Let one process compute what two ranks of tensor parallelism do, one after the other, and add what they add.
+
+    Between `enter` and `leave` the batch stands twice, once for each rank.
+    """
+    ops = model.operations()
+
+    def each(kept: Any, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.cat([F.linear(part, of_rank) for part, of_rank in zip(x.chunk(2), kept(weight), strict=True)])
+
+    def rows(weight: Tensor, *sizes: int) -> list[Tensor]:
+        return [torch.cat([part.chunk(2)[rank] for part in weight.split(sizes)]) for rank in (0, 1)]
+
+    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        logits = [F.linear(x, rows) for rows in weight.chunk(2)]
+        top = torch.maximum(*(half.detach().amax(-1) for half in logits))
+        total = sum((half - top[..., None]).exp().sum(-1) for half in logits)
+        target = torch.cat(logits, -1).gather(-1, targets[..., None])[..., 0]
+        counted = targets != -100
+        return ((total.log() + top - target) * counted).sum() / counted.sum()
+
+    for block in model.blocks:
+        block.attention.qkv.multiply = partial(
+            each, lambda weight: rows(weight, CONFIG.d_model, CONFIG.kv_width, CONFIG.kv_width)
+        )
+        block.feed_forward.w1.multiply = block.feed_forward.w3.multiply = partial(each, lambda weight: weight.chunk(2))
+        block.attention.output.multiply = block.feed_forward.w2.multiply = partial(each, lambda w: w.chunk(2, 1))
+
+    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The weight's gradient is a sum of two halves' of the sequence, that of x as without ranks."""
+        halves = torch.cat([ops.rms_norm(part, weight, eps) for part in x.detach().chunk(2, 1)], 1)
+        return ops.rms_norm(x, weight.detach(), eps) + (halves - halves.detach())
+
+    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        total = residual + x
+        return norm(total, weight, eps), total
+
+    model.replace_ops(
+        enter=lambda x: torch.cat((x, x)),
+        leave=lambda x: sum(x.chunk(2)),
+        rms_norm=norm,
+        add_rms_norm=add_norm,
+        linear_cross_entropy=loss,
+    )
+
+
+def test_two_ranks_are_to_the_bit_one_process_that_adds_the_same_two_halves():
+    model = TransformerLM(CONFIG, seed=SEED)
+    of_two_halves(model)
+    training = replace(TRAINING, micro_batches=1, dtype=torch.float32)
+    model(*training.batches(0)[0]).backward()
+    ((_, found, _),) = trained(training, 2, [("tp2", "naive")])
+    assert [name for name, p in model.named_parameters() if not torch.equal(found[name], p.grad)] == []
 
 
 @pytest.mark.parametrize(
