@@ -40,11 +40,10 @@ def test_every_dtype_and_part_comes_back(tmp_path, ranks, threads):
     assert len(stored.content["files"]) == ranks * threads
     for key, value in WHOLE.items():
         assert tensors.shapes_and_dtypes(stored)[key] == (tuple(value.shape), value.dtype)
-        for first, last in ((0, value.numel()), (1, value.numel() - 1), (0, 1)):
-            if 0 <= first <= last <= value.numel():
-                values = torch.empty(last - first, dtype=value.dtype)
-                tensors.read(stored, [Shard(key, value.shape, first, values)])
-                assert torch.equal(values, value.view(-1)[first:last]), key
+        for first in range(min(2, value.numel())):
+            values = torch.empty(value.numel() - first, dtype=value.dtype)
+            tensors.read(stored, [Shard(key, value.shape, first, values)])
+            assert torch.equal(values, value.view(-1)[first:]), key
     cast = torch.empty(7)
     tensors.read(stored, [Shard("model/b", torch.Size((7,)), 0, cast)])
     assert torch.equal(cast, torch.arange(7.0))

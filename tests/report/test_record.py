@@ -45,10 +45,10 @@ def test_a_nan_stays_a_nan_and_the_file_stays_json(tmp_path):
 
 def test_values_of_torch_and_numpy_become_plain():
     config = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "sizes": (1, 2)}
-    metrics = {"a_ms": numpy.float64(1.5), "n": torch.tensor(3), "b_ms": numpy.float32(0.5)}
+    metrics = {"a_ms": numpy.float64(1.5), "n": torch.tensor(3)}
     plain = Record("e", "v", config, metrics, {}, None).to_dict()
     assert plain["config"] == {"dtype": "bfloat16", "device": "cpu", "sizes": [1, 2]}
-    assert plain["metrics"] == {"a_ms": 1.5, "n": 3, "b_ms": 0.5}
+    assert plain["metrics"] == {"a_ms": 1.5, "n": 3}
     assert type(plain["metrics"]["a_ms"]) is float
 
 

@@ -168,9 +168,3 @@ def test_machines_are_never_mixed(tmp_path):
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
     line = headline_from("batch {batch} on {device_name}, {num:M}, {num:N} of {rows}", num=lambda rs: 3.21e9, rows=len)
     assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3,210.0 M, 3.2 B of 2"
-
-
-def test_an_optional_column_is_shown_where_a_record_has_it():
-    view = View(columns=[*COLUMNS, Column("metrics.idle_ms", "idle ms", optional=True)], headline=headline, reading="")
-    assert "idle ms" not in view.table([record("a", 1.0)])
-    assert "idle ms" in view.table([record("a", 1.0), record("b", 1.0, idle_ms=2.0)])

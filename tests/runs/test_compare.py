@@ -5,11 +5,10 @@ import json
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distlab.compare import SavedRun, compared, differences, failures, findings
-from distlab.measure.statistics import percentiles, unpaired_ratio
+from distlab.measure.statistics import percentiles
 from distlab.report import Record, write_json
 from launch.__main__ import main
 from tests.runs.cases import MACHINE, record, saved
@@ -54,14 +53,6 @@ def test_a_sleep_below_the_noise_is_not(recorded, name):
         rows = compared([recorded["as_it_is"], recorded[name]], control=control)
         assert set(verdicts(rows).values()) == {"tie"}, control
         assert failures(rows, 0) == []
-
-
-def test_an_interval_covers_the_ratio_and_needs_positive_samples():
-    generator = np.random.default_rng(1)
-    ratio, low, high = unpaired_ratio(generator.normal(12, 0.5, 60), generator.normal(10, 0.5, 40))
-    assert low < 1.2 < high and high - low < 0.08 and low < ratio < high
-    with pytest.raises(ValueError, match="positive"):
-        unpaired_ratio([0.0] * 5, [1.0] * 5)
 
 
 def test_rows_without_samples_go_by_their_noise():

