@@ -23,8 +23,8 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "kernels": 62,  # nn: the operations as modules
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
-    "source": 322.5,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
-    "tests": 232.3,  # the modules of kernels.nn beside torch's; tutorial_kernels; docstrings
+    "source": 322.6,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
+    "tests": 210.5,  # fewer tests that see the same defect
 }
 
 
