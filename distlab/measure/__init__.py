@@ -3,7 +3,6 @@
 from distlab.measure.bandwidth import (
     BY_HAND,
     OPERATIONS,
-    all_reduces,
     computations,
     disturb,
     time_collective,
@@ -57,7 +56,6 @@ __all__ = [
     "PhaseTimer",
     "StepAccount",
     "account",
-    "all_reduces",
     "allocated_bytes",
     "attempt",
     "busy_ms",
