@@ -37,7 +37,6 @@ from distlab.measure.trace.account import (
     account,
     closes,
     explain,
-    exposed_all_gathers,
     lanes,
     step_windows,
 )
@@ -69,7 +68,6 @@ __all__ = [
     "disturb",
     "emitter",
     "explain",
-    "exposed_all_gathers",
     "free_bytes",
     "gradient_bytes",
     "interleave",
