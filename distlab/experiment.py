@@ -33,6 +33,7 @@ from distlab.checkpoint.lock import RunLock, hold
 from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import Progress, on_main
+from distlab.measure import MIN_PAIRS
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
@@ -62,6 +63,11 @@ class TimingOptions(Options):
     warmup: int = option(2, "untimed steps per round", least=1)
     steps: int = option(6, "timed steps per round", least=1)
     rounds: int = option(2, "interleaved rounds", least=1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.steps * self.rounds < MIN_PAIRS:
+            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
 
 
 @dataclass(frozen=True)

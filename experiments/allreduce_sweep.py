@@ -1,12 +1,11 @@
-"""How fast are this machine's collectives, and what do they disturb?
+"""How fast are this machine's collectives?
 
     distlab run allreduce_sweep                              # all GPUs, or two CPU ranks
     distlab run allreduce_sweep --nproc 4 --group-sizes 2 4
 
 Times the library's eight collectives, from all-reduce to all-to-all, and rings made of sends and receives, for sizes
-from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch; fits α–β to each (piecewise, by relative
-error); and measures how a matmul and an all-reduce slow each other down, both ways. Every row's result is checked. The
-fits are records: `distlab.simulate.calibrate.measured_links` reads them for predictions.
+from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch, and fits α–β to each (piecewise, by relative
+error). Every row's result is checked.
 """
 
 from collections.abc import Sequence
@@ -33,9 +32,6 @@ from distlab.hardware import lookup
 from distlab.measure import (
     BY_HAND,
     OPERATIONS,
-    all_reduces,
-    computations,
-    disturb,
     free_bytes,
     percentiles,
     time_collective,
@@ -44,7 +40,7 @@ from distlab.measure import (
 from distlab.report import Panel, Series, grouped, lines, prediction_error
 from distlab.theory.collective_time import fit_collective
 
-FIT, CONTENTION = "fit ", "contention "
+FIT = "fit "
 KIB, MIB = 2**10, 2**20
 # 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
 GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
@@ -62,17 +58,11 @@ class SweepConfig(Options):
     warmup: int = option(3, "untimed calls of each", least=0)
     repeats: int = option(20, "timed calls, at most: fewer where the budget is short", least=3)
     budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
-    contention_mb: float = option(256.0, "MiB of the all-reduces beside computation, 0 for none", least=0)
-    matrix: int = option(0, "side of the matmul beside them, 0 for 8192 (bf16), on a CPU 384 (fp32)", least=0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.sizes) < 2:
             raise ValueError(f"sizes={self.sizes}: give two or more positive sizes")
-
-    @property
-    def contention_bytes(self) -> int:
-        return int(self.contention_mb * MIB)
 
     def groups(self, world_size: int) -> tuple[int, ...]:
         """The numbers of ranks to time, of those there are.
@@ -101,12 +91,11 @@ def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
     groups = config.groups(context.world_size)
     # On a CPU a payload, of which every rank holds a source and a result, must fit.
     frees = collectives.gather_objects(free_bytes(context.device), context.group)
-    needed = 2 * max(*config.sizes, config.contention_bytes)
+    needed = 2 * max(config.sizes)
     if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
         raise MemoryError(
             f"a payload of {needed // 2:,} bytes takes {needed / 2**30:,.1f} GiB on each of {context.world_size} "
-            f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes "
-            "or --contention-mb"
+            f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes"
         )
     for ranks in groups:
         with first_ranks(context, ranks) as group:
@@ -118,7 +107,7 @@ def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
 
 
 def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
-    """A row per collective and size on one group, and per computation beside an all-reduce."""
+    """A row per collective and size on one group."""
     shared = {"world_size": context.world_size, "backend": context.backend}
     for operation in config.operations:
         run.progress(f"{context.world_size} ranks: {operation}")
@@ -126,12 +115,6 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
             own = shared | {"operation": operation, "num_bytes": size}
             if not run.done(operation, **own):
                 run.add(operation, _row(config, context, operation, size), **own)
-    if config.contention_bytes:
-        run.progress(f"{context.world_size} ranks: contention")
-        for name, compute in computations(config.matrix, context.device).items():
-            found = disturb(context, compute, all_reduces(context, config.contention_bytes))
-            own = shared | {"operation": "all_reduce", "num_bytes": config.contention_bytes}
-            run.add(CONTENTION + name, found, **own)
 
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
@@ -206,19 +189,6 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def findings(records: Sequence[Record]) -> list[str]:
-    """What is wrong, and what disturbs what."""
-    found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
-    for record in (r for r in records if r.variant.startswith(CONTENTION)):
-        m, what = record.metrics, record.variant.removeprefix(CONTENTION)
-        found.append(
-            f"{what} beside an all-reduce on {record.config['world_size']} ranks: {m['compute_alone_ms']:.3f} ms "
-            f"become {m['compute_beside_ms']:.3f} (rate {m['compute_rate']:.2f}); the all-reduce's "
-            f"{m['comm_alone_ms']:.3f} become {m['comm_beside_ms']:.3f} (rate {m['communication_rate']:.2f})"
-        )
-    return found
-
-
 def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
     """Bus bandwidth against the payload, a panel per number of ranks and backend."""
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
@@ -268,12 +238,11 @@ VIEW = View(
     terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",
               "max_abs_error"),
     pictures={"bandwidth.png": draw_bandwidth},
-    findings=findings,
+    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
     "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
     "that it can be held against the link's peak. ring_… are made of sends and receives in distlab.comm.ring; "
-    "whole_all_reduce forwards whole tensors. Every row's result was checked before it was timed (max |Δ|).\n\n"
-    "A rate beside an all-reduce is the speed relative to running alone, of the computation and of the all-reduce.",
+    "whole_all_reduce forwards whole tensors. Every row's result was checked before it was timed (max |Δ|).",
     prediction="The fit is α + S/W by relative error, in as few pieces as stay within 8 %; pieces have three sizes or "
     "more. link's peak is the datasheet's NVLink bandwidth with no latency.",
     noise="From p50 to p80 of the repetitions.",
@@ -282,12 +251,11 @@ VIEW = View(
 EXPERIMENT = Experiment(
     SweepConfig, measure, VIEW,
     presets={
-        "gpu": {"sizes": GPU_SIZES, "contention_mb": 256.0},
-        "cpu": {"sizes": CPU_SIZES, "contention_mb": 4.0},
+        "cpu": {"sizes": CPU_SIZES},
         "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
         "smoke": {
             "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
-            "repeats": 3, "budget_s": 0.05, "contention_mb": 0.004, "matrix": 64,
+            "repeats": 3, "budget_s": 0.05,
         },
     },
     ranks="many",

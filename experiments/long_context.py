@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,10 +35,10 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import MIN_PAIRS, account, load_trace, percentiles
+from distlab.measure import account, load_trace, percentiles
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, Ratio, fastest, prediction_error, stacked_bars
+from distlab.report import NOISE, Ratio, fastest, prediction_error
 from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
@@ -88,8 +87,6 @@ class LongContextConfig(BenchOptions, TimingOptions):
         if not 0 < scale <= 1:
             raise ValueError(f"scale={self.scale!r}: give a fraction above 0 and at most 1, such as 1/8")
         super().__post_init__()
-        if self.steps * self.rounds < MIN_PAIRS:
-            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
 
     def base(self) -> ModelConfig:
         """The preset, every dimension but the width of a head times the scale."""
@@ -281,13 +278,6 @@ headline = headline_from(
 )
 
 
-def draw_step(records: Sequence[Record], path: Path) -> None:
-    """A bar per row: forward, backward, optimizer."""
-    phases = ("forward", "backward", "optimizer")
-    parts_ = {p: [r.metrics.get(f"{p}_p50_ms", r.metrics.get("status")) for r in records] for p in phases}
-    stacked_bars(path, [r.variant for r in records], parts_, title=f"A step: {headline(records)}", unit="ms")
-
-
 VIEW = View(
     columns=[
         Column("variant", "row"),
@@ -319,7 +309,6 @@ VIEW = View(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
-    pictures={"step.png": draw_step},
     findings=findings,
     reading="Forward holds the loss and, since it is computed in chunks, both matmuls of its gradients; backward what "
     "is recomputed and the waits for gradients. Exposed communication, which no compute covers, and idle time are of a "

@@ -12,31 +12,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 
-from distlab.bench.reference import parameter_difference, small
+from distlab.bench.reference import other_parameters, parameter_difference, small
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
     RankContext,
-    Record,
     Run,
     TimingOptions,
     View,
     headline_from,
     option,
 )
-from distlab.measure import MIN_PAIRS
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, Panel, Ratio, Series, lines, prediction_error
+from distlab.report import NOISE, Ratio, prediction_error
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -53,11 +50,6 @@ class SchedulesConfig(BenchOptions, TimingOptions):
     micro_batches: tuple[int, ...] = option((4, 8), "of a step, one or several (a row each)", least=1, kind=int)
     schedules: tuple[str, ...] = option(tuple(SCHEDULES), "to compare", choices=tuple(SCHEDULES))
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.steps * self.rounds < MIN_PAIRS:
-            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
 
     def rows(self, ranks: int) -> list[Variant]:
         """Each schedule with each number of micro-batches that it takes, ours and torch's."""
@@ -169,28 +161,6 @@ def closed_form(
     return idle / (count * sum(mean.values()) + idle)
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
-    """Rows whose parameters are not those of one process, a line each."""
-    return [
-        f"{record.variant}: parameters differ from one process by {difference:.1e}"
-        for record in records
-        if (difference := record.metrics.get("max_abs_param_diff")) is not None and not difference < 1e-5
-    ]
-
-
-def draw(records: Sequence[Record], path: Path) -> None:
-    """The idle share against the number of micro-batches: points measured, lines simulated."""
-    series = []
-    mine = [r for r in records if "idle_pct" in r.metrics]
-    for schedule in dict.fromkeys(r.config["schedule"] for r in mine):
-        rows = [r for r in mine if r.config["schedule"] == schedule]
-        x = [r.config["micro_batches"] for r in rows]
-        series.append(Series(schedule, x, [r.metrics["idle_pct"] for r in rows]))
-        simulated = [r.metrics["simulated_idle_pct"] for r in rows]
-        series.append(Series(f"{schedule}, simulated", x, simulated, line="-", like=schedule))
-    lines(path, [Panel("", "micro-batches", "idle (%)", series, log_x=2)], title=headline(records))
-
-
 headline = headline_from(
     "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}"
@@ -215,8 +185,7 @@ VIEW = View(
     headline=headline,
     derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
     terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
-    pictures={"bubble.png": draw},
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
+    findings=lambda records: [f"WRONG: {problem}" for problem in other_parameters(records)],
     reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
     "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
     "same of the schedule's list, each action taking what it was measured to take and messages nothing. The closed "
@@ -236,5 +205,5 @@ EXPERIMENT = Experiment(
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
     },
     ranks="many",
-    wrong=wrong_rows,
+    wrong=other_parameters,
 )  # fmt: skip

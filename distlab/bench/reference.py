@@ -6,7 +6,7 @@ rank order.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -83,6 +83,16 @@ def parameter_difference(
     strategy_model.close(restore=False)
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
+
+
+def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
+    """Name the records whose `max_abs_param_diff` is not below this, a line each; fp32 SGD rounds to some 1e-8."""
+    found = [(record.variant, record.metrics.get("max_abs_param_diff")) for record in records]
+    return [
+        f"{row}: parameters differ from one process by {apart:.1e}"
+        for row, apart in found
+        if apart is not None and not apart < limit
+    ]
 
 
 def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContext) -> None:

@@ -39,7 +39,7 @@ from distlab.measure import (
 from distlab.measure.memory_timeline import MemoryTimeline, memory_timeline, record_memory
 from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
-from distlab.measure.trace.capture import Phases, annotate_forward, profile_steps
+from distlab.measure.trace.capture import Phases, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelConfig, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
@@ -332,8 +332,7 @@ class Trial:
             return memory_timeline(path, held, self.context.device)
 
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
-        """Write the profiler's trace of a few steps of this rank to `path`; the model keeps its ranges."""
-        annotate_forward(self.model)
+        """Write the profiler's trace of a few steps of this rank to `path`."""
         profile_steps(
             partial(self, "step", Phases().mark), steps=steps, warmup=warmup, queued=True, operators=False, path=path,
             rank=self.context.rank, world_size=self.context.world_size, device=self.context.device, finish=self.settle,

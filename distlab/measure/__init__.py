@@ -3,7 +3,6 @@
 from distlab.measure.bandwidth import (
     BY_HAND,
     OPERATIONS,
-    all_reduces,
     computations,
     disturb,
     time_collective,
@@ -38,7 +37,6 @@ from distlab.measure.trace.account import (
     account,
     closes,
     explain,
-    exposed_all_gathers,
     lanes,
     step_windows,
 )
@@ -57,7 +55,6 @@ __all__ = [
     "PhaseTimer",
     "StepAccount",
     "account",
-    "all_reduces",
     "allocated_bytes",
     "attempt",
     "busy_ms",
@@ -71,7 +68,6 @@ __all__ = [
     "disturb",
     "emitter",
     "explain",
-    "exposed_all_gathers",
     "free_bytes",
     "gradient_bytes",
     "interleave",

@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 
-Send = Callable[[int], Any]  # the number of a message → what to `wait()` for
 # Each from what this rank contributes to its result, which are one tensor where the collective works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
     "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
@@ -46,7 +45,7 @@ _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
     "whole_all_reduce": lambda whole, _, group: ring.all_reduce_whole(whole, group),
 }
 OPERATIONS = tuple(_CALLS)
-LIBRARY, BY_HAND = OPERATIONS[:8], OPERATIONS[8:]
+BY_HAND = OPERATIONS[8:]  # the others are the library's
 TINY = 1e-30  # sums grow with every repetition: from here they stay finite
 LEAST_REPEATS = 5
 
@@ -155,22 +154,13 @@ def _case(
     return lambda: _CALLS[operation](source, result, group), source, result, lambda: values(sent).add_(rank), expected
 
 
-def all_reduces(context: RankContext, num_bytes: int) -> Send:
-    """All-reduces of so many bytes each; repetitions do not change the values."""
-    # Sums of zeros stay zeros; where the backend averages, ones stay ones and draw the power of real data.
-    value = 1.0 if collectives.averages_in_reduction(context.device, context.group) else 0.0
-    # gloo runs two messages at a time, which must not be one tensor.
-    tensors = [torch.full((max(1, num_bytes // 4),), value, device=context.device) for _ in range(2)]
-    return lambda number: collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)
-
-
 def disturb(
     context: RankContext,
     compute: Callable[[], object],
-    send: Send,
+    send: Callable[[int], Any],
     *,
-    least_ms: float = 20.0,
-    rounds: int = 3,
+    least_ms: float,
+    rounds: int,
 ) -> dict[str, float]:
     """Time `compute()` and messages, alone and together. Every rank calls it.
 
@@ -181,7 +171,8 @@ def disturb(
 
     Args:
         compute: queues work on the current stream; called often enough to last `least_ms`.
-        send: begins a message, see `all_reduces`; as many are queued as outlast twice the computation.
+        send: begins a message, of which it gets the number, and returns what to `wait()` for; as many are queued as
+            outlast twice the computation. Two that follow each other may not be one tensor: gloo runs two at a time.
         rounds: medians are taken over so many.
     """
 
@@ -236,14 +227,8 @@ def disturb(
 
 
 def computations(side: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """What runs beside messages: one that is bound by arithmetic, one by memory.
-
-    Args:
-        side: of the matrices, 0 for 8192 (bf16), on a CPU 384 (fp32).
-    """
-    on_gpu = device.type == "cuda"
-    side = side or (8192 if on_gpu else 384)
-    dtype = torch.bfloat16 if on_gpu else torch.float32
+    """What runs beside messages: one that is bound by arithmetic, one by memory, of matrices of this side."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     source = torch.randn(side * side, device=device)
     target = torch.empty_like(source)

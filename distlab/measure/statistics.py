@@ -38,10 +38,11 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     Raises:
         ValueError: unequal lengths, fewer than five pairs, or a sample that is not finite and positive.
     """
-    first, second = _series((a, b), "paired_ratio")
-    if min(first.min(), second.min()) <= 0:
-        raise ValueError("paired_ratio needs positive samples")
-    return overhead_ratio(first, second, np.zeros(len(first)))
+    first, second = (_positive(samples, "paired_ratio") for samples in (a, b))
+    if len(first) != len(second):
+        raise ValueError(f"paired_ratio needs pairs, got {len(first)} and {len(second)} samples")
+    picks = _picks(len(first), np.random.default_rng(0))
+    return _ratio(first, second, first[picks], second[picks])
 
 
 def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
@@ -50,37 +51,21 @@ def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     Raises:
         ValueError: fewer than five samples of either, or one that is not finite and positive.
     """
-    first, second = (_checked(samples, MIN_PAIRS, "unpaired_ratio") for samples in (a, b))
-    if min(first.min(), second.min()) <= 0:
-        raise ValueError("unpaired_ratio needs positive samples")
+    first, second = (_positive(samples, "unpaired_ratio") for samples in (a, b))
     generator = np.random.default_rng(0)  # the same resamples in every run
-    medians = [np.median(s[generator.integers(len(s), size=(RESAMPLES, len(s)))], axis=1) for s in (first, second)]
-    low, high = np.percentile(medians[0] / medians[1], [(100 - CONFIDENCE_PCT) / 2, (100 + CONFIDENCE_PCT) / 2])
-    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
+    return _ratio(first, second, *(samples[_picks(len(samples), generator)] for samples in (first, second)))
 
 
-def overhead_ratio(a: Sequence[float], b: Sequence[float], without: Sequence[float]) -> Ratio | None:
-    """(median(a) − median(without)) / (median(b) − median(without)) with its bootstrap interval.
+def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
+    """(RESAMPLES, count): which samples make each resample."""
+    return generator.integers(count, size=(RESAMPLES, count))
 
-    The overhead of one variant over another's, where ``without`` are steps that send nothing;
-    ``a[i]``, ``b[i]`` and ``without[i]`` were timed in one round and are resampled jointly.
 
-    Returns:
-        None where b's overhead is not above 0 in every resample: nothing to compare with.
-
-    Raises:
-        ValueError: as `paired_ratio`.
-    """
-    together = _series((a, b, without), "overhead_ratio")
-    count = len(together[0])
-    picks = np.random.default_rng(0).integers(count, size=(RESAMPLES, count))  # the same ones in every run
-    medians = [np.median(samples[picks], axis=1) for samples in together]
-    if (medians[1] <= medians[2]).any():
-        return None
-    first, second, base = (np.median(samples) for samples in together)
+def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: np.ndarray) -> Ratio:
+    """Return the ratio of two medians, with the interval that those of their resamples, one a row, make."""
     tail = (100 - CONFIDENCE_PCT) / 2
-    low, high = np.percentile((medians[0] - medians[2]) / (medians[1] - medians[2]), [tail, 100 - tail])
-    return Ratio(float((first - base) / (second - base)), float(low), float(high))
+    low, high = np.percentile(np.median(firsts, axis=1) / np.median(seconds, axis=1), [tail, 100 - tail])
+    return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
 def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
@@ -98,13 +83,11 @@ def own_noise_floor(samples: Sequence[float]) -> float | None:
     return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
 
 
-def _series(together: Sequence[Sequence[float]], who: str) -> list[np.ndarray]:
-    """Series whose samples at equal positions were measured in one round."""
-    checked = [_checked(samples, MIN_PAIRS, who) for samples in together]
-    if len({len(samples) for samples in checked}) > 1:
-        kind = "pairs" if len(checked) == 2 else "triples"
-        raise ValueError(f"{who} needs {kind}, got {', '.join(str(len(s)) for s in checked)} samples")
-    return checked
+def _positive(samples: Sequence[float], who: str) -> np.ndarray:
+    values = _checked(samples, MIN_PAIRS, who)
+    if values.min() <= 0:
+        raise ValueError(f"{who} needs positive samples")
+    return values
 
 
 def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:

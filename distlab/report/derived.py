@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distlab.measure.statistics import MIN_PAIRS, overhead_ratio, own_noise_floor, paired_ratio
+from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
 from distlab.report.record import Record
 from distlab.report.table import Column, grouped, is_number
 
@@ -64,22 +64,17 @@ class Ratio:
         name: of the ratio; `NAME_low` and `NAME_high` are the ends of its interval.
         baseline: the rows that are compared with each other → the one that all are divided by.
         quantity: of which `QUANTITY_p50_ms` is divided, and `QUANTITY_samples_ms` holds the paired samples.
-        without: a further row, whose time is subtracted from both first; then the ratio is one of overheads.
     """
 
     name: str
     baseline: Baseline
     quantity: str = "step"
-    without: Baseline | None = None
 
     def add(self, rows: Sequence[Record]) -> None:
         """Write ratio and interval into rows that are compared with each other."""
-        base, without = self.baseline(rows), self.without and self.without(rows)
-        if base is None or (self.without and without is None):
-            return
-        for row in rows:
-            if row is not without:
-                self._write(row, self.of(row, base, without))
+        if (base := self.baseline(rows)) is not None:
+            for row in rows:
+                self._write(row, base)
 
     def add_within(self, key: Callable[[Record], object], rows: Sequence[Record]) -> None:
         """Write them into rows that have a baseline among those of the same key, and not into the baseline."""
@@ -87,22 +82,21 @@ class Ratio:
             if (base := self.baseline(group)) is not None:
                 for row in group:
                     if row is not base:
-                        self._write(row, self.of(row, base))
+                        self._write(row, base)
 
-    def _write(self, row: Record, found: Sequence[float] | None) -> None:
-        if found:
+    def _write(self, row: Record, base: Record) -> None:
+        if found := self.of(row, base):
             names = (self.name, f"{self.name}_low", f"{self.name}_high")
             row.metrics.update(zip(names, found, strict=True))
 
-    def of(self, row: Record, base: Record, without: Record | None = None) -> Sequence[float] | None:
+    def of(self, row: Record, base: Record) -> Sequence[float] | None:
         """Return the ratio of one row to another, and its interval; None where either was not timed."""
-        together = [each for each in (row, base, without) if each is not None]
-        samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in together]
+        samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in (row, base)]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer
         if pairs >= MIN_PAIRS:
-            return (paired_ratio if without is None else overhead_ratio)(*(each[:pairs] for each in samples))
+            return paired_ratio(*(each[:pairs] for each in samples))
         mine, other = (each.metrics.get(f"{self.quantity}_p50_ms") for each in (row, base))
-        if without is not None or not (is_number(mine) and is_number(other)) or not other:
+        if not (is_number(mine) and is_number(other)) or not other:
             return None
         return with_noise(mine / other, row, base, self.quantity)
 

@@ -8,87 +8,21 @@ Five numbers are fitted, each to one measurement, in this order:
     latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which nothing disturbs
     contention           communication time and step of `overlap`, where nearly all communication is covered
 
-Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks. Where
-experiments/allreduce_sweep has timed the machine's collectives, `measured_links` takes the link from there.
+Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks.
 """
 
-import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
-from distlab.measure.bandwidth import LIBRARY, traffic
 from distlab.simulate.events import Compute
 from distlab.simulate.step import SimulatedStep
 from distlab.simulate.timeline import DeviceModel, Machine, replay
-from distlab.theory.collective_time import CollectiveFit, further_hops, link_share
+from distlab.theory.collective_time import link_share
 from distlab.theory.step_time import Network
 
 NEEDED = ("local", "naive", "flat", "overlap")
 # Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.
 LAUNCH_S, HOP_S = 3e-6, 3e-6
-
-
-@dataclass(frozen=True)
-class MeasuredLinks:
-    """A network made of measured collectives: (operation, ranks) → fit.
-
-    Numbers of ranks that were not measured are predicted from the nearest: the latency grows by `hop_s` per further
-    rank of the ring, and what depends on the payload with the volume per link.
-
-    Args:
-        fits: of the library's collectives.
-        hop_s: more latency per further rank of the ring.
-    """
-
-    fits: Mapping[tuple[str, int], CollectiveFit]
-    hop_s: float = HOP_S
-
-    def seconds(self, num_bytes: float, ranks: int, *, operation: str = "all_reduce") -> float:
-        """Seconds of `operation` on a payload of `num_bytes`. Raises ValueError for an operation without a fit."""
-        if ranks == 1:
-            return 0.0
-        known = [size for name, size in self.fits if name == operation]
-        if not known:
-            raise ValueError(
-                f"no fit of {operation!r}: distlab run allreduce_sweep --operations {operation}"
-            )
-        nearest = min(known, key=lambda size: abs(math.log2(size / ranks)))
-        fit = self.fits[operation, nearest]
-        if nearest == ranks:
-            return fit.seconds(num_bytes)
-        # The same volume per link is that payload on the ranks that were measured.
-        alike = num_bytes * traffic(operation, ranks) / traffic(operation, nearest)
-        more, fewer = (further_hops(size, all_reduce=operation == "all_reduce") for size in (ranks, nearest))
-        return max(fit.seconds(alike) + self.hop_s * (more - fewer), 0.0)
-
-
-def measured_links(records: Iterable[Any], device_name: str, backend: str | None = None) -> MeasuredLinks:
-    """The fits that allreduce_sweep recorded on one kind of machine; those of other machines are left out.
-
-    Args:
-        records: of `experiments/allreduce_sweep`.
-        device_name: as in their `environment`.
-        backend: `nccl` or `gloo`; None for any.
-
-    Raises:
-        ValueError: none of the records is a fit on this device; the message lists the devices there are.
-    """
-    fits, devices = {}, set()
-    for record in records:
-        pieces, operation = record.metrics.get("pieces"), record.config.get("operation")
-        if not pieces or operation not in LIBRARY:
-            continue
-        devices.add(record.environment.get("device_name"))
-        same = backend in (None, record.config["backend"])
-        if same and record.environment.get("device_name") == device_name:
-            fits[operation, record.config["world_size"]] = CollectiveFit.from_list(pieces)
-    if not fits:
-        raise ValueError(
-            f"no collectives measured on {device_name!r} among the records (there are: "
-            f"{', '.join(sorted(map(str, devices))) or 'none'}): distlab run allreduce_sweep on this machine"
-        )
-    return MeasuredLinks(fits)
 
 
 def calibrate(

@@ -45,7 +45,7 @@ class DeviceModel:
 
 
 class Collectives(Protocol):
-    """`distlab.theory.step_time.Network`, or collectives as measured (`calibrate.MeasuredLinks`)."""
+    """`distlab.theory.step_time.Network`, or another that knows the time of a collective."""
 
     def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
         """Time of one collective; 0 for a single rank."""

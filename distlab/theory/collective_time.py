@@ -23,7 +23,7 @@ tolerance, at the borders that make that sum smallest. α and 1/W are not negati
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -126,25 +126,16 @@ class CollectiveFit:
         return (valid[-1] if valid else self.pieces[0]).seconds(num_bytes)
 
     def metrics(self, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
-        """For a record, as `simulate.calibrate.measured_links` reads it: pieces, and the errors at measured points."""
+        """For a record: pieces, and the errors at measured points."""
         errors = relative_errors(self, sizes, seconds)
         large = [abs(error) for size, error in zip(sizes, errors, strict=True) if size > 1e6]
         return {
-            "pieces": self.to_list(),
+            "pieces": [asdict(piece) for piece in self.pieces],
             "latency_us": 1e6 * self.pieces[0].latency_s,
             "fit_error_max_pct": 100 * max(map(abs, errors)),
             "fit_error_above_1mb_pct": 100 * max(large) if large else None,
             "residuals_pct": [100 * error for error in errors],
         }
-
-    def to_list(self) -> list[dict[str, float]]:
-        """For a record."""
-        return [asdict(piece) for piece in self.pieces]
-
-    @classmethod
-    def from_list(cls, pieces: Sequence[Mapping[str, Any]]) -> "CollectiveFit":
-        """The inverse of `to_list`."""
-        return cls(tuple(Piece(**piece) for piece in pieces))
 
 
 def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveFit:

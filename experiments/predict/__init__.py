@@ -60,7 +60,6 @@ class PredictConfig(Options):
     models: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
     ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
     rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
-    collectives: tuple[str, ...] = option((), "records of allreduce_sweep, whose fits then stand for the link")
     memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
     predictions: str | None = option(None, "what was predicted before, instead of predicting")
     compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")

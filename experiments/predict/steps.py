@@ -1,7 +1,7 @@
 """Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ from distlab.model import ModelConfig, preset
 from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
 from distlab.simulate import Machine, SimulatedStep, replay
-from distlab.simulate.calibrate import NEEDED, calibrate, measured_links
+from distlab.simulate.calibrate import NEEDED, calibrate
 from distlab.simulate.step import simulate_training
 from distlab.train.memory_budget import PlannedStep
 
@@ -36,11 +36,9 @@ def add_steps(config: Any, run: Run) -> None:
     run.progress(f"calibrating on {config.calibrate}")
     files = [config.calibrate] + ([config.memory] if config.memory else [])
     with reading(files):
-        calibration, settings = fit(config.calibrate, config.collectives, config.memory)
+        calibration, settings = fit(config.calibrate, config.memory)
     calibrated_on = " and ".join(file.removeprefix(f"{ROOT}/") for file in files)
     own = {"calibrated_on": calibrated_on, "dtype": settings["dtype"]} | asdict(calibration)
-    if config.collectives:  # measured fits are in the records that they came from
-        own["network"] = "measured collectives"
     for size, batch in config.models:
         model = preset(size, context_length=settings["context"])
         own |= {"size": size, "batch": batch, "context": model.context_length}
@@ -51,8 +49,8 @@ def add_steps(config: Any, run: Run) -> None:
                 run.add(row, metrics, world_size=ranks, **own)
 
 
-def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -> tuple[Machine, dict]:
-    """The machine's constants from a record, and its settings; `collectives` and `memory` as in the options.
+def fit(path: str, memory: str | None = None) -> tuple[Machine, dict]:
+    """The machine's constants from a record, and its settings; `memory` as in the options.
 
     Raises:
         ValueError, OSError: the record cannot be read or lacks a row.
@@ -67,10 +65,6 @@ def fit(path: str, collectives: Sequence[str] = (), memory: str | None = None) -
             raise ValueError(f"{memory} has no row of local, from which to fit the memory's bandwidth")
         second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
     calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
-    if collectives:
-        known = [record for file in collectives for record in read_json(file)]
-        network = measured_links(known, rows["local"].environment["device_name"])
-        calibration = replace(calibration, network=network)
     return calibration, settings
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from distlab.comm import collectives
-from distlab.measure.bandwidth import OPERATIONS, all_reduces, disturb, rate_beside, time_collective, traffic
+from distlab.measure.bandwidth import OPERATIONS, disturb, rate_beside, time_collective, traffic
 from distlab.testing import run_ranks
 
 
@@ -68,7 +68,9 @@ def test_the_rate_of_a_queue_beside_computation():
 
 
 def disturbed(context):
-    return disturb(context, lambda: time.sleep(0.002), all_reduces(context, 4096), least_ms=4, rounds=1)
+    tensors = torch.zeros(2, 1024)
+    send = lambda number: collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)  # noqa: E731
+    return disturb(context, lambda: time.sleep(0.002), send, least_ms=4, rounds=1)
 
 
 def test_contention_is_measured_alike_on_all_ranks():

@@ -11,7 +11,7 @@ import torch
 from distlab.measure import clock, statistics
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 from distlab.measure.memory import peak_memory
-from distlab.measure.statistics import noise_floor, overhead_ratio, own_noise_floor, paired_ratio, percentiles
+from distlab.measure.statistics import noise_floor, own_noise_floor, paired_ratio, percentiles
 from distlab.testing import run_ranks
 
 
@@ -164,14 +164,3 @@ def test_a_variant_against_itself_has_a_noise_floor():
 def test_paired_ratio_refuses(a, b):
     with pytest.raises(ValueError):
         paired_ratio(a, b)
-
-
-def test_overhead_ratio_is_that_of_the_times_above_the_bare_step():
-    rng = np.random.default_rng(0)
-    bare = 100 + rng.normal(0, 1, 40)
-    half, whole = bare + 10, bare + 20
-    ratio, low, high = overhead_ratio(half, whole, bare)
-    assert low <= ratio <= high and abs(ratio - 0.5) < 0.05 and high < 0.6
-    assert overhead_ratio(half, bare, bare) is None  # nothing exposed to compare with
-    with pytest.raises(ValueError, match="triples"):
-        overhead_ratio(half, whole[:-1], bare)

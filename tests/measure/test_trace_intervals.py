@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distlab.measure.trace.account import account, exposed_all_gathers, lanes, median_step, step_windows
+from distlab.measure.trace.account import account, lanes, median_step, step_windows
 from distlab.measure.trace.capture import Event
 from distlab.measure.trace.intervals import intersect, subtract, total, union
 
@@ -72,29 +72,3 @@ def test_the_median_step_is_a_step_that_ran():
     assert median_step(events) == (62, 73)
     assert median_step(events[:3]) == (50, 62)
     assert account(events, (10, 50)).step_ms == 40
-
-
-def test_all_gathers_alone_are_told_apart_by_the_end_of_forward():
-    events = [
-        Event("distlab:step", "range", "thread 1", 0, 20),
-        Event("distlab:forward", "range", "thread 1", 0, 2),  # the host runs ahead
-        Event("gemm", "compute", "stream 7", 2, 6, launched_ms=1),
-        Event("gemm", "compute", "stream 7", 9, 15, launched_ms=3),
-        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 0, 3, launched_ms=0.5),
-        Event("ncclDevKernel_AllGather_RING_LL", "communication", "stream 20", 5, 10, launched_ms=1.5),
-        Event("ncclDevKernel_ReduceScatter_Sum", "communication", "stream 20", 15, 18, launched_ms=4),
-    ]
-    # Forward ends with its last kernel, at 6: alone before it 0..2, after it 6..9; a reduce-scatter does not count.
-    assert exposed_all_gathers(events) == (2, 3)
-    assert exposed_all_gathers(events[:4] + events[6:]) == (None, None)
-    assert exposed_all_gathers(events[:1] + events[2:]) == (None, None)
-
-
-def test_on_a_cpu_forward_ends_with_its_range():
-    events = [
-        step(10, 20),
-        event("range", 5, 9, "distlab:forward"),  # of the step before
-        event("range", 10, 14, "distlab:forward"),
-        event("communication", 12, 18, "gloo:all_gather"),
-    ]
-    assert exposed_all_gathers(events) == (2, 4)

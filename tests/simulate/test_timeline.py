@@ -6,11 +6,10 @@ import torch
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig
-from distlab.simulate.calibrate import NEEDED, MeasuredLinks, calibrate
+from distlab.simulate.calibrate import NEEDED, calibrate
 from distlab.simulate.events import Compute, Wait
 from distlab.simulate.step import SimulatedStep, simulate_training
 from distlab.simulate.timeline import DeviceModel, Machine, replay
-from distlab.theory.collective_time import CollectiveFit, Piece
 from distlab.theory.step_time import Network
 
 DEVICE = DeviceModel(1e3, 1e9)  # 1 FLOP is 1 ms
@@ -47,16 +46,6 @@ def test_naive_stands_still_and_overlap_hides():
 def test_waiting_for_the_last_waits_for_all_before_it():
     line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), MACHINE)
     assert (line.step_ms, line.comm_ms, line.overhead_ms) == pytest.approx((13, 12, 8))
-
-
-def test_measured_collectives_can_stand_for_the_link():
-    fit = CollectiveFit((Piece(1e3, 1e-3), Piece(4e3, 5e-3, 10)))  # 1 ms and 1 byte per ms; then 5 ms and 4 bytes
-    links = MeasuredLinks({("all_reduce", 2): fit}, hop_s=1e-3)
-    two = replay(step(issue(0, 4), issue(1, 40), Wait(1)), Machine(DEVICE, links))
-    assert two.comm_ms == pytest.approx((1 + 4) + (5 + 10))
-    # On four ranks 4 bytes load a link as 6 do on two, and the ring has two more hops.
-    four = replay(step(issue(0, 4), Wait(0), ranks=4), Machine(DEVICE, links))
-    assert four.comm_ms == pytest.approx(1 + 6 + 2)
 
 
 def test_contention_slows_both():

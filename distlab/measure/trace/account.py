@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace.capture import FORWARD, NEXT, OPTIMIZER, STEP, Event
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total
 
 KINDS = ("compute", "communication", "copy")
@@ -35,7 +35,7 @@ class StepAccount:
         exposed_ms: the exposed part of it, beside which no compute ran. Copies cover nothing.
         overlap_pct: the share of ``comm_ms`` that compute covers, in %; None without communication.
         copy_ms: copies beside which neither ran.
-        idle_ms, longest_idle_ms: nothing ran, in all and at a stretch.
+        idle_ms: nothing ran.
         kernels: name → (how often, ms in sum) of the compute outside of the optimizer.
     """
 
@@ -47,7 +47,6 @@ class StepAccount:
     overlap_pct: float | None
     copy_ms: float
     idle_ms: float
-    longest_idle_ms: float
     kernels: dict[str, tuple[int, float]]
 
 
@@ -138,7 +137,6 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
         overlap_pct=100 * (1 - exposed_ms / comm_ms) if comm_ms else None,
         copy_ms=total(subtract(copies, [*compute, *comm])),
         idle_ms=total(idle),
-        longest_idle_ms=max((end - start for start, end in idle), default=0.0),
         kernels=kernels,
     )
 
@@ -153,31 +151,6 @@ def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, 
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
     found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
     return {lane: _from_start(spans, window) for lane, spans in found.items()}
-
-
-def exposed_all_gathers(
-    events: Sequence[Event], window: Interval | None = None
-) -> tuple[float | None, float | None]:
-    """Time in ms in which only all-gathers ran, no compute: (until the forward ended, after it).
-
-    None for both without an all-gather in ``window`` (by default the median step), or without the range that
-    `capture.annotate_forward` writes. On a GPU the host runs ahead, so forward ends there with the last compute kernel
-    that the host launched during its range.
-    """
-    window = median_step(events) if window is None else window
-    named = [e for e in events if "allgather" in e.name.lower().replace("_", "")]
-    gathers = _inside(named, "communication", window)
-    host = host_range(events, window)
-    ends = [
-        max((k.end_ms for k in _launched(events) if e.start_ms <= k.launched_ms <= e.end_ms), default=e.end_ms)
-        for e in events
-        if e.name == FORWARD and host[0] <= e.start_ms and e.end_ms <= host[1]
-    ]
-    if not gathers or not ends:
-        return None, None
-    alone = subtract(gathers, _inside(events, "compute", window))
-    boundary = max(ends)
-    return total(intersect(alone, [(window[0], boundary)])), total(intersect(alone, [(boundary, window[1])]))
 
 
 def _from_start(spans: Iterable[Interval], window: Interval) -> list[Interval]:

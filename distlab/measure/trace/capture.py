@@ -37,18 +37,15 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.hooks import RemovableHandle
 
 from distlab.files import atomic_path
 from distlab.measure.clock import synchronize
 from distlab.measure.trace.intervals import total, union
 
 STEP = "distlab:step"
-FORWARD = "distlab:forward"
 OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
 PHASES = ("forward", "backward", "optimizer")
@@ -177,19 +174,6 @@ def _on_device(call: Callable[[], object], times: int) -> list[Any]:
             call()
         torch.cuda.synchronize()
     return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
-
-
-def annotate_forward(module: nn.Module) -> list[RemovableHandle]:
-    """Let each call of ``module`` be a range ``distlab:forward`` of the trace, until the handles are removed."""
-    open_ranges: list[record_function] = []
-    return [
-        module.register_forward_pre_hook(
-            lambda *_: open_ranges.append(record_function(FORWARD).__enter__()), prepend=True
-        ),
-        module.register_forward_hook(
-            lambda *_: open_ranges.pop().__exit__(None, None, None), always_call=True
-        ),
-    ]
 
 
 class Phases:
