@@ -54,36 +54,25 @@ IDS = torch.tensor([[0] * 5 + [1] * 60 + [2] + [0] * 31, [i // 33 for i in range
 CALLS = {
     "one": ((1, 1, 1, 1, 1, 16), {}),
     "few queries": ((1, 1, 1, 2, 17, 16), CAUSAL),
-    "few keys": ((1, 1, 1, 17, 2, 16), CAUSAL),
     "head dim 48": ((1, 1, 1, 97, 33, 48), {}),
-    "head dim 40": ((1, 1, 1, 33, 97, 40), CAUSAL),
     "head dim 59": ((1, 1, 1, 64, 64, 59), CAUSAL),
-    "head dim 80": ((1, 1, 1, 40, 40, 80), {}),
     "head dim 111": ((1, 1, 1, 20, 36, 111), CAUSAL),
     "head dim 128": ((1, 1, 1, 33, 17, 128), CAUSAL),
-    "multi-query": ((2, 4, 1, 20, 33, 16), CAUSAL),
     "grouped": ((2, 4, 2, 20, 33, 16), CAUSAL),
-    "scale": ((1, 1, 1, 20, 20, 16), CAUSAL | {"scale": 0.5}),
-    "alignment top": ((1, 2, 1, 20, 50, 16), CAUSAL),
     "alignment top, long": ((1, 2, 1, 50, 20, 16), CAUSAL),
     "alignment bottom": ((1, 2, 1, 20, 50, 16), BOTTOM),
     "alignment bottom, long": ((1, 2, 1, 50, 20, 16), BOTTOM),
-    "window": ((1, 1, 1, 97, 97, 16), {"window": 20}),
     "window, causal": ((1, 1, 1, 97, 97, 16), CAUSAL | {"window": 20}),
     "window of one key": ((1, 1, 1, 70, 70, 16), {"window": 0}),
-    "window, bottom": ((1, 1, 1, 30, 97, 16), {"window": 3, "alignment": "bottom-right"}),
-    "window, long": ((1, 1, 1, 97, 30, 16), CAUSAL | {"window": 5}),
     "window, bottom, long": ((1, 2, 1, 97, 30, 16), {"window": 5, "alignment": "bottom-right"}),
     "documents": ((2, 1, 1, 97, 97, 16), {"document_ids": IDS}),
-    "documents, causal": ((2, 1, 1, 97, 97, 16), CAUSAL | {"document_ids": IDS}),
     "documents, window": ((2, 2, 1, 97, 97, 16), CAUSAL | {"document_ids": IDS, "window": 9}),
     # Some scores are cut to a half and some hardly changed. A large softcap changes nothing, and must not cost digits;
     # of a small one all scores are alike.
     "softcap": ((1, 4, 2, 20, 50, 24), {"softcap": 1.5}),
-    "softcap, bottom": ((1, 4, 2, 50, 20, 24), BOTTOM | {"softcap": 1.5}),
     "softcap, window": ((1, 4, 2, 50, 50, 24), {"softcap": 1.5, "window": 5, "scale": 0.7}),
     "softcap, documents": ((2, 1, 1, 97, 97, 24), {"softcap": 1.5, "document_ids": IDS}),
-    **{f"softcap {cap}": ((1, 2, 1, 20, 33, 16), CAUSAL | {"softcap": cap}) for cap in (1e-3, 30, 1e6, 1e30)},
+    **{f"softcap {cap}": ((1, 2, 1, 20, 33, 16), CAUSAL | {"softcap": cap}) for cap in (1e-3, 1e30)},
 }
 
 
@@ -106,14 +95,9 @@ def heads_innermost(x):
 
 # RELIABILITY 40: any strides, also of do. RELIABILITY 39: nothing outside the tensors is read
 LAYOUTS = {
-    "transposed": each(lambda x: x.transpose(1, 2).contiguous().transpose(1, 2)),
-    "columns": each(lambda x: x.mT.contiguous().mT),
     "heads innermost": each(heads_innermost),  # as an einsum may leave them
-    "gradient with heads innermost": lambda *t: (*t[:3], heads_innermost(t[3])),
     "expanded gradient": lambda *t: (*t[:3], t[3][:1, :1, :1, :1].expand_as(t[3])),
-    "overlapping heads": each(lambda x: x.as_strided(x.shape, (1, 0, 1, 1))),
     "NaN all around": each(lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8]),
-    "without heads": each(lambda x: x[:, 0]),
 }
 
 
@@ -156,27 +140,18 @@ def test_a_window_past_both_ends_hides_nothing(function, causal):
 
 
 @BOTH
-def test_bounds_of_documents_made_once(function):
-    """Of ids, or of the offsets in which packed sequences come, an empty document among them."""
+def test_bounds_of_documents_made_once(function, monkeypatch):
+    """Of ids, or of the offsets in which packed sequences come, an empty document among them; a layer makes none."""
     q, k, v, do = inputs(1, 1, 1, 97, 97, 16)
     lengths = torch.tensor([5, 60, 0, 1, 31], device=DEVICE)
     ids = torch.repeat_interleave(torch.arange(5, device=DEVICE), lengths)[None]
     offsets = F.pad(lengths.cumsum(0), (1, 0))
     expected = with_gradients(apply(function, causal=True, document_ids=ids), q, k, v, do)
-    for bounds in (document_bounds(ids), document_bounds(cu_seqlens=offsets.int())):
+    made = document_bounds(ids), document_bounds(cu_seqlens=offsets.int())
+    monkeypatch.setattr("kernels.flash_attention.function.document_bounds", None)
+    for bounds in made:
         found = with_gradients(apply(function, causal=True, document_ids=bounds), q, k, v, do)
         same_bits(found, expected)
-
-
-def test_bounds_made_once_are_all_that_a_layer_is_given(monkeypatch):
-    """No launches per layer to find the documents again."""
-    q, k, v, _ = inputs(1, 1, 1, 9, 9, 16)
-    bounds = document_bounds(torch.zeros(1, 9, dtype=torch.int64, device=DEVICE))
-    monkeypatch.setattr("kernels.flash_attention.function.document_bounds", None)
-    given = []
-    monkeypatch.setattr(ops, "forward_op", lambda *x: given.append(x[-1]) or (q, q[..., 0]))
-    flash_attention(q, k, v, document_ids=bounds)
-    assert given[0] is bounds
 
 
 @BOTH
@@ -260,18 +235,12 @@ def test_autocast_does_not_reach_the_statistics_of_the_plain_form(dtype):
         assert torch.equal(x, y.to(x.dtype))
 
 
-@BOTH
-def test_autocast_leaves_alone_what_torch_leaves_alone(function):
+def test_autocast_leaves_alone_what_torch_leaves_alone():
     q, k, v, _ = inputs(1, 1, 1, 5, 5, 16)
     with torch.autocast(DEVICE, torch.float16):
         with pytest.raises(ValueError, match=r"q has dtype torch\.int64; allowed: float32"):
-            function.apply(q.long(), k, v)
-        wide = [x.double() for x in (q, k, v)]
-        if function is FlashAttention2:
-            with pytest.raises(ValueError, match=r"q has dtype torch\.float64; allowed: float32"):
-                function.apply(*wide)
-        else:
-            assert function.apply(*wide).dtype is torch.float64
+            flash_attention(q.long(), k, v)
+        assert FlashAttention2PyTorch.apply(q.double(), k.double(), v.double()).dtype is torch.float64
 
 
 def test_flops_are_counted():

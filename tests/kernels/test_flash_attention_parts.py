@@ -1,6 +1,4 @@
-"""Pieces of attention by themselves: products of a tile, and what the backward needs of the forward."""
-
-import math
+"""Matmuls of a tile by themselves, and inputs that are not finite."""
 
 import pytest
 import torch
@@ -8,7 +6,6 @@ import triton
 import triton.language as tl
 
 from kernels.flash_attention import configs, flash_attention
-from kernels.flash_attention.backward import FEW_ROWS, ROW_PADDING, launch_delta
 from kernels.flash_attention.configs import Tile
 from kernels.flash_attention.products import _split_bf16, _split_tf32, product
 
@@ -111,17 +108,3 @@ def test_an_infinite_input_shows_in_its_row_only():
     others = torch.arange(48, device=DEVICE) != 40
     near(o[..., others, :], expected[0][..., others, :], 2e-5)
     near(dq[..., others, :], expected[1][..., others, :], 2e-5)
-
-
-@pytest.mark.parametrize("heads", [2, FEW_ROWS // ROW_PADDING + 1], ids=["short call", "long call"])
-def test_delta_and_log_sum_exp_are_padded_so_that_tiles_need_no_mask(heads):
-    """Past the last query, and for one without a key, P = exp2(s − LSE·log2(e)) is to be zero."""
-    q, o, do = (draw(1, heads, 37, 16, seed=i) for i in range(3))
-    lse = draw(1, heads, 37, seed=3)
-    lse[:, 1, 5] = -INFINITY
-    saved = launch_delta(q, q, q, o, lse, do)
-    assert saved.delta.shape == saved.lse2.shape == (1, heads, ROW_PADDING)
-    near(saved.delta[..., :37], (o * do).sum(-1), 1e-5)
-    assert (saved.delta[..., 37:] == 0).all() and (saved.lse2[..., 37:] == INFINITY).all()
-    expected = torch.where(lse == -INFINITY, INFINITY, lse / math.log(2))
-    near(saved.lse2[..., :37], expected, 1e-6)

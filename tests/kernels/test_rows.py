@@ -9,7 +9,7 @@ from kernels import softmax as softmax_module
 from kernels._reduce import sum_columns
 from kernels._rows import Launch, forced
 from kernels.layernorm import layer_norm
-from kernels.rmsnorm import RMSNorm, RMSNormPyTorch, add_rms_norm, rms_norm
+from kernels.rmsnorm import add_rms_norm, rms_norm
 from kernels.softmax import softmax
 
 from .fused import DEVICE, compare, draw
@@ -94,21 +94,6 @@ def test_second_stage_sums_every_share(count):
 def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
     monkeypatch.setattr(softmax_module, "ONE_TILE_BACKWARD", 4)
     compare(softmax, reference.softmax, draw(3, 50))
-
-
-def test_course_functions():
-    x, w = norm_inputs((4, 16))
-    x.requires_grad_()
-    for function in (RMSNorm, RMSNormPyTorch):
-        y = function.apply(x, w)
-        torch.testing.assert_close(y, F.rms_norm(x, (16,), w, 1e-5))
-        assert function.apply(x, w, 1e-2).sum() != y.sum()
-
-
-def test_autocast_leaves_float64_alone():
-    x, w = (draw(*s, device="cpu").double() for s in ((3, 5), (5,)))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert RMSNormPyTorch.apply(x, w).dtype == torch.float64
 
 
 def test_mixed_types_of_residual_and_branch():
