@@ -1,7 +1,7 @@
 """Random models and regimes, every strategy held against one process.
 
     python -m tests.fuzz --seeds 2000 --ranks 2 3 --strategies all      # some minutes; 1 at a difference
-    python -m tests.fuzz --first 17 --seeds 1 --strategies zero1 --ranks 2      # one of them again, shrunk if it fails
+    python -m tests.fuzz --first 17 --seeds 1 --strategies zero1 --ranks 2      # one of them again
     python -m tests.fuzz --case "Case(body=(Part(),))" --strategies zero1 --ranks 2
 
 A seed makes a `Case`: a model (a tree of `Part`s: layers, containers, ties, frozen parts, parameters read elsewhere
@@ -20,12 +20,11 @@ What a strategy documents that it refuses counts as right only where the case ha
 What FSDP's contract leaves out (units or orders that differ between ranks, a weight read outside its unit) is
 replaced by the nearest thing that it allows (`as_allowed`).
 
-When a case fails, parts of it are left out as long as it goes on failing in the same way, and the shortest is printed.
+A case that fails is printed as the option `--case` takes it, so that parts of it can be left out by hand.
 """
 
 import argparse
 import copy
-import dataclasses
 import faulthandler
 import gc
 import hashlib
@@ -72,17 +71,11 @@ LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of
 # -- what a case is ----------------------------------------------------------------------------------------
 
 
-def _changes(thing: Any) -> Iterator[tuple[str, Any]]:
-    """(name, default) of the fields that have another value."""
-    plain = type(thing)()
-    for each in dataclasses.fields(thing):
-        if getattr(thing, each.name) != getattr(plain, each.name):
-            yield each.name, getattr(plain, each.name)
-
-
 def _short_repr(self: Any) -> str:
     """The expression that makes it again, defaults left out."""
-    return f"{type(self).__name__}({', '.join(f'{name}={getattr(self, name)!r}' for name, _ in _changes(self))})"
+    plain = vars(type(self)())
+    changed = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value != plain[name])
+    return f"{type(self).__name__}({changed})"
 
 
 @dataclass(frozen=True, repr=False)
@@ -1267,53 +1260,6 @@ def run_jobs(
         left = left[len(verdicts) :]
 
 
-# -- shrinking ---------------------------------------------------------------------------------------------
-
-
-def shorter(thing: Any) -> Iterator[Any]:
-    """Cases (parts, regimes, lists of parts, numbers) with one thing less.
-
-    Some mean nothing, such as a norm of no form: "invalid" is another outcome than the one that is looked for.
-    """
-    if isinstance(thing, tuple):
-        for place, part in enumerate(thing):
-            before, after = thing[:place], thing[place + 1 :]
-            for parts in (before + after, before + getattr(part, "inside", ()) + after):
-                if parts:
-                    yield parts
-            yield from ((*before, smaller, *after) for smaller in shorter(part))
-    elif isinstance(thing, int) and thing > 2:
-        yield thing - 1
-    elif dataclasses.is_dataclass(thing):
-        for name, default in _changes(thing):
-            if name not in ("seed", "kind", "body", "inside"):
-                yield replace(thing, **{name: default})
-            if name != "seed":
-                yield from (replace(thing, **{name: smaller}) for smaller in shorter(getattr(thing, name)))
-        if isinstance(thing, Part) and not thing.inside:
-            yield Part()
-
-
-def _without_ties(case: Case) -> Case:
-    """Ties of parts that are gone are left out."""
-    count = sum(part.kind == "linear" for part in parts_of(case.body))
-    return replace(case, ties=tuple(pair for pair in case.ties if max(pair) < count))
-
-
-def shrink(job: Job, outcome: str, ranks: int, *, seconds: float = 90.0) -> Job:
-    """The shortest case found, within `seconds`, that ends with the same outcome."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        tried = dict.fromkeys(as_allowed(_without_ties(case), job.strategy) for case in shorter(job.case))
-        jobs = [Job(case, job.strategy) for case in tried if case != job.case]
-        results = run_jobs(jobs, ranks, seconds=5.0, until_failure=True)
-        found = next((smaller for smaller, verdict in results if verdict.outcome == outcome), None)
-        if found is None:
-            return job
-        job = found
-    return job
-
-
 # -- the command -------------------------------------------------------------------------------------------
 
 
@@ -1357,14 +1303,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def report(job: Job, verdict: Verdict, ranks: int) -> None:
-    """Print a failing case, shrunk, and how to see it again."""
+    """Print a failing case, and how to see it again."""
     print(f"\nseed {job.case.seed}, {job.strategy}, {ranks} ranks: {verdict.outcome}: {verdict.text}")
-    print(f"  the case: {job.case}")
     again = f"python -m tests.fuzz --strategies {job.strategy} --ranks {ranks}"
-    print(f"  again: {again} --first {job.case.seed} --seeds 1", flush=True)
-    shortest = shrink(job, verdict.outcome, ranks).case
-    print(f"  the shortest that fails so: {shortest}")
-    print(f'  again: {again} --case "{shortest}"', flush=True)
+    print(f"  again: {again} --first {job.case.seed} --seeds 1")
+    print(f'  to shorten by hand: {again} --case "{job.case}"', flush=True)
 
 
 def _summary(counts: Counter[tuple[str, str]], failures: int, begin: float) -> int:
