@@ -12,7 +12,7 @@ from tests.fuzz import Case, Part, Regime
     ids=["2-ranks", "3-ranks", "a-mesh"],
 )
 def test_random_models_train_as_in_one_process(ranks, seeds):
-    """`python -m tests.fuzz --first N --seeds 1 --strategies S --ranks R` shows a failure again, and shrinks it."""
+    """`python -m tests.fuzz --first N --seeds 1 --strategies S --ranks R` shows a failure again."""
     meshes = ranks == 4
     strategies = [name for name in fuzz.STRATEGIES if (name in fuzz.ON_A_MESH) == meshes]
     jobs = fuzz.jobs_of(map(fuzz.generate, seeds), strategies)
@@ -47,31 +47,15 @@ def test_what_is_refused_counts_only_where_it_is_there():
     assert not fuzz.is_refusal(reentrant, "fsdp", "another error")
 
 
-def fails_where(condition):
-    """A stand-in for `run_jobs`: cases of which the condition holds differ, the others are right."""
+def test_a_failing_case_is_printed_as_the_command_takes_it(monkeypatch, capsys):
+    def all_differ(jobs, ranks):
+        return [(job, fuzz.Verdict("differs", "it differs")) for job in jobs]
 
-    def run_jobs(jobs, ranks, *, seconds=0.0, until_failure=False):
-        for job in jobs:
-            failed = condition(job.case)
-            yield job, fuzz.Verdict("differs", "it differs") if failed else fuzz.Verdict("same")
-            if failed and until_failure:
-                return
-
-    return run_jobs
-
-
-def test_a_failing_case_is_shrunk_to_what_makes_it_fail(monkeypatch, capsys):
-    def condition(case: Case) -> bool:
-        return fuzz.has(case, "around", "twice") and case.regime.micro > 1
-
-    seeds = [seed for seed in range(500) if condition(fuzz.generate(seed))]
-    monkeypatch.setattr(fuzz, "run_jobs", fails_where(condition))
-    alone = ["--strategies", "flat", "--ranks", "2"]
-    assert fuzz.main([*alone, "--first", str(seeds[0]), "--seeds", "1"]) == 1
-    shortest = Case((Part("around", (Part(),), "twice"),), seed=seeds[0], regime=Regime(micro=2))
+    monkeypatch.setattr(fuzz, "run_jobs", all_differ)
+    case = Case((Part("around", (Part(),), "twice"),), seed=17, regime=Regime(micro=2))
+    assert fuzz.main(["--strategies", "flat", "--ranks", "2", "--case", repr(case)]) == 1
+    again = "python -m tests.fuzz --strategies flat --ranks 2"
     said = capsys.readouterr().out
-    assert f"the shortest that fails so: {shortest}\n" in said
-    assert f"python -m tests.fuzz --strategies flat --ranks 2 --first {seeds[0]} --seeds 1\n" in said
-    assert fuzz.main([*alone, "--case", repr(shortest)]) == 1
-    monkeypatch.setattr(fuzz, "run_jobs", fails_where(lambda case: False))
+    assert f"{again} --first 17 --seeds 1\n" in said and f'{again} --case "{case!r}"\n' in said
+    monkeypatch.setattr(fuzz, "run_jobs", lambda jobs, ranks: [(job, fuzz.Verdict("same")) for job in jobs])
     assert fuzz.main(["--seeds", "20", "--ranks", "2"]) == 0
