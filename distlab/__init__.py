@@ -1,7 +1,23 @@
 """distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
 
+import importlib.util
+import os
+import warnings
+
 __version__ = "0.1.0"
 
+
+def foreign_kernels() -> str | None:
+    """Say where `import kernels` leads, if that is another project's package and not the one beside this."""
+    spec = importlib.util.find_spec("kernels")
+    beside = os.path.dirname(os.path.dirname(__file__))
+    if spec is None or not spec.origin or os.path.samefile(os.path.dirname(os.path.dirname(spec.origin)), beside):
+        return None
+    return f"`import kernels` finds {spec.origin}, and not the package of distlab in {beside}: rename it or move away"
+
+
+if another := foreign_kernels():
+    warnings.warn(another, RuntimeWarning, stacklevel=2)
 
 def run(experiment: str, **options: object) -> list[dict]:
     """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.

@@ -19,6 +19,7 @@ import subprocess
 import sys
 from dataclasses import asdict, dataclass
 
+from distlab import foreign_kernels
 from distlab.cli_errors import until_stopped
 from distlab.options import Parser
 
@@ -199,6 +200,8 @@ def find_triton() -> list[Finding]:
     triton = package("triton", TRITON_LEAST, advice)
     if triton.state == MISSING:
         return [Finding("triton", LIMITED, triton.found, advice)]
+    if another := foreign_kernels():
+        return [triton, Finding("kernels", MISSING, another, "ops=triton and attention=flash fail")]
     import torch
 
     from kernels._triton import interpreted

@@ -377,7 +377,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         "experiment": first.experiment,
         "when (UTC)": when_of(path, first)[:19].replace("T", " "),
         "machine": f"{count} × {machine}",
-        "commit": short(first.commit),
+        "commit": short(first.commit or f"distlab {first.environment.get('distlab', 'unknown')}"),
         "differs from the default": changed(first.config, defaults(first)),
         "result": "stopped; " * _is_unfinished(path, first) + result_of(records),
     }

@@ -34,7 +34,7 @@ from distlab import __version__
 from distlab.cli_errors import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
 from distlab.options import Parser, unknown
 from launch.help import help_of, listing
-from launch.registry import ROOT, experiments, load
+from launch.registry import ROOT, experiments, load, require_clone
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
@@ -215,6 +215,7 @@ def tables(arguments: Sequence[str]) -> int:
     parser = Parser("distlab tables", description=tables.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
+    require_clone("tables")
 
     from distlab.report.docs_tables import redraw_pages
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from distlab.options import Parser
 from distlab.report.provenance import commit
 from distlab.report.record import read_json
-from launch.registry import ROOT, load
+from launch.registry import ROOT, load, require_clone
 
 MANIFEST = ROOT / "records" / "manifest.toml"
 RUNS = Path("outputs/records")
@@ -82,6 +82,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
 def main(arguments: Sequence[str]) -> int:
     """Measure a machine's records; 1 if a run failed."""
     args = parser().parse_args(arguments)
+    require_clone("records")
     now = commit(args.commit)
     into = Path(args.into or MANIFEST.parent)
     named = {f"{case.experiment}/{case.name} {case.experiment}/{case.run}": case for case in cases(args.machine)}

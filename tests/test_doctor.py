@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+import distlab
 from distlab import doctor
 from distlab.doctor import LIMITED, MISSING, OK, Finding
 from tests.commands import ROOT, environment
@@ -71,6 +72,20 @@ def test_without_torch_it_reports_instead_of_crashing(monkeypatch):
     findings = doctor.examine()
     assert state_of(findings)["torch"] == MISSING
     assert "No module named" in doctor.report(findings, doctor.abilities(findings))
+
+
+def test_kernels_of_another_project_are_named(monkeypatch, tmp_path):
+    """Ours are beside distlab."""
+    theirs = tmp_path / "kernels"
+    theirs.mkdir()
+    (theirs / "__init__.py").touch()
+    assert distlab.foreign_kernels() is None
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "kernels", raising=False)
+    assert str(theirs) in distlab.foreign_kernels()
+    assert str(theirs) in doctor.find_triton()[-1].found
+    with pytest.warns(RuntimeWarning, match="of distlab"):
+        importlib.reload(distlab)
 
 
 def test_old_versions_are_named():

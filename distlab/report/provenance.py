@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distlab import __version__
+
 
 def environment(device: torch.device | str) -> dict[str, str | int | None]:
     """Versions and hardware, the same keys on every machine; what does not exist here is None.
@@ -29,6 +31,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
     nccl = torch.cuda.nccl.version() if on_cuda else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
+        "distlab": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": _version_of("triton"),

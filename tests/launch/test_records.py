@@ -8,7 +8,7 @@ import pytest
 
 from distlab.options import given
 from launch import __main__ as command_line
-from launch import records
+from launch import records, registry
 from launch.__main__ import main
 from launch.registry import ROOT, load
 
@@ -92,3 +92,9 @@ def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsy
     assert "Old." in (tmp_path / "README.md").read_text()
     (tmp_path / "mine.json").write_text(json.dumps(saved).replace("-dirty", ""))
     assert main(["tables"]) == 0 and "Old." not in (tmp_path / "README.md").read_text()
+
+
+def test_a_package_says_that_it_is_no_clone(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(registry, "ROOT", tmp_path)
+    for command in ("tables", "records --machine cpu"):
+        assert main(command.split()) == 2 and "needs a clone of the repository" in capsys.readouterr().err
