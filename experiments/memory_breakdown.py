@@ -114,7 +114,6 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
         states = [value for values in attached.optimizer.state.values() for value in values.values()]
         found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
     found["peak_alloc_bytes"] = peak.peak_alloc_bytes
-    found["peak_requested_bytes"] = peak.peak_requested_bytes
     return found | {"step_p50_ms": percentiles(slowest_rank(samples, bench.context.group, device))["p50"]}
 
 
