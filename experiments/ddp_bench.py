@@ -37,7 +37,6 @@ from distlab.experiment import (
 )
 from distlab.measure import (
     CollectiveRecorder,
-    StepAccount,
     account,
     closes,
     explain,
@@ -213,9 +212,11 @@ def explain_rows(
             if bench.profile(rows[name], path, config.profile_steps):
                 events = load_trace(path)
                 accounts[name], drawn[name] = account(events), lanes(events)
-                metrics.update(overlap(accounts[name]))
+                seen = accounts[name]
+                metrics.update(comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms)
                 if context.device.type == "cuda":
-                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
+                    busy_ms = seen.step_ms - seen.idle_ms
+                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / metrics["step_p50_ms"])
                 if "local" in accounts:
                     metrics.update(explain(accounts[name], accounts["local"]))
                 run.save()
@@ -269,18 +270,6 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}
     return counted | predicted | {"volume_as_predicted": expected and counted == said}
-
-
-def overlap(seen: StepAccount) -> dict[str, float | None]:
-    """Communication time and the share of it that compute covers, from the account of this rank's trace."""
-    return {
-        "comm_ms": seen.comm_ms,
-        "overlap_pct": seen.overlap_pct,
-        "exposed_ms": seen.exposed_ms,
-        "profiled_step_ms": seen.step_ms,
-        "busy_ms": seen.step_ms - seen.idle_ms,
-        "idle_ms": seen.idle_ms,
-    }
 
 
 def strategy_of(row: str) -> Strategy | None:

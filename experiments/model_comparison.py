@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.measure import (
@@ -117,10 +118,7 @@ def first_steps(
     """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
     way = make()
     loss, gradients = way.first()
-    pairs = list(zip(gradients, reference[1], strict=True))
-    difference = sum((a - b).square().sum(dtype=torch.float64) for a, b in pairs)
-    norm = sum(b.square().sum(dtype=torch.float64) for _, b in pairs)
-    found = {"loss_rel_error": abs(loss / reference[0] - 1), "grad_rel_error": float((difference / norm) ** 0.5)}
+    found = relative_errors(loss, reference[0], gradients, reference[1])
     with peak_memory(way.batches[0][0].device) as memory:
         way.backward(way.batches[1])
     ways[name] = way

@@ -33,7 +33,7 @@ def recorded(tmp_path):
 
 
 def unsaved(*records):
-    return SavedRun("a run", Path(__file__), list(records))
+    return SavedRun(Path(__file__), list(records))
 
 
 def verdicts(rows):
