@@ -10,7 +10,6 @@ twice differed by 1.3 to 1.9 times the noise of a run.
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
-from distlab.report.charts import Panel, lines, overlaid
 from distlab.report.derived import noise_of
 from distlab.report.record import Record, plain, read_json
 from distlab.report.table import Column, grouped, is_number
@@ -26,7 +24,6 @@ from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
 RATIO = "step_ratio"
-JOURNAL = "metrics.jsonl"
 ALIKE = (
     "date",
     "command",
@@ -41,9 +38,8 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The rows of one run, with the name of the folder or file that they lie in."""
+    """The rows of one run, and the file that they lie in."""
 
-    name: str
     path: Path
     records: list[Record]
 
@@ -54,7 +50,7 @@ class SavedRun:
         records = read_json(path)
         if not records:
             raise ValueError(f"{run}: no rows were measured; run it again")
-        return SavedRun(path.parent.name if path.name == ROWS else path.stem, path, records)
+        return SavedRun(path, records)
 
     @property
     def first(self) -> Record:
@@ -67,8 +63,8 @@ class SavedRun:
         return when_of(self.path, self.first)
 
     def label(self) -> str:
-        """Commit and time, for axes and headings."""
-        return f"{short(self.first.commit)}\n{self.when[:16].replace('T', ' ')}"
+        """Commit and time, for headings."""
+        return f"{short(self.first.commit)}, {self.when[:16].replace('T', ' ')}"
 
 
 def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:
@@ -212,7 +208,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
     titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
     named = "; ".join(
         f"{titles.get(n, n + 1)}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
-        + f"({run.label().replace(chr(10), ', ')})"
+        + f"({run.label()})"
         for n, run in enumerate(runs)
         if n in shown
     )
@@ -241,21 +237,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
         "itself, whichever is more.",
         prediction="None: this compares what was measured.",
         noise="The noise column holds the larger of the two runs'.",
-        pictures={"loss.png": lambda rows, path: _draw_losses(runs, path)},
     )
-
-
-def _draw_losses(runs: Sequence[SavedRun], path: Path) -> None:
-    """Draw the losses of training runs over each other, from the lines of their steps."""
-    curves = {}
-    for number, run in enumerate(runs, 1):
-        journal = run.path.with_name(JOURNAL)
-        if journal.is_file():
-            steps = [json.loads(line) for line in journal.read_text().splitlines()]
-            curves[f"{number}: {run.name}"] = ([s["step"] for s in steps], [s["loss"] for s in steps])
-    if curves:
-        panel = Panel("", "step", "loss (nats per token)", overlaid(curves), log_x=None, from_zero=False)
-        lines(path, [panel], title="training loss")
 
 
 def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:

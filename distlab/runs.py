@@ -397,11 +397,9 @@ def short(commit: str | None) -> str:
 
 
 def when_of(path: Path, record: Record) -> str:
-    """When a run was made, ISO 8601: as it says, by its folder's name, by its commit, or by its file's time."""
+    """When a run was made, ISO 8601: as it says, by its commit, or by its file's time."""
     if date := record.environment.get("date"):
         return str(date)
-    if stamp := re.fullmatch(r"(\d{4})(\d\d)(\d\d)-(\d\d)(\d\d)(\d\d)(-\d+)?", path.parent.name):
-        return "{}-{}-{}T{}:{}:{}".format(*stamp.groups()[:6])
     made = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
     return date_of_commit((record.commit or "").removesuffix("-dirty")) or made
 

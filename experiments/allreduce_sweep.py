@@ -232,7 +232,6 @@ VIEW = View(
         Column("metrics.latency_us", "α µs", ".0f", missing=""),
         Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
         Column("metrics.fit_error_max_pct", "largest error %", ".1f", missing=""),
-        Column("metrics.fit_error_above_1mb_pct", "above 1 MB %", ".1f", missing=""),
     ],
     headline=headline,
     terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",

@@ -44,7 +44,6 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.hardware import peak_flops
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
 from distlab.report import Panel, Ratio, Series, fastest, grouped, host_bound, lines, prediction_error, row_of
@@ -268,12 +267,6 @@ def behind(name: str) -> Callable[[Record], str]:
     return lambda record: " behind" if is_behind(record, name) else ""
 
 
-def peak_pct(record: Record) -> float | None:
-    """TFLOP/s as a share of the GPU's peak."""
-    peak = peak_flops(record.environment.get("device_name", ""), record.config["dtype"])
-    return (peak and 1e14 * record.metrics.get("fwd_bwd_tflop_per_s", 0) / peak) or None
-
-
 def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
     """A metric of one head over its length: a panel per dtype and head dimension, a line per variant, ours thick."""
     rows = [r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1]
@@ -307,7 +300,6 @@ VIEW = View(
         Column("metrics.ours_over_fwd", "ours / it", ".2f", missing="", optional=True, note=behind("fwd")),
         Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f", optional=True),
         Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f", optional=True),
-        Column("metrics.peak_pct", "% of peak", ".0f", missing="", derived=peak_pct, optional=True),
         *(Column(f"metrics.{key}", title, form, missing="", optional=True) for key, title, form in (
             ("peer", "fastest peer", ""), ("peer_ms", "its ms", ".4f"), ("ours_over_peer", "ours / it", ".2f"))),
         Column("metrics.host_p50_ms", "host ms", ".3f", optional=True),

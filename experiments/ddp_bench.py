@@ -37,7 +37,6 @@ from distlab.experiment import (
 )
 from distlab.measure import (
     CollectiveRecorder,
-    StepAccount,
     account,
     closes,
     explain,
@@ -155,7 +154,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             metrics = timing.metrics()
             if not timing.out_of_memory:
                 metrics |= _rates(config, context, metrics["step_p50_ms"]) | counted[name]
-                metrics |= dict.fromkeys(("comm_ms", "comm_share_pct", "overlap_pct"))
+                metrics |= dict.fromkeys(("comm_ms", "overlap_pct"))
                 metrics["max_abs_param_diff"] = differences.get(name)
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
             noted[name] = noted.get(name) or run.add(name, metrics, **facts, bucket_size_mb=size)
@@ -213,9 +212,11 @@ def explain_rows(
             if bench.profile(rows[name], path, config.profile_steps):
                 events = load_trace(path)
                 accounts[name], drawn[name] = account(events), lanes(events)
-                metrics.update(overlap(accounts[name]))
+                seen = accounts[name]
+                metrics.update(comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms)
                 if context.device.type == "cuda":
-                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - metrics["busy_ms"] / metrics["step_p50_ms"])
+                    busy_ms = seen.step_ms - seen.idle_ms
+                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / metrics["step_p50_ms"])
                 if "local" in accounts:
                     metrics.update(explain(accounts[name], accounts["local"]))
                 run.save()
@@ -271,19 +272,6 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
     return counted | predicted | {"volume_as_predicted": expected and counted == said}
 
 
-def overlap(seen: StepAccount) -> dict[str, float | None]:
-    """Communication time and the share of it that compute covers, from the account of this rank's trace."""
-    return {
-        "comm_ms": seen.comm_ms,
-        "comm_share_pct": 100 * seen.comm_ms / seen.step_ms,
-        "overlap_pct": seen.overlap_pct,
-        "exposed_ms": seen.exposed_ms,
-        "profiled_step_ms": seen.step_ms,
-        "busy_ms": seen.step_ms - seen.idle_ms,
-        "idle_ms": seen.idle_ms,
-    }
-
-
 def strategy_of(row: str) -> Strategy | None:
     """Find the strategy of a row, whose name a bucket size may follow; None of a record whose strategy is gone."""
     names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
@@ -327,28 +315,21 @@ headline = headline_from(
 )
 
 
-def unexplained_rows(records: Sequence[Record]) -> dict[str, str]:
-    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained → how much.
+def unexplained_rows(records: Sequence[Record]) -> list[str]:
+    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained.
 
     The account is of steps under the profiler, so a row within its noise is let pass; where the GPU waits for the host
     most of the time, which the headline says, the profiler's own calls decide and no account can close.
     """
     if any((r.metrics.get("gpu_idle_pct") or 0.0) > HOST_BOUND_PCT for r in records if r.variant == "local"):
-        return {}
-    return {
-        record.variant: f"{record.metrics['overhead_unexplained_ms']:+.1f} ms of {record.metrics['overhead_ms']:.1f} ms"
+        return []
+    return [
+        record.variant
         for record in records
         if record.metrics.get("overhead_closes") is False
         and abs(record.metrics["overhead_unexplained_ms"])
         > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
-    }
-
-
-def unexplained(records: Sequence[Record]) -> list[str]:
-    """One paragraph for the page: what no account explains, and what to try."""
-    amounts = ", ".join(map(" ".join, unexplained_rows(records).items()))
-    told = f"Unexplained overhead, in no part of the trace's account, which is of the traced steps alone: {amounts}. "
-    return [told + "More --profile-steps, or a machine that does nothing else, may close it."] if amounts else []
+    ]
 
 
 def open_accounts(records: Sequence[Record]) -> list[str]:
@@ -356,7 +337,8 @@ def open_accounts(records: Sequence[Record]) -> list[str]:
     noisy = any((noise_of(record.metrics) or 0.0) > NOISY_PCT for record in records)
     if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
         return []
-    return [f"(The trace explains the overhead of {', '.join(rows)} only in part; the page says how much is open.)"]
+    return [f"(The trace explains the overhead of {', '.join(rows)} only in part; the page says how much is open, "
+            "and more --profile-steps, or a machine that does nothing else, may close it.)"]
 
 
 def wrong_rows(records: Sequence[Record]) -> list[str]:
@@ -467,7 +449,6 @@ VIEW = View(
         ),
         Column("metrics.comm_ms", "comm ms", ".1f", about="time of all communication in the trace of rank 0"),
         Column("metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"),
-        Column("metrics.comm_share_pct", "of step %", ".0f", about="communication over the traced step"),
         Column("metrics.overlap_pct", "overlap %", ".0f", about="the share of communication that compute covers"),
         Column(
             "metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True,
@@ -489,7 +470,6 @@ VIEW = View(
             "÷ torch",
             about="over torch DDP's fastest row, paired step by step; a tie where the 95 % interval contains 1",
         ),
-        Column("metrics.vs_torch_ddp_high", "≤ (95 %)", ".3f", about="the upper end of that interval"),
         Column(
             "metrics.max_abs_param_diff", "max |Δparam|", ".1e",
             about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
@@ -531,7 +511,6 @@ VIEW = View(
         *against_the_peer(records),
         *open_accounts(records),
     ],
-    notes=unexplained,
     reading="Overhead is divided among its causes by the profiler's trace of rank 0. The bars end at the median of the "
     "untraced steps, and divide what a step takes longer than local's in the proportions of that account.\n\n"
     "In the timeline compute is above, communication below; what is exposed is orange.",

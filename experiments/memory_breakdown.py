@@ -28,15 +28,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import (
-    MIN_SAMPLES,
-    PhaseTimer,
-    allocated_bytes,
-    peak_memory,
-    percentiles,
-    slowest_rank,
-    tensor_bytes,
-)
+from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
@@ -57,7 +49,7 @@ class MemoryConfig(OwnModel, BenchOptions):
     dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
     strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
     bucket_size_mb: float = option(25.0, "MiB", above=0)
-    steps: int = option(5, "timed steps, after four to settle; the peak is that of all", least=MIN_SAMPLES)
+    steps: int = option(3, "steps after four to settle; the peak is that of all", least=1)
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
@@ -91,11 +83,9 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
 
 def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
     device = bench.context.device
-    timer = PhaseTimer(device)
     found: dict[str, int | float | None] = {}
 
     def mark(phase: str) -> None:
-        timer.mark(phase)
         if phase != "forward":
             found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = allocated_bytes(device)
         if phase == "backward":
@@ -106,16 +96,13 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
     with bench.attached(variant) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
         with peak_memory(device) as peak:
-            for _ in timer.each(steps, SETTLE_STEPS):
+            for _ in range(SETTLE_STEPS + steps):
                 attached("step", mark)
-            samples = [sample["step"] for sample in timer.steps()]
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))
         states = [value for values in attached.optimizer.state.values() for value in values.values()]
         found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
-    found["peak_alloc_bytes"] = peak.peak_alloc_bytes
-    found["peak_requested_bytes"] = peak.peak_requested_bytes
-    return found | {"step_p50_ms": percentiles(slowest_rank(samples, bench.context.group, device))["p50"]}
+    return found | {"peak_alloc_bytes": peak.peak_alloc_bytes}
 
 
 def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -211,7 +198,6 @@ VIEW = View(
         _gib("predicted_peak_alloc_bytes", "predicted"),
         _error("peak_alloc"),
         Column("metrics.predicted_peak_phase", "peak in"),
-        Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
     ],
     headline=headline,
     terminal=(
@@ -231,9 +217,9 @@ VIEW = View(
 EXPERIMENT = Experiment(
     MemoryConfig, measure, VIEW,
     presets={
-        "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp"), "steps": 3},
+        "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp")},
         "smoke": {
-            "size": "tiny", "batch": 1, "context": 16, "steps": 3, "bucket_size_mb": 1.0,
+            "size": "tiny", "batch": 1, "context": 16, "bucket_size_mb": 1.0,
             "strategies": ("local", "zero1"),
         },
     },

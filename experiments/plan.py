@@ -236,14 +236,11 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
 def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
     """Of a rank; a user's model is stepped for it in the fake world."""
     if config.factory is not None:
-        step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
-        peak, phase = step.peak.total, step.peak.phase
+        needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     else:
         needed = memory(config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off")
-        peak, phase = needed.peak.total, needed.peak_phase
     return {
-        "predicted_peak_bytes": peak,
-        "predicted_peak_phase": phase,
+        "predicted_peak_bytes": needed.peak.total,
         "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), USABLE * config.gpu().hbm_bytes),
     }
 
@@ -271,7 +268,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     failures = Failures.of_gpus(ranks, saving, RESTART_S)
     goodput = failures.goodput(failures.daly())
     flops = step_flops(**sizes) / shared
-    return _step(config, time.step, time.overhead, time.communication, time.host, parts, flops) | {
+    return _step(config, time.step, time.overhead, time.host, parts, flops) | {
         "predicted_tokens_per_s": tokens_per_s,
         "predicted_goodput_pct": 100 * goodput,
         "checkpoint_interval_s": failures.daly(),
@@ -298,20 +295,18 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
         "optimizer": seconds["optimizer"],
         "host": step_s - device_s,
     }
-    found = _step(config, step_s, once.overhead_ms / 1e3, once.comm_ms / 1e3, host_s, parts, flops)
+    found = _step(config, step_s, once.overhead_ms / 1e3, host_s, parts, flops)
     return found | {"predicted_examples_per_s": config.batch / step_s}
 
 
 def _step(
-    config: PlanConfig, step: float, overhead: float, communication: float, host: float, parts: dict[str, float],
-    flops: float,
-) -> dict[str, object]:  # fmt: skip
+    config: PlanConfig, step: float, overhead: float, host: float, parts: dict[str, float], flops: float
+) -> dict[str, object]:
     """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {
         "predicted_step_ms": 1e3 * step,
         "predicted_overhead_ms": 1e3 * overhead,
-        "predicted_comm_ms": 1e3 * communication,
         "predicted_host_ms": 1e3 * host,
         **{f"{name.replace(' ', '_')}_ms": 1e3 * seconds for name, seconds in parts.items()},
         "predicted_mfu_pct": 100 * mfu(flops, step, peak),
@@ -418,7 +413,6 @@ VIEW = View(
         Column("variant", "strategy × micro-batch"),
         Column("metrics.fits", "fits", align="left"),
         Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-        Column("metrics.predicted_peak_phase", "at", align="left"),
         Column("metrics.predicted_step_ms", "step ms", _ms),
         Column("metrics.predicted_overhead_ms", "overhead ms", _ms),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),

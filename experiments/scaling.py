@@ -16,11 +16,8 @@ from pathlib import Path
 from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
-from distlab.parallel import get_strategy
 from distlab.report import Panel, Series, grouped, is_number, lines, prediction_error, read_json
-from distlab.simulate.estimate import USABLE, MachineOptions, estimate_step
-from distlab.theory.step_time import sharding_group
-from distlab.train.memory_budget import PlannedStep
+from distlab.simulate.estimate import MachineOptions, estimate_step
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp")
 KINDS = ("weak", "strong")
@@ -93,20 +90,12 @@ def _predict(
         group=group,
         kernels=config.kernels(),
     )
-    network = config.machine().network
-    sharing = sharding_group(get_strategy(strategy), ranks, network.devices_per_node, group)
-    memory = PlannedStep(
-        model, micro, strategy, config.dtype, checkpointing=config.recompute, micro_batches=micro_batches,
-        compiled=config.compile != "off", shard_size=sharing,
-    ).memory(ranks)  # fmt: skip
     tokens = ranks * micro * micro_batches * model.context_length
     return {
         "predicted_step_ms": 1e3 * time.step,
         "predicted_overhead_ms": 1e3 * time.overhead,
         "predicted_comm_ms": 1e3 * time.communication,
         "predicted_tokens_per_s": tokens / time.step,
-        "predicted_peak_bytes": memory.peak.total,
-        "fits": memory.peak.total <= USABLE * config.gpu().hbm_bytes,
     }
 
 
@@ -193,8 +182,6 @@ VIEW = View(
         Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f"),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
-        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-        Column("metrics.fits", "fits", align="left"),
         Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
         prediction_error("predicted_step_ms", "measured_step_p50_ms", "error %", "+.1f"),
     ],
@@ -208,7 +195,8 @@ VIEW = View(
     reading="Weak scaling keeps the batch of each rank, strong scaling that of all ranks together. A horizontal line "
     "is perfect; where a line bends down, compute no longer covers the communication. Dots are records of "
     "ddp_bench for the same model, context, dtype and device, from p20 to p80.",
-    prediction="Compute from simulated layers, communication in closed form (distlab.simulate.estimate).",
+    prediction="Compute from simulated layers, communication in closed form (distlab.simulate.estimate). Whether it "
+    "fits says plan.",
     noise="The noise of the measured points is in their own records.",
 )
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from distlab.bench.task import Task
 from distlab.bench.timing import (
@@ -118,7 +118,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     attention needs the memory of one.
 
     Returns:
-        `loss_rel_error` and `grad_rel_error`, ‖g − g_ref‖ / ‖g_ref‖ over all parameters.
+        See `relative_errors`.
     """
     shape, device = config.model(), context.device
     batch = synthetic_batches(context, config)[0]
@@ -132,11 +132,19 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     with autocast(device, DTYPES[config.dtype]):
         found = loss_function(shape)(compiled(candidate, config.compile), batch)
     (found * scale).backward()
+    gradients = ([parameter.grad for parameter in model.parameters()] for model in (candidate, reference))
+    return relative_errors(found.item(), expected.item(), *gradients, scale)
+
+
+def relative_errors(
+    loss: float, expected_loss: float, gradients: Sequence[Tensor], expected: Sequence[Tensor], scale: float = 1.0
+) -> dict[str, float]:
+    """`loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖ over all parameters."""
     difference = norm = 0.0
-    for mine, theirs in zip(candidate.parameters(), reference.parameters(), strict=True):
-        difference += float(torch.linalg.vector_norm(mine.grad.double() / scale - theirs.grad.double())) ** 2
-        norm += float(torch.linalg.vector_norm(theirs.grad.double())) ** 2
+    for mine, theirs in zip(gradients, expected, strict=True):
+        difference += float(torch.linalg.vector_norm(mine.double() / scale - theirs.double())) ** 2
+        norm += float(torch.linalg.vector_norm(theirs.double())) ** 2
     return {
-        "loss_rel_error": abs(found.item() - expected.item()) / abs(expected.item()),
+        "loss_rel_error": abs(loss / expected_loss - 1),
         "grad_rel_error": (difference / norm) ** 0.5 if norm else math.nan,
     }

@@ -22,14 +22,12 @@ from torch import Tensor, nn
 @dataclass
 class PeakMemory:
     """``peak_alloc_bytes``: most bytes allocated at once inside the block, what lay there before included.
-    ``peak_requested_bytes``: the same of what was asked for, which the allocator rounds up to its blocks.
 
     None while the block runs, and on devices whose allocator keeps no count (the CPU): not measured is not
     zero.
     """
 
     peak_alloc_bytes: int | None = None
-    peak_requested_bytes: int | None = None
 
 
 @contextlib.contextmanager
@@ -47,7 +45,6 @@ def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
     finally:
         if on_cuda:
             peak.peak_alloc_bytes = torch.cuda.max_memory_allocated(device)
-            peak.peak_requested_bytes = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
 
 
 def allocated_bytes(device: torch.device | str) -> int | None:

@@ -4,8 +4,10 @@ torch's kernels for whole tensors of one dtype reach the bandwidth of a copy; th
 reduce, or widen the dtype do not (on an H100 80 %, and two thirds, of it).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
 KINDS = ("copy", "broadcast", "reduce", "widen")
@@ -21,6 +23,18 @@ def kind_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
         return "broadcast"
     widths = [t.element_size() for t in inputs if t.numel() == written]
     return "widen" if widths and outputs[0].element_size() > max(widths) else "copy"
+
+
+def rates(x: Tensor, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
+    """Bytes per second that torch's operators of each of KINDS reach on an fp32 matrix; `seconds` times a call."""
+    narrow, half, out = x[:, :1].clone(), x.bfloat16(), torch.empty_like(x)
+    moved: dict[str, tuple[float, Callable[[], Any]]] = {  # bytes over those of the matrix, and the call
+        "copy": (2, lambda: out.copy_(x)),
+        "broadcast": (2, lambda: torch.sub(x, narrow, out=out)),
+        "reduce": (1, lambda: x.sum(-1)),
+        "widen": (1.5, half.float),
+    }
+    return {kind: times * x.nbytes / seconds(call) for kind, (times, call) in moved.items()}
 
 
 def stored(t: Tensor) -> int:

@@ -96,17 +96,11 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
-
-    Raises:
-        ValueError: no panels, a panel without series, or x and y of unequal lengths.
     """
-    every = [series for panel in panels for series in panel.series]
-    if not panels or not all(panel.series for panel in panels) or any(len(s.x) != len(s.y) for s in every):
-        raise ValueError("a chart needs at least one panel, series in each, and as many x as y")
     small = len(panels) > 3
     rows = -(-len(panels) // ABREAST)
     abreast = -(-len(panels) // rows)
-    keys = list(dict.fromkeys(series.key for series in every))
+    keys = list(dict.fromkeys(series.key for panel in panels for series in panel.series))
     handles: dict[str, Any] = {}
     with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
         for place, panel in enumerate(panels):
@@ -193,14 +187,8 @@ def stacked_bars(
             before its total. A negative value (a difference below the noise) counts in the total and is not
             drawn.
         whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
-
-    Raises:
-        ValueError: no bars, or a part or the whiskers are not as many as the labels.
     """
     whiskers = whiskers if whiskers is not None else [None] * len(labels)
-    wrong = [name for name, values in {**parts, "whiskers": whiskers}.items() if len(values) != len(labels)]
-    if not labels or not parts or wrong:
-        raise ValueError(f"stacked_bars needs one value per label ({len(labels)} labels); wrong: {wrong}")
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
     numbers = [[v for v in bar if v is not None] if text is None else [] for bar, text in zip(bars, texts, strict=True)]
@@ -267,13 +255,7 @@ def timeline(
         rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the step. Lanes:
             ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a strong colour,
             ``exposed``, the part that no compute covers (lower row).
-
-    Raises:
-        ValueError: no rows, or an unknown lane.
     """
-    lanes = {lane for strategy in rows.values() for lane in strategy}
-    if not rows or lanes - set(LANES):
-        raise ValueError(f"a timeline needs rows with lanes among {', '.join(LANES)}; got {sorted(lanes)}")
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
         labelled: set[str] = set()  # lanes that the legend has

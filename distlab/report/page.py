@@ -28,7 +28,6 @@ def page(
     records: Sequence[Record],
     pictures: Sequence[tuple[str, Path]],
     findings: Sequence[str],
-    notes: Sequence[str],
     links: Mapping[str, Sequence[str]],
 ) -> str:
     """Return the whole page.
@@ -37,12 +36,11 @@ def page(
         view: how the records are shown.
         pictures: caption and file (`.png`) of each.
         findings: sentences that answer the question.
-        notes: further sentences, below the tables.
         links: what lies beside the page → its addresses from there.
     """
     tables = view.tables(records)
     return rendered(
-        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings, notes=notes,
+        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
         noise=noise_by_row(records), links=links,
         columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],

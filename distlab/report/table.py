@@ -44,15 +44,6 @@ class Column:
     optional: bool = False
     about: str = ""
 
-    def __post_init__(self) -> None:
-        roots = ("experiment", "variant", "commit", "config", "metrics", "environment")
-        root, _, rest = self.key.partition(".")
-        if root not in roots or (root in roots[3:]) != bool(rest):
-            raise ValueError(
-                f"column key {self.key!r} points at nothing: use 'experiment', 'variant', 'commit', "
-                "'config.NAME', 'metrics.NAME' or 'environment.NAME'"
-            )
-
     @property
     def stands_left(self) -> bool:
         """Whether its cells are aligned left."""
@@ -87,10 +78,8 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
         style: ``"text"`` or ``"markdown"`` (GitHub's pipes).
 
     Raises:
-        ValueError: an unknown style, no columns, or a format that does not fit the value (names the column).
+        ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    if style not in STYLES:
-        raise ValueError(f"unknown table style {style!r}: use one of {', '.join(map(repr, STYLES))}")
     rows = [[escaped(_cell(column, record), style) for column in columns] for record in records]
     titles = [escaped(column.title, style) for column in columns]
     return _tabulate(rows, columns, titles, STYLES[style][0])

@@ -41,7 +41,6 @@ class View:
             file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
         findings: records → sentences that follow from them, at most five. One that begins with `WRONG:` is red on a
             terminal, one in parentheses grey.
-        notes: records → sentences for the page alone, below its tables.
         prediction: how predictions are made, or why there are none.
         noise: what to know of the noise, beside what the records say of it.
         parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
@@ -57,7 +56,6 @@ class View:
     derive: Callable[[Sequence[Record]], object] = lambda records: None
     pictures: Mapping[str, Draw] = field(default_factory=dict)
     findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
-    notes: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
     prediction: str = ""
     noise: str = ""
     parted_by: str | None = None
@@ -158,10 +156,10 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     groups = by_machine(records).values()
-    findings, notes = ([line for group in groups for line in lines(group)] for lines in (view.findings, view.notes))
-    below = "".join(f"\n{line}\n" for line in (*findings, *notes))
+    findings = [line for group in groups for line in view.findings(group)]
+    below = "".join(f"\n{line}\n" for line in findings)
     write_whole(path / "table.md", f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}")
-    page = html.page(view, records, _draw(view, records, path), findings, notes, _links(path))
+    page = html.page(view, records, _draw(view, records, path), findings, _links(path))
     write_whole(path / "report.html", page)
     return path / "report.html"
 

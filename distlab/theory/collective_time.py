@@ -128,13 +128,10 @@ class CollectiveFit:
     def metrics(self, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
         """For a record: pieces, and the errors at measured points."""
         errors = relative_errors(self, sizes, seconds)
-        large = [abs(error) for size, error in zip(sizes, errors, strict=True) if size > 1e6]
         return {
             "pieces": [asdict(piece) for piece in self.pieces],
             "latency_us": 1e6 * self.pieces[0].latency_s,
             "fit_error_max_pct": 100 * max(map(abs, errors)),
-            "fit_error_above_1mb_pct": 100 * max(large) if large else None,
-            "residuals_pct": [100 * error for error in errors],
         }
 
 

@@ -362,19 +362,21 @@ def wall_notes(record: Record) -> str:
     return host_bound(record) + (" L2" if wall and device and wall < device else "")
 
 
+# Of both tables.
+ROW = [Column("config.label", "operation", align="left"), Column("config.direction", "")]
+WALL = Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes)
+WALL_OVER_PEER = OVER_PEER_WALL.column("ours / best peer, wall", ".2f", missing="", optional=True)
+NOISE = Column("metrics.noise_pct", "± %", ".1f", derived=lambda r: noise_of(r.metrics, "time"))
+SHARES = [Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
+          Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing="")]  # fmt: skip
+HELD = [Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e")]
+NAIVE = [OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
+         Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF]  # fmt: skip
 COMPARISON_COLUMNS = [
-    Column("config.label", "operation", align="left"), Column("config.direction", ""),
-    Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes),
-    OVER_PEER_WALL.column("ours / best peer, wall", ".2f", missing="", optional=True),
-    Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), Column("metrics.noise_pct", "± %", ".1f"),
+    *ROW, WALL, WALL_OVER_PEER, Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), NOISE,
     *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True) for peer in PEERS),
     Column("metrics.over_peer", "ours / best peer", ".2f", note=_tie),
-    Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
-    Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
-    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e"),
-    OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True),
-    OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
-    Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF,
+    *SHARES, *HELD, OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True), *NAIVE,
 ]
 
 
@@ -412,21 +414,14 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
 
 VIEW = View(
     columns=[
-        Column("config.label", "operation", align="left"), Column("config.direction", ""), Column("variant", "variant"),
-        Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, optional=True, note=wall_notes),
+        *ROW, Column("variant", "variant"), WALL,
         Column("metrics.host_p50_ms", "host µs", ",.1f", scale=1000, optional=True),
-        Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
-        Column("metrics.noise_pct", "± %", ".1f", missing="", derived=lambda r: noise_of(r.metrics, "time")),
-        OVER_PEER_WALL.column("/ best peer, wall", ".2f", missing="", optional=True),
-        OVER_PEER.column("/ best peer", ".2f", missing="", optional=True),
-        Column("metrics.gb_per_s", "GB/s", ",.0f"),
-        Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
-        Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
+        Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000), NOISE, WALL_OVER_PEER,
+        OVER_PEER.column("ours / best peer", ".2f", missing="", optional=True),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"), *SHARES,
         Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".1e"),
-        OVER_NAIVE.column("/ naive", missing=""),
-        Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF, Column("metrics.status", "status"),
+        *HELD, *NAIVE, Column("metrics.status", "status"),
     ],
     headline=headline,
     terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from distlab.measure import clock
+from distlab.measure import clock, memory_traffic
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
@@ -101,18 +101,15 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
 
     rows, cols = (65536, 4096) if on_gpu else (16, 4096)
     x = torch.randn(rows, cols, device=device)
-    half, narrow, out = x.bfloat16(), torch.randn(rows, 1, device=device), torch.empty_like(x)
-    limits = {
-        "copy_gb_per_s": 2 * x.nbytes / min(ms(lambda: out.copy_(x)), ms(lambda: torch.abs(x, out=out))) / 1e6,
-        "broadcast_gb_per_s": 2 * x.nbytes / ms(lambda: torch.sub(x, narrow, out=out)) / 1e6,
-        "reduce_gb_per_s": x.nbytes / ms(lambda: x.sum(-1)) / 1e6,
-        "widen_gb_per_s": 1.5 * x.nbytes / ms(lambda: half.float()) / 1e6,
-        "rows_gb_per_s": 2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) / 1e6,
-        "empty_kernel_ms": ms(lambda: torch.abs(narrow[:1], out=narrow[:1])),
-    }
+    reached = memory_traffic.rates(x, lambda run: ms(run) / 1e3)
+    half, out, tiny = x.bfloat16(), torch.empty_like(x), torch.ones(1, device=device)
+    reached["copy"] = max(reached["copy"], 2 * x.nbytes / ms(lambda: torch.abs(x, out=out)) * 1e3)
+    reached["rows"] = 2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) * 1e3
+    limits = {f"{kind}_gb_per_s": rate / 1e9 for kind, rate in reached.items()}
+    limits["empty_kernel_ms"] = ms(lambda: torch.abs(tiny, out=tiny))
     size = 8192 if on_gpu else 64
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     limits["cublas_tflop_per_s"] = 2 * size**3 / ms(lambda: torch.mm(a, b)) / 1e9
-    tiny = torch.ones(64, 64, device=device, requires_grad=True)
-    (tiny @ tiny).sum().backward()  # cuBLAS takes its workspaces now, and no row is charged for them
+    square = torch.ones(64, 64, device=device, requires_grad=True)
+    (square @ square).sum().backward()  # cuBLAS takes its workspaces now, and no row is charged for them
     return limits

@@ -33,7 +33,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import attempt, clock, interleave, percentiles
+from distlab.measure import attempt, clock, sample_rounds
 from distlab.report import noise_of, prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
@@ -49,7 +49,7 @@ NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
 TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
 PASSES = ("fwd", "bwd", "fwd_bwd")
-Calls = dict[tuple[str, str], Callable[[], Any]]  # (variant, "fwd" or "bwd") → its call
+Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its call
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def staircase(head_dim: int) -> list[Step]:
 
 
 def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
-             steps: Mapping[str, Step]) -> dict[str, Callable[[], Any]]:  # fmt: skip
+             steps: Mapping[str, Step]) -> Calls:  # fmt: skip
     """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (1, H, T, D); each can be called alone."""
     q, k, v, do = tensors
     if step := steps.get(name):  # of (H, T, D)
@@ -100,7 +100,7 @@ def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
             "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
 
 
-def check(calls: Mapping[str, Callable[[], Any]], shape: Shape, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> dict[str, Any]:
     """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
@@ -123,11 +123,14 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
             tensors = inputs(shape, config.dtype, context.device.type)
             found: dict[str, dict[str, Any]] = {}
-            calls: Calls = {}
+            calls: dict[str, Calls] = {}
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
                 found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
-            time_in_rounds(found, calls, steps, config, context.device)
+            timed = {name: partial(once, mine, config.calls, context.device) for name, mine in calls.items()}
+            for name, metrics in sample_rounds(timed, config.rounds).items():
+                found[name] |= metrics
+            gains(found, [*steps.values()], config.length)
             for name, metrics in found.items():
                 if "fwd_p50_ms" in metrics:
                     work = shape.flops() / 1e9  # by convention: visible pairs, backward 2.5 × forward
@@ -137,43 +140,33 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
                 run.add(name, metrics, head_dim=head_dim, kind=kind)
 
 
-def ready(calls: Calls, name: str, shape: Shape, tensors: Sequence[Tensor],
+def ready(calls: dict[str, Calls], name: str, shape: Shape, tensors: Sequence[Tensor],
           steps: Mapping[str, Step]) -> dict[str, Any]:  # fmt: skip
     """Put the calls of a variant among `calls` once they have run; gives its errors."""
     mine = calls_of(name, shape, tensors, steps)
     metrics = check(mine, shape, tensors)
-    calls |= {(name, way): call for way, call in mine.items()}
+    calls[name] = mine
     return metrics
 
 
-def time_in_rounds(found: dict[str, dict[str, Any]], calls: Calls, steps: Mapping[str, Step], config: Config,
-                   device: torch.device) -> None:  # fmt: skip
-    """Times and gains of all variants, into what was found of them; both directions are the sum of their times."""
+def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """ms of forward and of backward, timed in one round, and their sums as both."""
     warmup = int(device.type == "cuda")
-    timed = {key: partial(clock.measure, call, warmup=warmup, repeats=config.calls, device=device)
-             for key, call in calls.items()}  # fmt: skip
-    times = interleave(timed, config.rounds)
-    for name in dict.fromkeys(name for name, _ in calls):
-        both = zip(times[name, "fwd"], times[name, "bwd"], strict=True)
-        times[name, "fwd_bwd"] = [[f + b for f, b in zip(*pair, strict=True)] for pair in both]
-        for way in PASSES:
-            samples = percentiles([ms for part in times[name, way] for ms in part])
-            found[name] |= {f"{way}_{p}_ms": ms for p, ms in samples.items()}
-    gains(found, times, list(steps.values()), config.length)
+    times = {way: clock.measure(call, warmup=warmup, repeats=repeats, device=device) for way, call in calls.items()}
+    return times | {"fwd_bwd": [sum(pair) for pair in zip(*times.values(), strict=True)]}
 
 
-def gains(found: dict[str, dict[str, Any]], times: Mapping[tuple[str, str], list[list[float]]], steps: Sequence[Step],
-          length: int) -> None:  # fmt: skip
+def gains(found: dict[str, dict[str, Any]], steps: Sequence[Step], length: int) -> None:
     """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
     the matmuls of the tiles visited before over those visited now, where a step changes what is computed.
     """
     for before, now in pairwise(steps):
         work = [step.matmul_flops(length) for step in (before, now)]
         for way in PASSES:
-            if (before.name, way) in times and (now.name, way) in times:
-                pairs = zip(times[before.name, way], times[now.name, way], strict=True)
+            samples = [found[step.name].get(f"{way}_samples_ms", ()) for step in (before, now)]
+            if all(samples):
                 metrics = found[now.name]
-                metrics[f"{way}_gain"] = median(median(a) / median(b) for a, b in pairs)
+                metrics[f"{way}_gain"] = median(a / b for a, b in zip(*samples, strict=True))
                 old, new = ((sum(w.values()) if way == "fwd_bwd" else w[way]) for w in work)
                 if (now.skip, now.fused) != (before.skip, before.fused) and old != new:
                     metrics[f"{way}_predicted_gain"] = old / new

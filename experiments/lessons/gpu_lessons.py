@@ -42,7 +42,7 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.measure import attempt, device_percentiles
-from distlab.report import Ratio, prediction_error
+from distlab.report import Ratio, noise_of, prediction_error
 from distlab.theory.gpu import occupancy, wave_quantisation
 from distlab.theory.warp_access import WARP, bank_conflicts, swizzle, warp_divergence
 from experiments.lessons._lesson_kernels import (
@@ -290,8 +290,7 @@ headline = headline_from("{device_name}, torch {torch}, triton {triton}")
 VIEW = View(
     columns=[
         Column("variant", "case"), Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
-        Column("metrics.time_p20_ms", "p20", ",.1f", scale=1000),
-        Column("metrics.time_p80_ms", "p80", ",.1f", scale=1000),
+        Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "time")),
         Column("metrics.factor", "× first", ".2f"), Column("metrics.predicted_factor", "predicted", ".2f"),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),

@@ -20,9 +20,17 @@ from torch import Tensor
 
 from distlab.bench.timing import Trial, described
 from distlab.experiment import Column, Record, View
-from distlab.measure import Event, FlopsByCategory, busy_ms, clock, emitter, named_ranges, step_windows
+from distlab.measure import (
+    Event,
+    FlopsByCategory,
+    busy_ms,
+    clock,
+    emitter,
+    memory_traffic,
+    named_ranges,
+    step_windows,
+)
 from distlab.measure.collectives import tensors_in
-from distlab.measure.memory_traffic import kind_of
 from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
 from distlab.model.ops import sdpa
@@ -130,10 +138,7 @@ def rates(trial: Trial) -> Rates | None:
     norms = both(lambda s, g: F.rms_norm(s, (d,), g), stream, gain)
     attentions = both(sdpa, q, q.clone(), q.clone())
     big = torch.ones(2**14 if on_gpu else 2**8, 2**12, device=device)
-    narrow, half, tiny = torch.ones(len(big), 1, device=device), big.bfloat16(), torch.ones(1, device=device)
-    moved = {"copy": (2, big.clone), "broadcast": (2, lambda: big - narrow), "reduce": (1, lambda: big.sum(-1)),
-             "widen": (1.5, half.float)}  # fmt: skip
-    bytes_per_s = {kind: times * big.nbytes / seconds(call) for kind, (times, call) in moved.items()}
+    tiny, bytes_per_s = torch.ones(1, device=device), memory_traffic.rates(big, seconds)
     bytes_per_s |= {"norm": 2 * stream.nbytes / norms[0], "norm backward": 4 * stream.nbytes / norms[1]}
     scores = 2 * q.numel() * shape.context_length  # causal: half of 4·B·T²·d; backward five matmuls for two
     flops_per_s = {"matmul": 2 * tokens * w.numel() / seconds(lambda: x @ w),
@@ -152,7 +157,7 @@ class _CountedByPart(EventLog):
         before = len(self.items)
         super()._add_operator(func, args, kwargs, result)
         for operator in self.items[before:]:
-            kind = "copy" if operator.flops else kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            kind = "copy" if operator.flops else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
             self.places.append((kind, self.open[-1]))
 
 

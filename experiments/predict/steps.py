@@ -140,7 +140,6 @@ def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[R
         volume = ("collectives_per_step", "comm_bytes_per_step")
         metrics["volume_as_predicted"] = all(metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume)
         config = {name: row.config[name] for name in CASE}
-        config |= {"predicted_at": predicted.commit, "measured_at": row.commit}
         config["calibrated_on"] = predicted.config["calibrated_on"]
         records.append(Record(COMPARISON, name, config, metrics, row.environment, row.commit))
     if not records:

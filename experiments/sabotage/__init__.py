@@ -151,18 +151,16 @@ def _train_step(
     return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate})[1:], task.loss_fn)
 
 
-def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> tuple[list[float], float]:
-    """The mean loss over ranks of every step, and how far the ranks' parameters lie apart at the end."""
+def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float]:
+    """The mean loss over ranks of every step."""
     train = _train_step(context, mistake, *mistake.learner)
     train.max_grad_norm = mistake.max_grad_norm
     task, axes = mistake.trained, mistake.layout.axes(context.group)
     batches = (shared_batches(task, axes, step, context.device) for step in range(steps))
     losses = torch.stack([train(batch) for batch in batches])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
-    flat = torch.cat([parameter.detach().flatten() for parameter in train.model.whole_parameters().values()])
-    mean = collectives.sum_tensor(flat, context.group) / context.world_size
     train.model.close()
-    return means.tolist(), (flat - mean).abs().max().item()
+    return means.tolist()
 
 
 def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
@@ -176,7 +174,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
         )  # fmt: skip
         # `ddp_bench --layouts` holds what a layout sends against its closed form.
         calls, size = volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
-        losses, apart = loss_curve(context, mistake, steps)
+        losses = loss_curve(context, mistake, steps)
         pairs, even_pairs = pairs_of_busiest(context, mistake)
     return {
         "max_abs_param_diff": difference,
@@ -185,7 +183,6 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
         "attention_error": attention_difference(mistake.attention or healthy_attention),
         "pairs_of_busiest": pairs,
         "predicted_pairs_of_busiest": even_pairs,
-        "ranks_apart": apart,
         "loss": losses,
     }
 
@@ -261,7 +258,6 @@ VIEW = View(
         Column("metrics.first_loss_diff", "Δ first loss", "+.0e"),
         Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
         Column("metrics.final_loss", "loss", ".3f"),
-        Column("metrics.ranks_apart", "ranks apart", ".1e"),
         Column("config.symptom", "symptom", align="left"),
     ],
     headline=headline,

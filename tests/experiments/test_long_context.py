@@ -62,7 +62,7 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
         shutil.copy(tmp_path / "long_context" / "run" / name, copied)
     records = measured(EXPERIMENT, tmp_path / "elsewhere")
     assert "failure" not in records[0].metrics
-    assert (copied / "step.png").is_file()
+    assert (copied / "report.html").is_file()
     for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)

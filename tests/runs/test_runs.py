@@ -15,7 +15,8 @@ def none(record):
 
 @pytest.fixture
 def two(tmp_path):
-    saved(tmp_path, "20261101-120000", record("local", 9.0), record("bucketed", 10.0), record("naive", 12.0))
+    saved(tmp_path, "20261101-120000", record("local", 9.0, date="2026-11-01T12:00:00+00:00"),
+          record("bucketed", 10.0), record("naive", 12.0))  # fmt: skip
     saved(tmp_path, "later", record("local", 9.0), record("bucketed", 8.0, date="2026-11-02T10:00:00+00:00"))
     return tmp_path
 

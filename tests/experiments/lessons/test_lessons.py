@@ -67,11 +67,10 @@ def test_visited_tiles_are_those_with_something_to_see(m, n):
 
 def test_gains_are_of_the_same_round():
     steps = attention_steps.staircase(64)[1:3]
-    found = {step.name: {} for step in steps}
-    times = {(steps[0].name, way): [[2.0], [4.0]] for way in attention_steps.PASSES}
-    times |= {(steps[1].name, way): [[1.0], [2.0]] for way in attention_steps.PASSES}  # a clock that slows down
-    attention_steps.gains(found, times, steps, 4096)
-    assert found[steps[0].name] == {} and found[steps[1].name]["fwd_gain"] == 2.0
+    slowing = {steps[0].name: [2.0, 4.0], steps[1].name: [1.0, 2.0]}  # a clock that slows down
+    found = {name: {f"{way}_samples_ms": ms for way in attention_steps.PASSES} for name, ms in slowing.items()}
+    attention_steps.gains(found, steps, 4096)
+    assert "fwd_gain" not in found[steps[0].name] and found[steps[1].name]["fwd_gain"] == 2.0
     assert found[steps[1].name]["fwd_predicted_gain"] == pytest.approx(1.97, abs=0.01)
 
 
