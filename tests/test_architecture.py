@@ -40,7 +40,7 @@ ALLOWED = {
     "check": "bench train parallel comm",
     "runs": "report",
     "compare": "runs report measure",
-    "experiment": "checkpoint.lock comm report runs",
+    "experiment": "checkpoint.lock comm measure.statistics report runs",
 }
 ANYTHING = ("testing", "course", "doctor")
 OF_ONE_MODULE = {  # may know more than the rest of its package
