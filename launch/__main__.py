@@ -215,7 +215,7 @@ def tables(arguments: Sequence[str]) -> int:
     parser = Parser("distlab tables", description=tables.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
     check = parser.parse_args(arguments).check
-    require_clone("tables")
+    require_clone()
 
     from distlab.report.docs_tables import redraw_pages
 

@@ -82,7 +82,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
 def main(arguments: Sequence[str]) -> int:
     """Measure a machine's records; 1 if a run failed."""
     args = parser().parse_args(arguments)
-    require_clone("records")
+    require_clone()
     now = commit(args.commit)
     into = Path(args.into or MANIFEST.parent)
     named = {f"{case.experiment}/{case.name} {case.experiment}/{case.run}": case for case in cases(args.machine)}

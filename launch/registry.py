@@ -20,14 +20,14 @@ def experiments() -> dict[str, Path]:
     return dict(sorted(found.items()))
 
 
-def require_clone(command: str) -> None:
+def require_clone() -> None:
     """Refuse a command whose files a package does not hold.
 
     Raises:
         ValueError: this is no clone of the repository.
     """
     if not (ROOT / "records").is_dir():
-        raise ValueError(f"distlab {command} needs a clone of the repository: an installed package has no records/")
+        raise ValueError("this needs a clone of the repository: an installed package has no records/")
 
 
 def load(name: str) -> ModuleType:
