@@ -57,6 +57,7 @@ compiled: install
 
 tables: install
 	$(BIN)/distlab tables
+	$(BIN)/python docs/drawings.py
 
 docs: install
 	$(BIN)/python -c "import mkdocs, mkdocstrings" 2>/dev/null || $(BIN)/python -m pip install --quiet -e '.[docs]'

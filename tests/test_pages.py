@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import runpy
 import shlex
 
 import pytest
@@ -145,3 +146,9 @@ def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
 def test_every_experiment_answers_a_question():
     text = (ROOT / "docs" / "learn" / "questions.md").read_text(encoding="utf-8")
     assert [name for name in experiments() if not re.search(rf"distlab run {name}\b", text)] == []
+
+
+def test_drawings_are_of_the_code_as_it_is():
+    drawn = runpy.run_path(str(ROOT / "docs/drawings.py"))
+    for name, rows in drawn["DRAWINGS"].items():
+        assert (ROOT / f"docs/images/drawn_{name}.svg").read_text(encoding="utf-8") == drawn["svg"](rows()), name
