@@ -211,14 +211,14 @@ def explain_rows(
             path = run.path / f"trace_{name}_rank{context.rank}.json.gz"
             if bench.profile(rows[name], path, config.profile_steps):
                 events = load_trace(path)
-                accounts[name], drawn[name] = account(events), lanes(events)
-                seen = accounts[name]
+                seen = accounts[name] = account(events)
+                drawn[name] = lanes(events)
                 metrics.update(comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms)
                 if context.device.type == "cuda":
                     busy_ms = seen.step_ms - seen.idle_ms
                     metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / metrics["step_p50_ms"])
                 if "local" in accounts:
-                    metrics.update(explain(accounts[name], accounts["local"]))
+                    metrics.update(explain(seen, accounts["local"]))
                 run.save()
             else:
                 run.notice(f"not explained: {name}, for whose trace no memory is left")

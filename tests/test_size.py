@@ -7,23 +7,23 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 21.9,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
+    "distlab/*.py": 22,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
     "distlab/bench": 6.6,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
     "distlab/comm": 9,  # sums, and passing on round a group
-    "distlab/measure": 16.3,
+    "distlab/measure": 15.8,
     "distlab/model": 8.1,  # stages of a pipeline; export under Llama's names
     "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
-    "distlab/report": 12.6,  # derived columns, which experiments computed; links of a page, tables in parts
-    "distlab/theory": 29.8,  # what a rank of a layout sends, holds and takes; pipelines; Muon
+    "distlab/report": 12.2,  # derived columns, which experiments computed; links of a page, tables in parts
+    "distlab/theory": 29.3,  # what a rank of a layout sends, holds and takes; pipelines; Muon
     "distlab/train": 12,
     "docs": 1.7,  # drawings of the pages
     "examples": 4,  # strategies.py: six strategies in one file
-    "experiments": 82.4,  # mistakes where ranks share a model; pipelines; muon_placements; contention; tutorial_kernels
+    "experiments": 80.2,  # mistakes where ranks share a model; pipelines; muon_placements; contention; tutorial_kernels
     "kernels": 62,  # nn: the operations as modules
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
-    "source": 322.6,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
+    "source": 320,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
     "tests": 210.5,  # fewer tests that see the same defect
 }
 

@@ -87,11 +87,10 @@ def parameter_difference(
 
 def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
     """Name the records whose `max_abs_param_diff` is not below this, a line each; fp32 SGD rounds to some 1e-8."""
-    found = [(record.variant, record.metrics.get("max_abs_param_diff")) for record in records]
     return [
-        f"{row}: parameters differ from one process by {apart:.1e}"
-        for row, apart in found
-        if apart is not None and not apart < limit
+        f"{record.variant}: parameters differ from one process by {apart:.1e}"
+        for record in records
+        if (apart := record.metrics.get("max_abs_param_diff")) is not None and not apart < limit
     ]
 
 
@@ -105,8 +104,7 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
             (task.loss_fn(model, batch) / len(batches)).backward()
         for parameter in model.parameters():
             if parameter.grad is not None:
-                total = totals.get(parameter)
-                totals[parameter] = parameter.grad if total is None else total + parameter.grad
+                totals[parameter] = totals.get(parameter, 0) + parameter.grad
     for parameter, total in totals.items():
         parameter.grad = total / context.world_size
 

@@ -46,9 +46,6 @@ from distlab.train.step import LossFunction, next_token_loss
 
 BATCHES = 4  # different ones, used one after the other
 NOT_THE_USERS = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))  # folders
-FORM = (
-    "build() must return (module, batch, loss): an nn.Module, batch(size, generator) and loss(model, batch)"
-)
 
 
 @dataclass(frozen=True)
@@ -135,7 +132,10 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
     good = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
     if not good or not all(map(callable, found[1:])):
         kinds = ", ".join(type(each).__name__ for each in (found if isinstance(found, tuple) else (found,)))
-        raise ValueError(f"--model {name}: {FORM}; it returned {kinds}")
+        raise ValueError(
+            f"--model {name}: build() must return (module, batch, loss): an nn.Module, batch(size, generator) and "
+            f"loss(model, batch); it returned {kinds}"
+        )
     if not any(parameter.requires_grad for parameter in found[0].parameters()):
         raise ValueError(f"--model {name}: the module has no parameter to train")
     return found

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -165,11 +164,14 @@ class BenchOptions(ModelOptions):
                 found[row.name] = reason
         return found
 
-    def planned(self, strategy: str = "local", mode: str = "step", shard_size: int | None = None) -> PlannedStep:
-        """What a step under this strategy, or less of one, asks of the machine."""
-        return PlannedStep(
-            self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
-            compiled=self.compile != "off", mode=mode, shard_size=shard_size,
+    def planned(self, strategy: str = "local", mode: str = "step", **more: Any) -> PlannedStep:
+        """What a step under this strategy, or less of one, asks of the machine; `more` replaces fields of it."""
+        return replace(
+            PlannedStep(
+                self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
+                compiled=self.compile != "off", mode=mode,
+            ),
+            **more,
         )  # fmt: skip
 
     def facts(self, context: RankContext) -> dict[str, Any]:
@@ -188,8 +190,9 @@ class BenchOptions(ModelOptions):
             MemoryError: none of them fits a GPU, or one of them not this machine.
         """
         planned = [
-            replace(
-                self.planned(row.strategy.name, shard_size=row.shard_size),
+            self.planned(
+                row.strategy.name,
+                shard_size=row.shard_size,
                 batch=-(-(row.options or self).batch * row.layout.ranks // row.micro_batches),
                 micro_batches=row.micro_batches,
                 layout=row.layout,
@@ -275,8 +278,11 @@ class Trial:
                 # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
                 if not self._starved:
                     why = str(error).split(". ")[0]
-                    said = f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}"
-                    print(said, file=sys.stderr, flush=True)
+                    print(
+                        f"[rank {self.context.rank}] no memory left in a step of {self._name}: {why}",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 self._starved = True
                 self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
             raise
@@ -303,10 +309,6 @@ class Trial:
         if self.model.pipeline is None:
             self._mark("forward")
         return loss
-
-    def gradients(self) -> Iterator[Tensor]:
-        """What this rank holds of them."""
-        yield from chain(*self.model.gradients())
 
     def record_collectives(self) -> CollectiveRecorder:
         """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
@@ -385,8 +387,7 @@ def synthetic_batches(
 ) -> list[Batch]:
     """Return a few batches of this rank, on its device."""
     task, axes = options.task(), layout.axes(context.group)
-    steps = range(BATCHES)
-    return [shared_batches(task, axes, step, context.device)[0] for step in steps]
+    return [shared_batches(task, axes, step, context.device)[0] for step in range(BATCHES)]
 
 
 def shared_batches(task: Task, axes: Axes, step: int, device: torch.device) -> list[Any]:
@@ -408,12 +409,8 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
     """Yield a trial as configured, which is closed at the end."""
     variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
-    try:
-        with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
-            yield trial
-    finally:
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
+    with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
+        yield trial
 
 
 @dataclass

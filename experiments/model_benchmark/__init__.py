@@ -309,7 +309,8 @@ def time_mode(
     busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
     # From here on nothing is communicated, so a rank may raise.
     covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
-    check_work(trial.last_loss, trial.gradients() if mode in ("forward_backward", "step") else None)
+    there = mode in ("forward_backward", "step")
+    check_work(trial.last_loss, itertools.chain(*trial.model.gradients()) if there else None)
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
     rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
     for row in rows.values() if busy is not None else ():
