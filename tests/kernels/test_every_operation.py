@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import matmul as matmul_module
 from kernels import reference
@@ -69,6 +70,15 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
     assert (ours[0].dtype is torch.float16) == (name in CAST)
     assert {t.dtype for t in ours[1:]} == {torch.float32}
     assert all(t.is_meta for t in metas)
+
+
+@pytest.mark.parametrize(("name", "flops"), [("matmul", 6 * 3 * 8 * 5), ("linear_cross_entropy", 6 * 3 * 8 * 5),
+                                             ("attention", (4 + 10) * 8 * 6)])
+def test_flops_of_forward_and_backward_are_counted(name, flops):
+    """By torch's counter; of causal attention over three rows the six pairs."""
+    with FlopCounterMode(display=False) as counter:
+        results(OPERATIONS[name][0], [draw(*s).requires_grad_() for s in shapes_of(name)])
+    assert counter.get_total_flops() == flops
 
 
 def facts(tensors):

@@ -14,8 +14,6 @@ from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from kernels import _triton
-from kernels._language import tl, triton
-from kernels.matmul import grouped_tile
 from tests.experiments.frame import measured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,20 +77,6 @@ def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="begin the command with TRITON_INTERPRET=1"):
         _triton.check_runs(torch.device("cpu"))
-
-
-@triton.jit
-def numbered(out_ptr, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """Writes each program's number into its tile."""
-    row, col = grouped_tile(tl.program_id(0), row_tiles, col_tiles, GROUP)
-    tl.store(out_ptr + row * col_tiles + col, tl.program_id(0))
-
-
-@ON_CPU
-def test_groups_of_rows_advance_together():
-    out = torch.full((5, 3), -1, dtype=torch.int32)
-    numbered[(15,)](out, 5, 3, GROUP=2)
-    assert out.tolist() == [[0, 2, 4], [1, 3, 5], [6, 8, 10], [7, 9, 11], [12, 13, 14]]
 
 
 def test_effects_are_predicted_from_theory(smoke):
