@@ -15,17 +15,12 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
     records, folder = smoke("allreduce_sweep")
     assert len(allreduce_sweep.timings(records)) == 2 * 3 * 3
     assert {r.config["world_size"] for r in records if r.variant.startswith("fit ")} == {2, 3}
-    assert {r.variant for r in records if r.variant.startswith("contention ")} == {
-        "contention matmul",
-        "contention copy",
-    }
     assert allreduce_sweep.wrong_rows(records) == []
     first = allreduce_sweep.timings(records)[0]
     broken = replace(first, metrics=first.metrics | {"max_abs_error": math.nan})
     assert allreduce_sweep.findings([broken])[0].startswith(f"WRONG: {first.variant}")
     for record in allreduce_sweep.timings(records):
         m = record.metrics
-        assert m["time_p20_ms"] <= m["time_p50_ms"] <= m["time_p80_ms"]
         share = bandwidth.traffic(record.variant, record.config["world_size"])
         assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
         assert m["link_ms"] is None  # no datasheet of this machine

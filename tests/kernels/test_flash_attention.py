@@ -192,14 +192,17 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
 @pytest.mark.parametrize(("layout", "length", "head_dim"),
                          [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
 def test_tensor_descriptors(layout, length, head_dim):
-    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles."""
+    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.
+
+    Heads advance in groups, the last of which is smaller.
+    """
     q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, length, length, head_dim)
     if layout == "transposed":
         q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     if layout == "packed":
         packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)  # (B, T, 3, H, D)
         q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
-    tile = Tile(32, 16, tma=True)
+    tile = Tile(32, 16, tma=True, head_group=3)
     from kernels.flash_attention.ranges import described
 
     found, descriptors = described("dkdv", tile, q, k, v, do)
@@ -212,13 +215,6 @@ def test_tensor_descriptors(layout, length, head_dim):
     with configs.forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
         check(FlashAttention2, (q, k, v, do), window=7)
-
-
-def test_heads_advance_in_groups():
-    """Grouped scheduling with a last, smaller group visits every tile of every head."""
-    tile = Tile(16, 16, head_group=2)
-    with configs.forced(forward=tile, dkdv=tile, dq=tile):
-        check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

@@ -87,7 +87,7 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
         (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
         assert (reason or hopper.SERVED) in said
     assert set(hopper.HEAD_DIMS.values()) == {HEAD_DIMS} and "64, 80, 96 and 128" in hopper.SERVED
-    assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED and len(hopper.DTYPES) == 2
+    assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED
     assert f"the forward at 64 from {hopper.LEAST_ROWS_64:,}" in hopper.SERVED
 
 
