@@ -56,7 +56,7 @@ def test_pairs_are_counted_as_the_mask_has_them():
 
 
 @pytest.mark.parametrize("text", ["4x32x4096", "4x32x0x64", "4x32:5x64x64", "1x1x64:32x8/documents=2", "1x1x8x8/window",
-                                  "1x1x8x8/band=2", ""])  # fmt: skip
+                                  "1x1x8x8/band=2"])  # fmt: skip
 def test_a_shape_that_is_none_is_refused(text):
     with pytest.raises(ValueError, match=r"shape '.*': give BATCHxHEADS\[:KEY HEADS\]"):
         Shape.parse(text)

@@ -9,7 +9,6 @@ import torch
 from distlab.report import Record, write_json
 from experiments import attention_sweep as sweep
 from experiments._attention import Shape, exact, naive
-from kernels.flash_attention import hopper
 from tests.experiments.frame import measured
 
 
@@ -45,21 +44,17 @@ def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp
     assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
 
 
-def test_a_panel_per_shape_and_none_for_missing_numbers(monkeypatch, tmp_path):
+def test_a_panel_per_head_dim_and_no_point_for_a_missing_number(monkeypatch, tmp_path):
     drawn = []
     monkeypatch.setattr(sweep, "lines", lambda path, panels, title: drawn.extend(panels))
     records = [
-        Record("x", variant, {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
-        for variant in ("peer", "ours") for d in (16, 128) for n in (8, 4, 2)
+        Record("x", "ours", {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
+        for d in (16, 128) for n in (8, 4, 2)
     ]  # fmt: skip
     sweep.draw(records, tmp_path / "picture.png", metric="ms", label="time, ms")
-    assert [panel.title for panel in drawn] == ["dtype a, head_dim 16", "dtype a, head_dim 128"]
-    for panel, d in zip(drawn, (16, 128), strict=True):
-        assert [(line.label, line.x, line.y) for line in panel.series] == [
-            (variant, [2, 4], [2 / d, 4 / d]) for variant in ("ours", "peer")
-        ]
-    sweep.draw(records, tmp_path / "picture.png", metric="gone", label="")
-    assert len(drawn) == 2
+    assert [(panel.title, line.x, line.y) for panel in drawn for line in panel.series] == [
+        (f"dtype a, head_dim {d}", [2, 4], [2 / d, 4 / d]) for d in (16, 128)
+    ]
 
 
 def test_an_error_is_judged_beside_the_peers():
@@ -72,15 +67,12 @@ def test_an_error_is_judged_beside_the_peers():
 def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
     rows = [row("sdpa", device=0.8, wall=0.9), row("sdpa", sweep.TWELVE[0], device=1.25, wall=0.9),
             row("flex", sweep.TWELVE[0], device=9, wall=2.0), row("sdpa", "1x1x8x8", device=9.0, wall=1.5)]
-    (line,) = sweep.crossovers(rows)
-    assert line == f"A peer is faster at {sweep.TWELVE[0]} (flex, ours / it 2.00), 1x1x8x8 (sdpa, ours / it 1.50)."
     rows[2].metrics["ours_over_wall_low"], rows[3].metrics["ours_over_wall_low"] = 0.99, 1.01
     assert sweep.crossovers(rows) == ["A peer is faster at 1x1x8x8 (sdpa, ours / it 1.50)."]  # the other is a tie
     headline = sweep.EXPERIMENT.view.headline(rows)
     assert "1.000 on the device, 0.900 by the wall: geometric means of 2 of the twelve" in headline
-    assert "÷" not in sweep.EXPERIMENT.view.headline(rows[2:])
     table = sweep.EXPERIMENT.view.table(rows)
-    assert "1.50 behind" in table and "2.00 behind" not in table and "0.80 behind" not in table
+    assert "1.50 behind" in table and "2.00 behind" not in table
 
 
 def test_warming_up_survives_variants_that_fail(monkeypatch):
@@ -113,7 +105,6 @@ def test_device_times_memory_and_kernels():
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
 
 
-
 def counted(variant, length, dtype="float32", batch=8):
     """(before the backward, at its peak) in bytes."""
     return tuple(sweep.predicted_memory(variant, Shape(batch, 1, 1, length, length, 64), dtype).values())
@@ -123,18 +114,6 @@ def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
     assert 3.9 < counted("naive", 16384)[1] / counted("naive", 8192)[1] <= 4.0
     assert counted("ours", 16384)[1] == 2 * counted("ours", 8192)[1]
     assert counted("ours", 1024)[0] == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4  # q, k, v, o, do and the log-sum-exp
-    assert sweep.predicted_memory("ours", Shape.parse("1x4:2x512x64"), "float32") == {}
-
-
-@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
-def test_the_hopper_backward_keeps_a_sum_of_dq(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    peaks = []
-    for generation in ("sm_80", "sm_90"):
-        monkeypatch.setattr(hopper, "generation", lambda index, generation=generation: generation)
-        peaks.append([counted("ours", t, "bfloat16")[1] for t in (1024, 8192)])
-    assert peaks[1][0] == peaks[0][0]  # too short
-    assert peaks[1][1] - peaks[0][1] == 4 * 8 * 8192 * 64
 
 
 @pytest.mark.gpu

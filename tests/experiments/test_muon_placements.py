@@ -3,7 +3,7 @@
 import pytest
 
 from distlab.report import Record
-from distlab.theory.muon import muon_volume, orthogonalize_flops
+from distlab.theory.muon import orthogonalize_flops
 from experiments.muon_placements import PLACEMENTS, wrong_rows
 
 
@@ -17,15 +17,6 @@ def test_every_placement_stands_beside_adamw(smoke):
             assert metrics["volume_as_predicted"] and metrics["muon_bytes"] == metrics["predicted_muon_bytes"] > 0
     assert by_name["bucketed all"]["optimizer_bytes"] == 0 < by_name["sharded-optimizer owner"]["optimizer_bytes"]
     assert 1 <= by_name["zero1 exchange"]["most_work"] <= 2
-
-
-@pytest.mark.parametrize(
-    "placement, rank, expected", [("gather", 0, (1, 2 * 2 * 7)), ("exchange", 0, (2, 2 * (5 + 4))),
-                                  ("exchange", 1, (2, 2 * (7 + 8)))]
-)  # fmt: skip
-def test_what_matrices_of_four_and_eight_elements_send(placement, rank, expected):
-    volume = muon_volume(placement, [[4, 0], [1, 7]], [0, 1], rank)
-    assert (volume.collectives, volume.bytes) == expected
 
 
 def test_flops_are_those_of_the_shorter_side():

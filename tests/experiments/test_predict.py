@@ -41,7 +41,6 @@ def test_interleaving_is_predicted_to_gain_what_its_bubble_says(rows):
     """More than was published, 1.28: the reason is given. Memory of both is short of what torchtitan keeps whole."""
     plain, interleaved = (rows[f"Llama 3.1 405B, {schedule}"].metrics for schedule in ("pp8", "pp8-interleaved"))
     assert plain["predicted_step_ms"] / interleaved["predicted_step_ms"] == pytest.approx(1.43, abs=0.02)
-    assert plain["published_step_ms"] / interleaved["published_step_ms"] == pytest.approx(1.28)
     assert plain["predicted_memory_gib"] > interleaved["predicted_memory_gib"]
 
 
@@ -52,10 +51,6 @@ def test_zero_table(rows):
         )
 
 
-def test_own_record_of_one_process(rows):
-    assert abs(rows["xl, batch 8, local, 1 H200"].metrics["step_ms_error_pct"]) < 5
-
-
 def test_what_muon_adds_to_a_step(rows):
     """Its products, and messages to the owners of matrices and back; it keeps one moment of a matrix, not two."""
     adamw, muon = (rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged"))
@@ -64,14 +59,11 @@ def test_what_muon_adds_to_a_step(rows):
 
 
 def test_a_case_of_a_file(tmp_path):
-    records = measured(EXPERIMENT, tmp_path, "published", case=(str(EXAMPLE),))
-    (record,) = records
-    assert record.variant == "Llama 3.1 8B, 64 GPUs"
-    tokens = 2 * 8192
-    assert record.metrics["predicted_tokens_per_s_per_gpu"] == pytest.approx(
-        1e3 * tokens / record.metrics["predicted_step_ms"]
-    )
-    assert record.metrics["predicted_reserved_bytes"] > record.metrics["predicted_allocated_bytes"]
+    (record,) = measured(EXPERIMENT, tmp_path, "published", case=(str(EXAMPLE),))
+    metrics = record.metrics
+    seconds = metrics["predicted_step_ms"] / 1e3
+    assert metrics["predicted_tokens_per_s_per_gpu"] == pytest.approx(2 * 8192 / seconds)
+    assert metrics["predicted_reserved_bytes"] > metrics["predicted_allocated_bytes"]
 
 
 def test_parameters_of_the_named_models():
@@ -107,7 +99,6 @@ def test_gpus_that_share_a_sequence_take_longer_than_ones_own_and_as_much_memory
     for less, more in itertools.pairwise(shared):
         assert 1.4 < more.metrics["predicted_step_ms"] / less.metrics["predicted_step_ms"] < 2
         assert more.metrics["predicted_memory_gib"] == pytest.approx(less.metrics["predicted_memory_gib"], rel=0.01)
-        assert more.metrics["published_tokens_per_s_per_gpu"] < less.metrics["published_tokens_per_s_per_gpu"]
     alone, shared = from_json(CASE), from_json(CASE | {"batch": 4, "layout": "tp2"})
     assert (shared.tokens, shared.shards) == (alone.tokens, 4) and predict(shared).mfu < predict(alone).mfu
 
@@ -119,11 +110,8 @@ def test_gpus_that_share_a_sequence_take_longer_than_ones_own_and_as_much_memory
         ({"strategy": "magic"}, "allowed.*hsdp"),
         ({"strategy": "hsdp", "group": 3}, "groups of 3 do not divide 8 ranks.*1, 2, 4, 8"),
         ({"layout": "tp3"}, "3 do not divide 8 GPUs"),
-        ({"layout": "dp2"}, "tpN, cpN"),
         ({"model": {"d_model": 8}}, "a model takes d_model"),
-        ({"model": "llama9"}, "did you mean"),
         ({"cluster": "abacus:8"}, "cluster 'abacus' is unknown"),
-        ({"cluster": {"gpu": "z80"}}, "device 'z80' is unknown"),
         ({"cluster": {"gpu": "a100", "speed": 1}}, "a cluster takes name, gpu, hosts"),
         ({"reduce": "int8"}, "fp32, bf16"),
         ({"recompute": "half"}, "gate-up, none, selective, full"),

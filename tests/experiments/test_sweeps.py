@@ -19,7 +19,6 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
     assert allreduce_sweep.wrong_rows([broken])[0].startswith(first.variant)
     for record in allreduce_sweep.timings(records):
         m = record.metrics
-        assert m["time_p20_ms"] <= m["time_p50_ms"] <= m["time_p80_ms"]
         share = bandwidth.traffic(record.variant, record.config["world_size"])
         assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
         assert m["link_ms"] is None  # no datasheet of this machine

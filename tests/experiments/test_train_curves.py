@@ -1,7 +1,5 @@
 """All strategies' loss curves and a killed run, as the command runs them."""
 
-import json
-
 import pytest
 
 from distlab.report import Record, read_json
@@ -11,7 +9,6 @@ from experiments.train_curves import (
     REFERENCE,
     ROUNDING,
     check_restarts,
-    headline,
     verdicts,
 )
 from tests.commands import python
@@ -38,8 +35,6 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     assert len(records["fsdp"].metrics["loss"]) == 14 == len(killed["loss"]) + killed["first_step"]
     assert verdicts(list(records.values())) == []
     assert (folder / "loss.png").stat().st_size > 10_000
-    assert json.loads(done.stdout.splitlines()[-1])["experiment"] == "train_curves"
-    assert "14 steps" in headline(list(records.values()))
 
 
 def record(variant: str, **metrics) -> Record:
@@ -69,5 +64,3 @@ def test_restarts_by_torchrun_need_a_name(monkeypatch, capsys):
     for name, value in {"RANK": 0, "WORLD_SIZE": 1, "TORCHELASTIC_MAX_RESTARTS": 1}.items():
         monkeypatch.setenv(name, str(value))
     assert "needs a --name" in refused(capsys, "train_curves")
-
-

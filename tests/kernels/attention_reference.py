@@ -30,32 +30,28 @@ def mask(query_count, key_count, *, causal=False, window=None, alignment="top-le
     return seen
 
 
-def scores_of(q, k, scale, softcap):
-    """scale · q kᵀ, capped; every query head has a key head of its own."""
+def scores_of(q, k, *, scale=None, softcap=None, **options):
+    """scale · q kᵀ, capped; −inf where a key is hidden."""
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    return scores.masked_fill(~mask(q.shape[-2], k.shape[-2], device=q.device, **options), float("-inf"))
 
 
-def attention(q, k, v, *, scale=None, softcap=None, **options):
+def attention(q, k, v, **options):
     """softmax(scale · q kᵀ) v for (B, H, T, D) or (B, T, D) inputs, in their type; rows without keys are 0."""
     if q.dim() == 3:
-        return attention(q[:, None], k[:, None], v[:, None], scale=scale, softcap=softcap, **options)[:, 0]
-    groups = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-    scores = scores_of(q, k, scale, softcap)
-    seen = mask(q.shape[-2], k.shape[-2], device=q.device, **options)
-    scores = scores.masked_fill(~seen, float("-inf"))
-    shift = scores.amax(-1, keepdim=True).detach() if k.shape[-2] else torch.zeros_like(scores[..., :1])
-    weights = torch.exp(scores - shift.masked_fill(shift == float("-inf"), 0.0)).masked_fill(~seen, 0.0)
+        return attention(q[:, None], k[:, None], v[:, None], **options)[:, 0]
+    scores = scores_of(q, k, **options)
+    largest = scores.amax(-1, keepdim=True).detach()
+    weights = torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
     total = weights.sum(-1, keepdim=True)
-    return weights / total.masked_fill(total == 0, 1.0) @ v
+    return weights / total.masked_fill(total == 0, 1.0) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
 
-def log_sum_exp(q, k, *, scale=None, softcap=None, **options):
+def log_sum_exp(q, k, **options):
     """log Σ exp over visible keys, (B, H, Tq), −inf where none is visible."""
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    seen = mask(q.shape[-2], k.shape[-2], device=q.device, **options)
-    return scores_of(q, k, scale, softcap).masked_fill(~seen, float("-inf")).logsumexp(-1)
+    return scores_of(q, k, **options).logsumexp(-1)
 
 
 def with_gradients(fn, q, k, v, *upstream):

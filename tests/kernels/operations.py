@@ -114,6 +114,7 @@ VARIANTS = {
     ),
     "add_rms_norm_silu": (lambda *t: add_rms_norm(*t, 1e-5, "silu"),
                           lambda *t: reference.add_rms_norm(*t, 1e-5, "silu"), "nd", "nd", "d"),
+    "RMSNormPyTorch_eps": (lambda *t: RMSNormPyTorch.apply(*t, 0.1), lambda *t: reference.rms_norm(*t, 0.1), "nd", "d"),
     "layer_norm_without_bias": (layer_norm, reference.layer_norm, "nd", "d"),
     **{f"cross_entropy_{options}": (labelled(cross_entropy, **options), labelled(F.cross_entropy, **options), "No")
        for options in ({"label_smoothing": 0.1}, {"reduction": "sum"}, {"reduction": "none", "label_smoothing": 0.3})},

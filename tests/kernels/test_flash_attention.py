@@ -12,7 +12,6 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 from kernels._triton import interpreted, runs_triton
 from kernels.flash_attention import (
@@ -193,14 +192,17 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
 @pytest.mark.parametrize(("layout", "length", "head_dim"),
                          [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
 def test_tensor_descriptors(layout, length, head_dim):
-    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles."""
+    """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.
+
+    Heads advance in groups, the last of which is smaller.
+    """
     q, k, v, do = inputs(2, 2, 1 if layout == "contiguous" else 2, length, length, head_dim)
     if layout == "transposed":
         q, k, v, do = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v, do))
     if layout == "packed":
         packed = torch.stack([x.transpose(1, 2) for x in (q, k, v)], 2)  # (B, T, 3, H, D)
         q, k, v = (packed[:, :, i].transpose(1, 2) for i in range(3))
-    tile = Tile(32, 16, tma=True)
+    tile = Tile(32, 16, tma=True, head_group=3)
     from kernels.flash_attention.ranges import described
 
     found, descriptors = described("dkdv", tile, q, k, v, do)
@@ -213,13 +215,6 @@ def test_tensor_descriptors(layout, length, head_dim):
     with configs.forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
         check(FlashAttention2, (q, k, v, do), window=7)
-
-
-def test_heads_advance_in_groups():
-    """Grouped scheduling with a last, smaller group visits every tile of every head."""
-    tile = Tile(16, 16, head_group=2)
-    with configs.forced(forward=tile, dkdv=tile, dq=tile):
-        check(FlashAttention2, inputs(1, 3, 3, 33, 33, 16), causal=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -241,15 +236,6 @@ def test_autocast_leaves_alone_what_torch_leaves_alone():
         with pytest.raises(ValueError, match=r"q has dtype torch\.int64; allowed: float32"):
             flash_attention(q.long(), k, v)
         assert FlashAttention2PyTorch.apply(q.double(), k.double(), v.double()).dtype is torch.float64
-
-
-def test_flops_are_counted():
-    q, k, v, do = inputs(1, 2, 1, 20, 20, 16)
-    q.requires_grad_()
-    with FlopCounterMode(display=False) as counter:
-        flash_attention(q, k, v, causal=True).backward(do)
-    pairs = 20 * 21 // 2
-    assert counter.get_total_flops() == 2 * 16 * pairs * (4 + 10)
 
 
 def test_these_tests_run_the_kernels():

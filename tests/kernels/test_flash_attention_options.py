@@ -110,19 +110,6 @@ def test_visible_pairs_counts_the_mask(query_count, key_count, causal, window, a
     assert visible_pairs(query_count, key_count, *limits) == expected
 
 
-@given(st.lists(st.lists(st.integers(0, 2), min_size=6, max_size=6), min_size=1, max_size=3))
-def test_document_bounds_are_the_runs_of_equal_ids(ids):
-    bounds = document_bounds(torch.tensor(ids))
-    assert bounds.dtype == torch.int32
-    first, last = bounds
-    for row, begins, ends in zip(ids, first.tolist(), last.tolist(), strict=True):
-        for i, (begin, end) in enumerate(zip(begins, ends, strict=True)):
-            assert begin <= i < end
-            assert len(set(row[begin:end])) == 1
-            assert begin == 0 or row[begin - 1] != row[i]
-            assert end == len(row) or row[end] != row[i]
-
-
 def test_cost_of_the_record_configuration():
     shape = (1, 16, 16384, 64)
     forward = cost(shape, shape, torch.bfloat16, causal=True)

@@ -1,6 +1,5 @@
 """The modules of `kernels.nn` beside torch's: values, gradients, weights that go both ways, refusals."""
 
-import copy
 import subprocess
 import sys
 
@@ -116,41 +115,19 @@ def test_documents_do_not_see_each_other():
     near(module(q, q, q, document_ids=ids), alone, 1e-6)
 
 
-class Model(torch.nn.Module):
-    """One block of all modules, with a loss."""
-
-    def __init__(self):
-        super().__init__()
-        self.before, self.qkv, self.attention = nn.RMSNorm(16), torch.nn.Linear(16, 32), nn.Attention(2, 1, causal=True)
-        self.after, self.mlp, self.bare = nn.LayerNorm(16), nn.SwiGLU(16, 24), nn.RMSNorm(16, elementwise_affine=False)
-        self.head, self.loss = nn.LinearCrossEntropyLoss(16, 12), nn.CrossEntropyLoss()
-
-    def forward(self, x, targets):
-        x = x + self.attention(*self.qkv(self.before(x)).split((16, 8, 8), -1))
-        x = self.bare(x + self.mlp(self.after(x))).flatten(0, -2)
-        return self.head(x, targets) + self.loss(x, targets)
+def test_attention_says_its_options():
+    assert repr(nn.Attention(2, window=3)) == "Attention(num_heads=2, num_kv_heads=2, causal=False, scale=None, " \
+                                              "window=3, softcap=None)"  # fmt: skip
 
 
-BATCH = draw(2, 3, 16), torch.tensor([0, 1, 2, 3, 4, 11], device=DEVICE)
-
-
-def test_compiles_in_one_graph():
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_in_one_graph(name):
     """With the bits of the module that is not compiled."""
-    model = Model().to(DEVICE)
-    expected = run(model, BATCH)
-    model.zero_grad()
-    model.compile(fullgraph=True, backend="aot_eager")
-    same_bits(run(model, BATCH), expected)
-
-
-def test_copies_are_their_own():
-    """A deep copy computes the same, and training it leaves the other as it is."""
-    model = Model().to(DEVICE)
-    twin, expected = copy.deepcopy(model), run(model, BATCH)
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    same_bits(run(twin, BATCH), expected)
-    assert repr(twin.attention) == "Attention(num_heads=2, num_kv_heads=1, causal=True, scale=None, window=None, " \
-                                   "softcap=None)"  # fmt: skip
+    module, _, inputs = made(name, torch.float32)
+    expected = run(module, inputs)
+    module.zero_grad()
+    module.compile(fullgraph=True, backend="aot_eager")
+    same_bits(run(module, inputs), expected)
 
 
 @pytest.mark.parametrize(("call", "message"), [

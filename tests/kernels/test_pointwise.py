@@ -45,18 +45,12 @@ def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
     for distance in (1, 2, 4, 8):  # neighbours share a counter, but no random bits
         both = (drawn[:-distance] & drawn[distance:]).float().mean().item()
         assert abs(both - 0.49) < 6 * (0.49 * 0.51 / x.numel()) ** 0.5 * 1.5  # overlapping pairs vary a little more
-    columns = (y != 0).float().mean(0)
-    assert columns.min() > 0.45 and columns.max() < 0.95  # no element of a counter's eight is special
 
 
-def test_dropout_repeats_in_backward_and_by_seed(either):
-    x = draw(3, 1000).requires_grad_()
-    y = dropout(x, 0.5, seed=11)
-    slope, = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(slope * x, y)  # the same elements, the same scale
+def test_dropout_repeats_by_torchs_seed(either):
+    x = draw(3, 1000)
     assert dropout(x, 0.0) is x and dropout(x, 0.9, training=False) is x
-    assert torch.equal(y, dropout(x, 0.5, seed=11))
-    assert not torch.equal(y, dropout(x, 0.5, seed=12))
+    assert not torch.equal(dropout(x, 0.5, seed=11), dropout(x, 0.5, seed=12))
     assert not torch.equal(dropout(x, 0.5), dropout(x, 0.5))
     torch.manual_seed(0)
     first = dropout(x, 0.5)
@@ -79,13 +73,18 @@ def test_dropout_does_not_depend_on_the_tile():
     assert torch.equal(small, dropout(x, 0.4, seed=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+# fp32: a few operations of 6e-8 each. Else parameters rounded to 11 or 8 bits; both go on from there.
+LIMITS = {torch.float32: 3e-7, torch.float16: 2e-3} | ({torch.bfloat16: 2e-2} if DEVICE == "cuda" else {})
+
+
+@pytest.mark.parametrize("dtype", LIMITS, ids=str)
 def test_adamw_equals_torchs(dtype, either):
     ours = [draw(*s, dtype=dtype).requires_grad_() for s in ((3, 50), (1,), (2500,), (0,), (4, 4))]
     theirs = [p.detach().clone().float().requires_grad_() for p in ours]
-    mine = AdamW([{"params": ours[:2]}, {"params": ours[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
-    torchs = torch.optim.AdamW([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 1e-3, "weight_decay": 0.0}],
-                               lr=1e-2)
+    mine, torchs = (
+        make([{"params": tensors[:2]}, {"params": tensors[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
+        for make, tensors in ((AdamW, ours), (torch.optim.AdamW, theirs))
+    )
     for step in range(3):
         for p, q in zip(ours[:4], theirs[:4], strict=True):  # the last has no gradient
             grad = draw(*p.shape, dtype=dtype, seed=step)
@@ -98,9 +97,7 @@ def test_adamw_equals_torchs(dtype, either):
         mine.step()
         torchs.step()
         for p, q in zip(ours, theirs, strict=True):
-            # fp32: a few operations of 6e-8 each. fp16: parameters rounded to 11 bits; both go on from there.
-            limit = 3e-7 if dtype is torch.float32 else 2e-3
-            near(p.detach().float(), q.detach(), limit)
+            near(p.detach().float(), q.detach(), LIMITS[dtype])
             q.data.copy_(p.detach())
         assert torch.equal(before[4], ours[4])
 

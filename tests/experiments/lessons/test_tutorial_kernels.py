@@ -32,10 +32,9 @@ def test_an_error_that_shows_elsewhere_is_called_wrong(smoke, case, value):
 @ON_CPU
 def test_ours_is_right_on_both_inputs_of_other_values():
     torch.manual_seed(1)
-    for name, (faulty, ours, exact), benign, hostile, *_ in tutorial_kernels.trials():
-        for x in (benign, hostile):
+    for name, (_, ours, exact), *inputs in tutorial_kernels.trials():
+        for x in inputs[:2]:
             torch.testing.assert_close(ours(x).double(), exact(x.double()), atol=1e-4, rtol=0, msg=name)
-        assert not (faulty(hostile) - exact(hostile.double())).abs().max() < 0.05, name
 
 
 @ON_CPU
