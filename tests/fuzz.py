@@ -696,7 +696,7 @@ class OneProcess:
                 module.moment.raises_at = ""
             else:
                 raise Invalid("the backward that should fail has nothing to fail in")
-        for late in _Late.under_way:  # gradients of no use, which may be zeroed while they are being sent
+        for late in Late.under_way:  # gradients of no use, which may be zeroed while they are being sent
             late.sent = None
 
     def _same(self) -> Iterator[tuple[nn.Parameter, ...]]:
@@ -851,7 +851,7 @@ class OnRanks(OneProcess):
 # -- collectives that arrive late --------------------------------------------------------------------------
 
 
-class _Late:
+class Late:
     """A collective on copies: its result reaches the tensor that it is for when it is waited for.
 
     Args:
@@ -859,10 +859,10 @@ class _Late:
         target: where its result, the first of the copies, belongs. sent: what must not change before.
     """
 
-    under_way: ClassVar[set["_Late"]] = set()
+    under_way: ClassVar[set["Late"]] = set()
 
     def __init__(self, work: Any, copies: Sequence[Tensor], target: Tensor, sent: Tensor):
-        self._work, self._copies, self._target = work, copies, target
+        self._work, self._copies, self.target = work, copies, target
         self.sent = (sent, sent.detach().clone())
         self.under_way.add(self)
 
@@ -874,7 +874,7 @@ class _Late:
         if self.sent is not None:
             now, before = map(_bits, self.sent)
             assert torch.equal(now, before), "a tensor was changed while it was being sent"
-        self._target.data.copy_(self._copies[0])  # a collective does not bump the version either
+        self.target.data.copy_(self._copies[0])  # a collective does not bump the version either
 
 
 def _bits(tensor: Tensor) -> Tensor:
@@ -883,25 +883,26 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def late_arrivals() -> Iterator[None]:
-    """Inside, nobody sees what a collective brings before having waited for it, and what is being sent must not change.
+def late_arrivals(*names: str) -> Iterator[None]:
+    """Inside, nobody sees what collectives of these names bring before having waited for it, and what is being sent
+    must not change.
 
     Usually a small message has arrived long before anybody looks, and a wait that is missing goes unnoticed.
     """
 
-    def late(collective: Callable[..., Any]) -> Callable[..., _Late]:
-        def call(*arguments: Any, **options: Any) -> _Late:
+    def late(collective: Callable[..., Any]) -> Callable[..., Late]:
+        def call(*arguments: Any, **options: Any) -> Late:
             *tensors, group = arguments  # one that is sent and received, or that which receives and that which is sent
             copies = [tensor.detach().clone() for tensor in tensors]
-            return _Late(collective(*copies, group, **options), copies, tensors[0], tensors[-1])
+            return Late(collective(*copies, group, **options), copies, tensors[0], tensors[-1])
 
         return call
 
+    Late.under_way.clear()
     with ExitStack() as stack:
-        for name in ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gather"):
+        for name in names:
             stack.enter_context(patch.object(collectives, name, late(getattr(collectives, name))))
         yield
-    _Late.under_way.clear()
 
 
 # -- what is compared --------------------------------------------------------------------------------------
@@ -1134,6 +1135,9 @@ class Job:
     strategy: str
 
 
+COLLECTIVES = ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gather")
+
+
 def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False) -> list[Verdict]:
     """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one failed where
     nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
@@ -1185,7 +1189,7 @@ def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
     if isinstance(expected, Invalid):
         return Verdict("invalid", str(expected)), ""
     try:
-        with late_arrivals() if case.regime.late else nullcontext():
+        with late_arrivals(*COLLECTIVES) if case.regime.late else nullcontext():
             subject = OnRanks(case, strategy, context)
             subject.train()
     except Exception as error:

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from distlab.checkpoint import files, train_state
+from distlab.checkpoint import files
 from distlab.checkpoint.checkpointer import CheckpointError
 from distlab.checkpoint.files import (
     FORMAT,
@@ -28,7 +27,6 @@ from distlab.checkpoint.files import (
 )
 from distlab.comm import RankContext
 from distlab.train import sample
-from distlab.train.scaler import LossScaler
 from tests.train.cases import Run, digest
 
 REPLACEMENTS = (None, True, -1, 7, 2.5, float("nan"), "x", [], {}, [[]], {"a": 1})
@@ -194,15 +192,6 @@ def test_what_is_no_regular_file_is_not_opened(run, tmp_path):
     assert "not a regular file" in refusal(run)
 
 
-def test_names_that_only_look_like_a_step_are_not_read(run):
-    folder = path_of(run).parent
-    for name in ("step_1", "step_000000001", "step_٠٠٠٠٠٠٠٢", "step_-0000001", "xstep_00000003"):
-        (folder / name).mkdir()
-    assert run.trainer.checkpoints.folder.steps() == [1]
-    (folder / "step_00000009").touch()  # a file
-    assert run.trainer.checkpoints.newest().step == 1
-
-
 # -- the index and the tensors -----------------------------------------------------------------------------
 
 
@@ -259,21 +248,6 @@ def test_nothing_in_this_package_can_run_code_from_a_file():
     for path in Path(files.__file__).parent.glob("*.py"):
         text = path.read_text()
         assert not any(word in text for word in ("import pickle", "torch.load", "allow_pickle", "eval(", "exec("))
-
-
-def test_states_that_no_generator_and_no_scaler_has():
-    good = train_state.generators()
-    for bad in (
-        {"torch": torch.zeros(5, dtype=torch.uint8)},
-        {"python": torch.full_like(good["python"], -1.0)},
-        {"numpy": torch.full_like(good["numpy"], 1e300)},
-    ):
-        with pytest.raises(ValueError, match="random generator"):
-            train_state.restore_generators(bad)
-    train_state.restore_generators(good)
-    for bad in ({}, {"scale": 0.0, "good_steps": 0}, {"scale": float("inf"), "good_steps": 0}):
-        with pytest.raises(ValueError, match="no state of a loss scale"):
-            LossScaler().load_state_dict(bad)
 
 
 def test_a_model_that_was_made_up_is_not_built_for_sampling(run, one_rank, tmp_path):

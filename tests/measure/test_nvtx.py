@@ -1,7 +1,5 @@
 """Ranges say what ran, and cost nothing when they are off."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
@@ -40,27 +38,6 @@ class Log:
     def pop(self):
         self.depth -= 1
         return self.depth
-
-
-@dataclass
-class Answer:
-    logits: torch.Tensor
-
-
-class Answers(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(2, 2)
-
-    def forward(self, x):
-        return Answer(self.layer(x))
-
-
-def test_the_backward_behind_a_dataclass_belongs_to_its_parts():
-    log, model = Log(), Answers()
-    with named_ranges(model, log.emitter):
-        model(torch.ones(1, 2)).logits.sum().backward()
-    assert "layer backward" in [name for _, name in log.names]
 
 
 def test_parts_operations_backward_and_the_optimizer_are_ranges():
@@ -120,15 +97,3 @@ def test_buckets_are_numbered_ranges_of_their_size():
     assert names.count("finish_gradient_synchronization") == 2
     attention = "blocks.0.attention/attention"
     assert attention in names and f"{attention}/scores" not in names  # fused, it has no parts
-
-
-def test_what_is_compiled_is_one_range_or_a_refusal():
-    model, tokens = tiny("sdpa")
-    whole = torch.compile(model, backend="eager")
-    log = Log()
-    with named_ranges(whole, log.emitter):
-        train(whole, tokens)
-    assert {name.removesuffix(" backward") for _, name in log.names} == {"model"}
-    model.compile(backend="eager")
-    with pytest.raises(ValueError, match="compiled in place"), named_ranges(model, log.emitter):
-        pass

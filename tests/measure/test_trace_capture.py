@@ -1,19 +1,14 @@
 """Traces: what profile_steps writes is told apart by rank, and each kind of event is what it is called."""
 
 import gzip
-import itertools
 import json
-import time
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.profiler import record_function
 
 from distlab.measure.trace import capture
-from distlab.measure.trace.account import step_windows
 from distlab.measure.trace.capture import load_trace, profile_steps
-from distlab.testing import run_ranks
 
 
 def span(category, name, start_us, duration_us, tid=1, **args):
@@ -116,39 +111,6 @@ def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
         assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
     first, second = ({entry["pid"] for entry in file["traceEvents"]} for file in files)
     assert not first & second and set(files[0]) == {"traceEvents", "distributedInfo"}
-
-
-def collectives_in_flight(context, path):
-    """Six all-reduces enqueued at once; rank 1 joins the last one 60 ms late."""
-    tensors = [torch.ones(500_000) for _ in range(6)]
-
-    def step():
-        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-            work.wait()
-        dist.barrier()
-        if context.rank == 1:
-            time.sleep(0.06)
-        dist.all_reduce(tensors[0])
-
-    settings = {"rank": context.rank, "world_size": context.world_size, "device": context.device}
-    profile_steps(step, steps=1, path=f"{path}/{context.rank}.json", **settings)
-
-
-def test_gloo_intervals_begin_with_execution_and_contain_waiting_for_a_peer(tmp_path):
-    """What the module's docstring says of gloo's intervals; a new torch that changes it turns this red."""
-    run_ranks(collectives_in_flight, 2, str(tmp_path))
-    events = load_trace(tmp_path / "0.json")
-    start, end = step_windows(events)[0]
-    calls = [e for e in events if e.name == "gloo:all_reduce" and start <= e.start_ms < end]
-    assert len(calls) == 7
-    by_lane = {}
-    for call in calls:
-        by_lane.setdefault(call.lane, []).append(call)
-    assert len(by_lane) <= 2  # the group's worker threads
-    for lane in by_lane.values():
-        for first, second in itertools.pairwise(lane):
-            assert first.end_ms <= second.start_ms  # a queued collective has not begun
-    assert calls[-1].end_ms - calls[-1].start_ms > 50  # it waited for the late rank
 
 
 def test_without_operators_ranges_are_recorded_also_on_autograds_thread(tmp_path):

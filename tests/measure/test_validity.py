@@ -2,83 +2,12 @@
 
 import math
 import statistics
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-from distlab.measure import clock
-from distlab.measure.clock import PhaseTimer, measure
+from distlab.measure.clock import PhaseTimer
 from distlab.measure.validity import Implausible, check_clock, check_speed, check_work
-
-KERNEL_MS = 5.0
-
-
-class FakeGPU:
-    """A device with one stream, and a clock of its own: launching takes the host 0.1 ms, and only synchronising waits
-    for what was launched."""
-
-    def __init__(self):
-        self.now = self.free_at = 0.0  # s
-
-    def launch(self, ms):
-        self.now += 1e-4
-        self.free_at = max(self.free_at, self.now) + ms / 1e3
-
-    def synchronize(self, device=None):
-        self.now = max(self.now, self.free_at)
-
-
-@pytest.fixture
-def gpu(monkeypatch):
-    """`clock` on a fake CUDA device, whose events are stamped when the stream reaches them."""
-    fake = FakeGPU()
-
-    class Event:
-        def __init__(self, enable_timing):
-            self.at = 0.0
-
-        def record(self, stream):
-            self.at = max(fake.free_at, fake.now)
-
-        def elapsed_time(self, other):
-            return (other.at - self.at) * 1e3
-
-    cuda = SimpleNamespace(synchronize=fake.synchronize, Event=Event, current_stream=lambda device: None)
-    monkeypatch.setattr(clock, "torch", SimpleNamespace(cuda=cuda, device=torch.device))
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: fake.now))
-    return fake
-
-
-def series(gpu, calls=4):
-    """Samples and the wall clock of some launches, as benchmarks take them."""
-    timer = PhaseTimer("cuda")
-    timer.synchronize()
-    begin = gpu.now
-    for _ in range(calls):
-        timer.start()
-        gpu.launch(KERNEL_MS)
-        timer.mark("call")
-    timer.synchronize()
-    wall_ms = (gpu.now - begin) * 1e3
-    return [step["step"] for step in timer.steps()], wall_ms
-
-
-def test_our_clock_sees_what_the_host_does_not_wait_for(gpu):
-    samples, wall_ms = series(gpu)
-    assert samples == pytest.approx([KERNEL_MS] * 4, abs=0.11)
-    assert check_clock(samples, wall_ms) == pytest.approx(1, abs=0.01)
-    times = measure(lambda: gpu.launch(KERNEL_MS), warmup=1, repeats=3, device="cuda")
-    assert times == pytest.approx([KERNEL_MS] * 3, abs=0.11)
-
-
-def test_a_timer_without_synchronisation_is_caught(gpu, monkeypatch):
-    # The usual mistake: reads the host's clock without waiting for the device.
-    monkeypatch.setattr(clock, "instant", lambda device: gpu.now)
-    samples, wall_ms = series(gpu)
-    assert samples == pytest.approx([0.1] * 4)
-    with pytest.raises(Implausible, match="wait for the device"):
-        check_clock(samples, wall_ms)
 
 
 def test_what_the_clock_may_cover():

@@ -19,6 +19,7 @@ from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
+from tests.parallel.test_contract import BACKENDS, run
 
 ON_A_MESH = tuple(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
 CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
@@ -104,9 +105,10 @@ def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:
         assert isinstance(optimizer, LocalOptimizer) <= (elements < sum(p.numel() for p in made.values()))
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("case", ["tied", "frozen"])
-def test_every_strategy_clips_by_the_norm_of_the_whole_gradient(case):
-    run_ranks(norms, 2, case, strategies_on("cpu"))
+def test_every_strategy_clips_by_the_norm_of_the_whole_gradient(case, backend):
+    run(norms, 2, case, strategies_on("cpu"), backend=backend)
 
 
 def test_on_a_mesh_the_norm_counts_each_element_once():

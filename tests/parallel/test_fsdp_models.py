@@ -14,7 +14,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
@@ -98,24 +97,6 @@ class Shapes(nn.Module):
         return self.head(torch.cat([joined, self.no_rows]))
 
 
-class Segments(nn.Module):
-    """Checkpoints that do not coincide with units: inside one, over two, and ending in plain operators."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = OwnModel()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        model = self.inner
-        x = model.embedding(tokens)
-        x = checkpoint(self._two_blocks, x, use_reentrant=False)
-        x = checkpoint(lambda x: torch.tanh(model.blocks[2](x)), x, use_reentrant=False)
-        return model.head(model.norm(x))
-
-    def _two_blocks(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.inner.blocks[1](self.inner.blocks[0](x)))
-
-
 def numbers_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
     x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
     return model(x.to(device)).square().mean()
@@ -143,7 +124,6 @@ OWN = {
     "tied": (partial(OwnModel, tied=True), ()),
     "frozen unit": (OwnModel, ("blocks.1.up.weight", "blocks.1.down.weight", "blocks.1.bias")),
     "frozen parts": (OwnModel, ("blocks.0.up.weight", "blocks.2.norm.weight", "embedding.weight")),
-    "checkpoints across and inside units": (Segments, ()),
 }
 FROZEN = {  # name: how to build it, prefixes of what is frozen the second time
     "in place on a view": (in_place_on_a_view, ("1", "3.bias")),

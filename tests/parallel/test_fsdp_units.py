@@ -81,20 +81,6 @@ def test_padding_of_a_real_block(name, expected):
     assert [padding(512), padding(1024)] == expected
 
 
-@pytest.mark.parametrize(
-    ("shape", "world_size", "shards"),
-    [
-        ((5, 3), 2, [(3, 3), (2, 3)]),
-        ((3, 1), 4, [(1, 1), (1, 1), (1, 1), (1, 0)]),
-        ((2, 3, 5), 3, [(1, 2, 5), (1, 2, 5), (1, 2, 5)]),  # experts: six rows for three ranks
-    ],
-)
-def test_shapes_of_shards(shape, world_size, shards):
-    """Whole rows where there are as many as ranks; else those of the next dimensions, and last of all elements."""
-    plan = RowLayout((shape,), world_size)
-    assert [plan.shard_sizes(0, rank) for rank in range(world_size)] == shards
-
-
 def test_what_is_found_where_nothing_is_gathered():
     """Shape and types, which modules ask of each other's weights, and no values: neither operators nor addresses."""
     like = nn.Parameter(torch.empty(3, 4, device="meta").t())
@@ -159,22 +145,6 @@ def test_the_outermost_module_list_decides_and_containers_are_no_units():
         "stages.0.1": ["stages.0.1.weight"],
         "stages.1": ["stages.1.inner.0.weight", "stages.1.inner.1.weight"],
     }
-
-
-def test_a_module_that_reads_its_childs_weight_holds_it():
-    module = nn.Sequential(nn.MultiheadAttention(4, 2), nn.Linear(4, 4))
-    assert units(module) == {"0": ["0.in_proj_weight", "0.out_proj.weight"], "1": ["1.weight"]}
-
-
-def test_what_has_no_forward_is_never_a_unit():
-    """`nn.ParameterList` and the like are read by the module around them, whose forward gathers."""
-    module = nn.Module()
-    module.loose = nn.ParameterList([torch.zeros(2, 2)])
-    module.blocks = nn.ModuleList([nn.ParameterList([torch.zeros(2, 2)])])
-    module.reader = nn.Sequential()
-    module.reader.inside = nn.ParameterDict({"x": torch.zeros(2, 2)})
-    module.reader.child = nn.Linear(2, 2, bias=False)
-    assert units(module) == {"(root)": ["loose.0", "blocks.0.0"], "reader": ["reader.inside.x", "reader.child.weight"]}
 
 
 def test_types_of_masters_and_of_computation():

@@ -122,17 +122,6 @@ def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
         assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
 
 
-def different_models(context: RankContext) -> str:
-    width = 3 if context.rank == 3 else 2
-    with pytest.raises(ValueError, match="ranks hold different models") as caught:
-        FSDP(torch.nn.Linear(2, width), mesh=hybrid_mesh(context.group, 2))
-    return str(caught.value)
-
-
-def test_models_are_compared_over_all_ranks():
-    assert all("on rank 3" in text for text in run_ranks(different_models, 4))
-
-
 def refused_meshes(context: RankContext) -> None:
     two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
     linear = torch.nn.Linear(2, 2)

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import RankContext
-from distlab.measure.collectives import CollectiveRecorder
 from distlab.optim import Muon, orthogonalize
 from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
-from distlab.parallel.muon import divide, elements
 from distlab.parallel.shard import spread_of
 from tests.parallel.test_contract import run
 
@@ -96,33 +94,6 @@ def unequal(context: RankContext) -> list[str]:
 def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
     """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
     assert run(unequal, world_size) == [[]] * world_size
-
-
-def sent(context: RankContext) -> None:
-    for strategy, placement in CELLS:
-        model, optimizer = train(context, strategy, placement)
-        with CollectiveRecorder() as recorder:
-            optimizer.step()
-        if placement in ("all", "owner"):
-            total = 4 * sum(parameter.numel() for parameter in model.parameters())
-            assert recorder.total_bytes == (total if placement == "owner" else 0)
-            continue
-        spreads = [p.spread for p in getattr(optimizer, "local", optimizer).param_groups[0]["params"]]
-        held = [elements(spreads, rank) for rank in range(context.world_size)]
-        owned = sum(spread.like.numel() for spread in divide(spreads, context.world_size)[context.rank])
-        assert recorder_of_halves(recorder) == {
-            "gather": [("all_gather", 2 * context.world_size * max(held))],
-            "exchange": [("all_to_all", 2 * held[context.rank]), ("all_to_all", 2 * owned)],
-        }[placement]
-
-
-def recorder_of_halves(recorder: CollectiveRecorder) -> list[tuple[str, int]]:
-    """What is sent in bf16; ZeRO-1 gathers its parameters as well."""
-    return [(call.op, call.bytes) for call in recorder.calls if call.dtype == torch.bfloat16]
-
-
-def test_what_a_step_sends_is_the_closed_form():
-    run(sent, 3)
 
 
 def stored(context: RankContext) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer, get_strategy
+from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
 
@@ -154,23 +155,10 @@ def test_parameters_come_as_generators_and_mistakes_are_refused():
     run(inputs, 2)
 
 
-class Scale(nn.Module):
-    """A parameter without dimensions, whose state has none either."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.weight
-
-
 def with_scale(seed: int) -> nn.Sequential:
-    """One matrix is transposed, as a state must be, too."""
+    """A parameter without dimensions, whose state has none either, and transposed matrices, whose state is, too."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(6, 8), Scale(), nn.Linear(8, 3))
-    model[2].weight = nn.Parameter(model[2].weight.detach().t().contiguous().t())
-    return model
+    return nn.Sequential(nn.Linear(6, 8), Matrix("scalar", 8), Matrix("transposed", 8))
 
 
 def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
@@ -185,9 +173,8 @@ def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
 
 def sharded(context: RankContext, kind: str, seed: int, lr: float) -> tuple[BucketedDDP, torch.optim.Optimizer]:
     wrapper = BucketedDDP(with_scale(seed), 1e-4, process_group=context.group)
-    if kind == "zero1":
-        return wrapper, ZeroOptimizer(wrapper, torch.optim.AdamW, params=groups(wrapper.module), lr=lr)
-    return wrapper, ShardedOptimizer(groups(wrapper.module), torch.optim.AdamW, context.group, lr=lr)
+    params = groups(wrapper.module)
+    return wrapper, get_strategy(kind).optimizer(wrapper, torch.optim.AdamW, params=params, lr=lr)
 
 
 def save(context: RankContext, kind: str) -> dict:

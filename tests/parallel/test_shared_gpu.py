@@ -4,81 +4,30 @@ gloo copies its results back to the GPU from a thread of its own, at any time be
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from traceback import format_exc
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from distlab.comm import RankContext
-from distlab.parallel import STRATEGIES
-from distlab.precision import autocast
 from distlab.testing import run_ranks
 from tests.parallel import test_contract as contract
-from tests.parallel.cases import CASES, Reference, build
+from tests.parallel.cases import CASES
+from tests.parallel.test_accumulation import no_sync_and_then_a_step
+from tests.parallel.test_build import norms
 
-OURS = ["naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp"]
-REGIMES = ["fp32", "bf16", "accumulation", "clipping"]
-MAX_NORM = 0.05  # below every gradient's norm here
+OURS = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
 TIMEOUT_S = 10  # of a row's collectives, after a rank that raised in it
 
 
-def tolerance(strategy: str, regime: str, world_size: int) -> float:
-    """How far parameters may lie from the reference's, in parts of how far these have moved."""
-    plain = strategy in contract.STRATEGIES  # whose parameters stay where the reference's are, and as they are
-    if plain and world_size == 2 and regime != "clipping":
-        return 0.0
-    if regime == "bf16":
-        return 2**-6  # an ulp of a parameter may turn the rounding to 8 bits, and FSDP casts in other places
-    # Sums of three, norms, and products of weights that lie elsewhere are added up in other orders. That is ulps of
-    # parameters that move little: far above them, and far below the error of a message in half precision, 2⁻⁸.
-    return 1e-3
-
-
-def train(strategy: str, regime: str, context: RankContext) -> None:
-    """Three steps beside one process; parameters follow the reference's and are the same on all ranks."""
-    module = build("plain", context.rank, context.device)  # rank 0's seed is the reference's
-    dtype = torch.bfloat16 if regime == "bf16" else None
-    model, optimizer = STRATEGIES[strategy].build(
-        module, context.group, torch.optim.SGD, {"lr": 0.1}, compute_dtype=dtype, bucket_size_mb=1e-4
-    )
-    reference = Reference("plain", context.world_size, context.device)
-    expected = dict(reference.model.named_parameters())
-    start = {name: parameter.detach().clone() for name, parameter in expected.items()}
-    parts = 2 if regime == "accumulation" else 1
-    for step in range(3):
-        optimizer.zero_grad()
-        for part in range(parts):
-            with model.no_sync() if part < parts - 1 else nullcontext():
-                with model.autocast():
-                    loss = CASES["plain"].loss(model, context.rank, parts * step + part, context.device)
-                loss.backward()
-            with autocast(context.device, dtype):
-                reference.backward(parts * step + part)
-        model.finish_gradient_synchronization()
-        if regime == "clipping":
-            norm = model.clip_grad_norm_(MAX_NORM)
-            expected_norm = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), MAX_NORM)
-            assert norm > MAX_NORM
-            torch.testing.assert_close(norm, expected_norm, rtol=1e-6, atol=0)  # an fp64 sum of squares and an fp32 one
-        optimizer.step()
-        model.shards_changed()
-        reference.step()
-    found = model.full_parameters()
-    contract.assert_same_on_all_ranks([found[name] for name in expected], context)
-    for name, parameter in expected.items():
-        error = (found[name] - parameter).norm() / (parameter - start[name]).norm()
-        allowed = tolerance(strategy, regime, context.world_size)
-        assert error <= allowed, f"{name} is off by {error:.2g} of its way, {allowed:.2g} are allowed"
-    model.close()
-
-
 def rows() -> dict[str, Callable[[RankContext], None]]:
-    found = {f"{name}, {regime}": partial(train, name, regime) for name in OURS for regime in REGIMES}
+    found = {}
+    for name in OURS:
+        found[f"{name}, clipping"] = partial(norms, case="plain", names=(name,))
+        found[f"{name}, accumulation"] = partial(no_sync_and_then_a_step, strategy=name, nested=True)
     for name in contract.STRATEGIES:
         for case in CASES:
             job = partial(contract.train_beside_reference, strategy=name, case=case, set_to_none=True)

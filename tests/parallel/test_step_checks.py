@@ -4,7 +4,6 @@ only a part of them since."""
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -12,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from distlab.comm import RankContext
-from distlab.parallel import FSDP, BucketedDDP, ParallelModel, ZeroOptimizer, get_strategy
+from distlab.parallel import FSDP, BucketedDDP, ZeroOptimizer, get_strategy
+from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, OneProcess, build
 from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
 
@@ -178,32 +178,10 @@ def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy(
     run(only_no_sync, 2)
 
 
-class WithScalar(nn.Module):
-    """A matrix, a vector and a number."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 2)
-        self.scale = nn.Parameter(torch.tensor(0.7))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.scale * self.linear(x)
-
-
-def sharded(context: RankContext, kind: str) -> tuple[ParallelModel, torch.optim.Optimizer, Any]:
-    """The model under ZeRO or FSDP; its optimizer; and which of both edits gradients."""
-    model = with_scalar()
-    if kind == "fsdp":
-        fsdp = FSDP(model, process_group=context.group)
-        return fsdp, torch.optim.SGD(fsdp.parameters(), lr=0.5), fsdp
-    wrapper = BucketedDDP(model, 1e-5, process_group=context.group)
-    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
-    return wrapper, optimizer, optimizer
-
-
 def with_scalar() -> nn.Module:
+    """A matrix, a vector and a number."""
     torch.manual_seed(0)
-    return WithScalar()
+    return nn.Sequential(nn.Linear(3, 2), Matrix("scalar", 2))
 
 
 def scalar_loss(model: nn.Module, rank: int, number: int) -> Tensor:
@@ -223,7 +201,8 @@ def replaced(parameters: Parameters) -> None:
 
 
 def edits(context: RankContext, kind: str) -> None:
-    wrapper, optimizer, editor = sharded(context, kind)
+    make = get_strategy(kind).build
+    wrapper, optimizer = make(with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5)
     one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
 
     def backward(number: int) -> None:
@@ -243,14 +222,14 @@ def edits(context: RankContext, kind: str) -> None:
 
     for number, edit in enumerate((by_value, replaced)):
         backward(number)
-        with editor.elementwise_gradient_edits():
+        with wrapper.elementwise_gradient_edits():
             edit(wrapper.parameters())
         edit(one.model.parameters())
         step_alike()  # reaches the rank that owns an element, whichever that is
 
     backward(5)
     norm = torch.nn.utils.clip_grad_norm_(one.model.parameters(), 0.01)
-    torch.testing.assert_close(editor.clip_grad_norm_(0.01), norm)
+    torch.testing.assert_close(wrapper.clip_grad_norm_(0.01), norm)
     step_alike()
 
     edited = r"(ZeroOptimizer|fsdp)\.clip_grad_norm_\(max_norm\).*elementwise_grad"
@@ -261,14 +240,15 @@ def edits(context: RankContext, kind: str) -> None:
         with unchanged(wrapper):
             with pytest.raises(RuntimeError, match=edited):
                 optimizer.step()
-            with pytest.raises(RuntimeError, match=r"is not as finish|was edited"), editor.elementwise_gradient_edits():
+            told = pytest.raises(RuntimeError, match=r"is not as finish|was edited")
+            with told, wrapper.elementwise_gradient_edits():
                 pass
     backward(7)
     step_alike()
 
     if kind == "fsdp":
         backward(8)
-        with pytest.raises(ZeroDivisionError), editor.elementwise_gradient_edits():
+        with pytest.raises(ZeroDivisionError), wrapper.elementwise_gradient_edits():
             replaced(wrapper.parameters())
             raise ZeroDivisionError
         with pytest.raises(RuntimeError, match="was edited"):  # half done
@@ -286,34 +266,6 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(ranks):
     `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
     """
     run(every_row, ranks, edits, [("zero1",), ("fsdp",)])
-
-
-def forgotten_zeroing(context: RankContext) -> None:
-    wrapper, optimizer, _ = sharded(context, "zero1")
-
-    def backward(number: int) -> None:
-        scalar_loss(wrapper, context.rank, number).backward()
-        wrapper.finish_gradient_synchronization()
-
-    backward(0)
-    optimizer.step()
-    match = r"the gradient of '(linear|scale).*zero_grad\(\) before every step's first backward.*no_sync\(\)"
-    for context_of_backward in (nullcontext, wrapper.no_sync):
-        with unchanged(wrapper), pytest.raises(RuntimeError, match=match), context_of_backward():
-            scalar_loss(wrapper, context.rank, 6).backward()
-        wrapper.module.zero_grad()
-        backward(7)
-        optimizer.step()
-
-    wrapper.module.scale.requires_grad_(False)  # its gradient stays, and would be sent again
-    wrapper.module.linear.zero_grad()
-    with pytest.raises(RuntimeError, match=match.replace("linear|", "")):
-        backward(11)
-
-
-def test_a_forgotten_zero_grad_raises():
-    """Backward, finish, backward, finish would add means to leftovers; random models have every kind of zeroing."""
-    run(forgotten_zeroing, 2)
 
 
 def scaled_steps(context: RankContext) -> None:

@@ -9,8 +9,8 @@ from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
-from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import assert_same_on_all_ranks, run
+from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import run
 
 SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
 
@@ -18,31 +18,6 @@ SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
 def zero(model: nn.Module, context: RankContext, cls=torch.optim.SGD, size: float | None = SMALL, **options):
     wrapper = BucketedDDP(model, size, process_group=context.group)
     return wrapper, ZeroOptimizer(wrapper, cls, **options)
-
-
-def like_sgd_in_one_process(context: RankContext, case: str, steps: int) -> None:
-    model = build(case, context.rank, context.device)
-    wrapper, optimizer = zero(model, context, lr=0.1)
-    reference = Reference(case, context.world_size, context.device, lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        CASES[case].loss(wrapper, context.rank, step, context.device).backward()
-        wrapper.finish_gradient_synchronization()
-        optimizer.step()
-        reference.backward(step)
-        reference.step()
-    optimizer.synchronize()
-    assert_same_on_all_ranks(list(model.parameters()), context)
-    ulps = 64 * torch.finfo(torch.float32).eps if case == "odd-strides" else 0  # the flat buffer has no holes in rows
-    for mine, expected in zip(model.parameters(), reference.model.parameters(), strict=True):
-        torch.testing.assert_close(mine, expected, rtol=ulps, atol=ulps)
-
-
-@pytest.mark.multigpu
-@pytest.mark.parametrize("case", CASES)
-def test_ten_steps_of_sgd_equal_one_process_on_gpus(case):
-    """RELIABILITY 21, bit for bit: padding, tied, frozen, unused, strided; on gloo random models do it."""
-    run(like_sgd_in_one_process, 2, case, 10, backend="nccl")
 
 
 def step_before_backward(context: RankContext) -> None:

@@ -6,8 +6,7 @@ not wait is wrong in every run.
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache, partial
 from unittest import mock
 
@@ -17,35 +16,15 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ZeroOptimizer
+from tests.fuzz import Late, late_arrivals
 from tests.parallel.test_contract import run
 
 SMALL = 80 / 2**20  # MiB: a bucket for each linear layer of 4 × 4
 
 
-class Late:
-    """An all-gather whose result is seen after `wait()` only."""
-
-    def __init__(self, output: Tensor, result: Tensor, work):
-        self.output, self.result, self.work = output, result, work
-
-    @torch.no_grad()
-    def wait(self) -> None:
-        self.work.wait()
-        self.output.copy_(self.result)
-
-
-@contextmanager
-def late_gathers() -> Iterator[None]:
-    send = collectives.all_gather
-
-    def late(output: Tensor, input: Tensor, group) -> Late:
-        result = torch.empty_like(output)
-        return Late(output, result, send(result, input, group))
-
-    with mock.patch.object(collectives, "all_gather", late):
-        yield
+late_gathers = partial(late_arrivals, "all_gather")
 
 
 class Blocks(nn.Module):
@@ -183,7 +162,7 @@ def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
     wait = Late.wait
 
     def noted(late: Late) -> None:
-        waited.append(late.output.numel())
+        waited.append(late.target.numel())
         wait(late)
 
     with late_gathers(), mock.patch.object(Late, "wait", noted):
@@ -226,13 +205,6 @@ def _compiled_before_wrapping():
     return made, square
 
 
-def _blocks_compiled():
-    model = make(Blocks)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = compiled(block)
-    return model, square
-
-
 def _wrapper_compiled():
     once = cache(compiled)
 
@@ -253,7 +225,6 @@ def _function_compiled():
 
 COMPILED = {
     "before-wrapping": _compiled_before_wrapping,
-    "blocks": _blocks_compiled,
     "wrapper": _wrapper_compiled,
     "function-before-forward": _function_compiled,
 }

@@ -84,16 +84,6 @@ def test_runs_that_failed_or_were_stopped_are_marked(two, capsys):
     assert runs.described(stopped.path / "records.json", none)["result"] == "a 1.5 ms"
 
 
-def test_a_training_run_is_shown(two):
-    folder = two / "train" / "mine"
-    folder.mkdir(parents=True)
-    config = {"size": "tiny", "steps": 3, "batch": 8, "dtype": "fp32", "world_size": 2, "backend": "gloo"}
-    where = {"device_name": "CPU", "torch": "2.11"}
-    metrics = {"steps": 3, "final_loss": 2.6, "validation_loss": 2.5}
-    write_json([Record("train", "zero1", config, metrics, where, None)], folder / "records.json")
-    assert main(["show", "train/mine", "--out", str(two)]) == 0
-
-
 def test_a_run_that_cannot_be_read_is_listed_as_such(two):
     (two / "bench" / "later" / "records.json").write_text("{")
     assert any(

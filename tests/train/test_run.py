@@ -1,17 +1,15 @@
 """A run in its folder: one writer, the data that it was, its journal, and its record."""
 
-import functools
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from distlab.checkpoint import lock as lock_module
-from distlab.checkpoint.lock import NAME, Holder, RunLock
+from distlab.checkpoint.lock import NAME, Holder
 from distlab.cli_errors import message_of
 from distlab.comm import RankContext
 from distlab.testing import run_ranks
@@ -69,21 +67,6 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
 
 
 # -- one writer --------------------------------------------------------------------------------------------
-
-
-def go_on_after_another_machine(context: RankContext, root: str) -> int:
-    lock_module.RunLock = functools.partial(RunLock, stale_s=1.0)
-    try:
-        return run(context, root).last_step
-    finally:
-        lock_module.RunLock = RunLock
-
-
-def test_a_run_of_a_machine_that_died_is_waited_for_and_then_taken_over(tmp_path):
-    """Rank 0 of a restarted job may be on another machine than before."""
-    (tmp_path / NAME).write_text(json.dumps(asdict(replace(Holder.me(), machine="other"))))
-    assert run_ranks(go_on_after_another_machine, 2, str(tmp_path)) == [2, 2]
-    assert not (tmp_path / NAME).exists()
 
 
 def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(tmp_path, one_rank, monkeypatch):
@@ -254,18 +237,6 @@ def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
         b'7\n[]\n{"loss": 1.0}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1, "loss": 3.0}\n' + b"[" * 10**5
     )
     assert read_journal(path) == [{"step": 1, "loss": 3.0}]
-
-
-def test_the_results_are_of_this_run_whatever_stands_in_its_files(tmp_path, one_rank):
-    """Another program's last line was once recorded as this run's loss."""
-
-    def disturb(text: str) -> None:
-        if text.startswith("step"):
-            with open(tmp_path / "metrics.jsonl", "a") as file:
-                file.write('{"step": 99, "loss": 1234.5}\n')
-
-    _, metrics = run_and_measure(one_rank, tmp_path, progress=disturb)
-    assert 3 < metrics["final_loss"] < 4 and metrics["steps"] == 2
 
 
 def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again(tmp_path, one_rank):
