@@ -38,7 +38,7 @@ from distlab.experiment import (
 from distlab.measure import account, load_trace, percentiles
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, Ratio, fastest, prediction_error
+from distlab.report import NOISE, Ratio, fastest, prediction_error, step_bars
 from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
@@ -294,6 +294,7 @@ VIEW = View(
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
     ],
+    pictures={"step.png": step_bars("forward", "backward", "optimizer")},
     headline=headline,
     derive=compare,
     terminal=(

@@ -35,7 +35,7 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of, whole_shape
-from distlab.report import NOISE, Ratio
+from distlab.report import NOISE, Ratio, step_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -171,6 +171,7 @@ VIEW = View(
         Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
+    pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline,
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
     terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "muon_flops"),

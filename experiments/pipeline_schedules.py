@@ -33,7 +33,7 @@ from distlab.experiment import (
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, Ratio, prediction_error
+from distlab.report import NOISE, Ratio, prediction_error, step_bars
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -182,6 +182,7 @@ VIEW = View(
         OVER_TORCH.column("÷ torch's", missing=""),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
+    pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline,
     derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
     terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),

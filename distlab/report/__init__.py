@@ -9,6 +9,7 @@ from distlab.report.charts import (
     memory_areas,
     overlaid,
     stacked_bars,
+    step_bars,
     timeline,
 )
 from distlab.report.derived import (
@@ -60,6 +61,7 @@ __all__ = [
     "render_for_terminal",
     "row_of",
     "stacked_bars",
+    "step_bars",
     "timeline",
     "waiting",
     "write",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,11 @@ from distlab.report.style import (
 )
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.axes import Axes
+
+    from distlab.report.record import Record
 
 ABREAST = 4  # small panels in a row, at most
 AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}  # with each time that the colours begin again
@@ -165,6 +169,16 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
         )
         for index, (name, (x, y)) in enumerate(curves.items())
     ]  # fmt: skip
+
+
+def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
+    """Return a picture of records: a bar for each, made of the medians of these phases of its step."""
+
+    def draw(records: Sequence[Record], path: Path) -> None:
+        parts = {phase: [row.metrics.get(f"{phase}_p50_ms") for row in records] for phase in phases}
+        stacked_bars(path, [row.variant for row in records], parts, title="Medians of a step", unit="ms")
+
+    return draw
 
 
 def stacked_bars(
