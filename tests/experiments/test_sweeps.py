@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.measure import bandwidth
 from distlab.report.record import read_json
 from distlab.simulate.calibrate import measured_links
 from experiments import allreduce_sweep
@@ -20,10 +19,7 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
     broken = replace(first, metrics=first.metrics | {"max_abs_error": math.nan})
     assert allreduce_sweep.findings([broken])[0].startswith(f"WRONG: {first.variant}")
     for record in allreduce_sweep.timings(records):
-        m = record.metrics
-        share = bandwidth.traffic(record.variant, record.config["world_size"])
-        assert m["busbw_gb_per_s"] == pytest.approx(m["algbw_gb_per_s"] * share)
-        assert m["link_ms"] is None  # no datasheet of this machine
+        assert record.metrics["link_ms"] is None  # no datasheet of this machine
     links = measured_links(
         read_json(folder / "records.json"), records[0].environment["device_name"], "gloo"
     )
