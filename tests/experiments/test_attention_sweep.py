@@ -40,7 +40,6 @@ def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp
     monkeypatch.setattr(sweep, "build", lambda variant, *_: second_call_does_not_fit if variant == "naive" else naive)
     first, sdpa, ours = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
     assert first.metrics["status"] == "OOM" and "max_abs_error" in first.metrics and "wall_p50_ms" not in first.metrics
-    assert first.metrics["predicted_peak_bytes"] > first.metrics["predicted_before_bwd_bytes"] > 0
     assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
 
 

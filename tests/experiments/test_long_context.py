@@ -62,7 +62,6 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
     for record in records:
         assert record.metrics["rounds"] == 1 and len(record.metrics["step_samples_ms"]) == 5
         assert record.metrics["loss_rel_diff"] == pytest.approx(0, abs=1e-5)
-        assert {"idle_ms", "exposed_ms"} <= record.metrics.keys()
 
 
 def test_rows_are_held_against_the_fastest_of_torchs():

@@ -16,5 +16,4 @@ def test_states_are_predicted_and_sharding_divides(smoke):
     assert whole["optimizer_state_bytes"] == 2 * whole["parameters_bytes"]
     for strategy in ("zero1", "fsdp", "fsdp2"):
         assert of[strategy]["optimizer_state_bytes"] == pytest.approx(whole["parameters_bytes"], rel=0.02)
-    assert of["zero1"]["parameters_bytes"] == pytest.approx(whole["parameters_bytes"], rel=0.02)
     assert of["fsdp"]["parameters_bytes"] == pytest.approx(whole["parameters_bytes"] / 2, rel=0.02)

@@ -19,10 +19,6 @@ def rows(records, part):
 def test_sums_are_those_of_rounding_in_integers(records):
     sums = rows(records, "accumulation")
     assert len(sums) == 7 and all(m["sum"] == m["predicted_sum"] for m in sums.values())
-    value = {variant: m["sum"] for (variant, _), m in sums.items()}
-    assert value["bf16 += bf16"] == 4 and abs(value["fp32 += fp16"] - 10.002) < 1e-3 < abs(
-        value["fp16 += fp16"] - 10
-    )
 
 
 def test_types_under_autocast(records):

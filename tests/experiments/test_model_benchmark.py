@@ -82,21 +82,19 @@ def test_rows_are_all_combinations_and_each_is_checked(results):
     assert step["status"] == "ok" and step["grad_rel_error"] == 0
     assert all(step[f"{phase}_p50_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
     assert 10 <= step["clock_covered_pct"] <= 105 and step["tokens_per_s"] > 0
-    assert rows["naive, forward, warm-up 0"]["backward_p50_ms"] is None
+    assert rows["naive, forward, warm-up 0"]["backward_p50_ms"] is None and step["predicted_peak_bytes"] > 0
     # Both warm-ups are cut from one series: the later one lacks its first two calls.
     series = rows["naive, step, warm-up 0"]["step_samples_ms"]
     assert step["first_ms"] == series[2] and step["step_samples_ms"][:-2] == series[2:]
 
 
-def test_a_predicted_peak_is_of_what_a_mode_holds(results):
+def test_a_predicted_peak_is_of_what_a_mode_holds():
     trial = TrialConfig(size="tiny", batch=4, context=128, vocab=256, layers=8, checkpointing="every-2")
     step, gradients, forward = (
         taken_apart.predicted_peak(trial, lone_context("cpu"), mode) for mode in ("step", "forward_backward", "forward")
     )
     assert step - gradients == pytest.approx(8 * trial.model().num_parameters, rel=1e-3)  # AdamW's state
     assert forward is None
-    rows = {record.variant: record.metrics["predicted_peak_bytes"] for record in results["sweep"]}
-    assert rows["sdpa, step, warm-up 0"] > 0 and rows["sdpa, forward, warm-up 0"] is None
 
 
 def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
@@ -158,7 +156,6 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     assert (folder / "memory_naive.png").stat().st_size > 10_000
     assert all("naive: " in EXPERIMENT.views()[name].table(records) for name, records in parts.items())
     parts = {name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()}
-    assert 8 < len(parts["model_memory"]) <= 2 * 8 and len(parts["model_kernels"]) > 10
     work = {(r.metrics["phase"], r.variant.removeprefix("naive: ")): r.metrics for r in parts["model_work"]}
     assert work["backward", "communication"]["kernel_ms"] > 0 == work["backward", "communication"]["flops"]
     phases = ("forward", "backward", "optimizer", "inference")
@@ -168,7 +165,6 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     assert "timer's step" in taken_apart.work_findings(parts["model_work"])[0]
     assert {r.metrics["phase"] for r in parts["model_kernels"]} == set(phases)
     by_part = {r.variant.removeprefix("naive: "): r.metrics for r in parts["model_parts"]}
-    assert {"scores", "softmax", "values", "norms", "feed-forward matmuls", "optimizer"} <= set(by_part)
     for part in ("scores", "softmax", "norms", "SwiGLU"):
         assert all(by_part[part][f"{said}{phase}_part_ms"] > 0 for said in ("", "predicted_") for phase in phases[:2])
     assert sum(metrics["of_kernel_time_pct"] for metrics in by_part.values()) == pytest.approx(100)

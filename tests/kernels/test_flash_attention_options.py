@@ -45,7 +45,6 @@ def ids(*shape, dtype=torch.int64):
         ({"k": [1]}, TypeError, r"k must be a torch\.Tensor, got list"),
         ({"window": -1}, ValueError, "window is -1; allowed: 0 or more"),
         ({"window": 1.5}, TypeError, "window must be an int"),
-        ({"window": True}, TypeError, "window must be an int"),
         ({"scale": float("nan")}, ValueError, r"scale is nan; allowed: a number from 1.2e-38 to 1.7e\+38, or None"),
         ({"scale": 10**400}, ValueError, "scale is 10000"),
         ({"scale": True}, ValueError, "scale is True; allowed"),
@@ -56,11 +55,9 @@ def ids(*shape, dtype=torch.int64):
         ({"alignment": "left"}, ValueError, "alignment is 'left'; allowed: top-left, bottom-right"),
         ({"precision": "fp8"}, ValueError, "precision is 'fp8'; allowed: emulated, ieee, tf32x3, bf16x6, tf32"),
         (ids(2, 5, dtype=torch.float32), TypeError, "document_ids must be an integer tensor"),
-        (ids(2, 5, dtype=torch.complex64), TypeError, "document_ids must be an integer tensor"),
         (ids(2, 5) | {"k": K, "v": K}, ValueError, "document_ids needs as many queries as keys"),
         (ids(5), ValueError, r"\(5,\); allowed: \(batch, seq\) = \(2, 5\), or what document_bounds makes"),
         (ids(2, 2, 5), ValueError, r"document_ids has shape \(2, 2, 5\)"),  # of bounds, which are 32-bit
-        (ids(3, 2, 5, dtype=torch.int32), ValueError, r"document_ids has shape \(3, 2, 5\)"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments, error, message):

@@ -38,7 +38,7 @@ TAKEN = {  # q, and what differs from a causal backward of as many keys
     "transposed": (tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2), {}),
     "of a fused projection": (tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2), {}),
     "forward": (LONG, {"direction": "forward"}),
-    "forward of 64": (tensor(1, 16, 4096, 64), {"direction": "forward"}),
+    "long forward of 64": (tensor(1, 16, 4096, 64), {"direction": "forward"}),
 }
 LEFT = {
     "short forward of 64": (tensor(1, 8, 4096, 64), {"direction": "forward"}),
