@@ -838,9 +838,9 @@ class OnRanks(OneProcess):
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Take them from the strategy, and compare the module that it gives back."""
-        sharded = isinstance(self.wrapper, FSDP)
-        full = self.wrapper.gather_full_params() if sharded else self.memory
+        full = self.wrapper.gather_full_params() if isinstance(self.wrapper, FSDP) else {}
         self.close()
+        full = full or {name: value.clone() for name, value in self.memory.items()}
         for name, parameter in self.first.named_parameters():
             assert torch.equal(full[name], parameter), f"close() changes '{name}'"
         if self.strategy.updates == "slices":  # of a gradient ranks hold the mean of a share

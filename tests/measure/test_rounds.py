@@ -1,4 +1,4 @@
-"""Interleaved rounds: everybody once per round, and no drift makes a winner."""
+"""Interleaved rounds: everybody once per round, in an order that favours nobody."""
 
 
 from distlab.measure.rounds import interleave, rotated

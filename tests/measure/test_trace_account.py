@@ -6,10 +6,7 @@ import pytest
 
 from distlab.measure.trace.account import account, closes, explain, step_windows
 from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event, load_trace
-
-
-def event(kind, start, end, name="gemm", lane="stream 7", launched=None):
-    return Event(name, kind, lane, start, end, launched)
+from tests.measure.test_trace_intervals import event
 
 
 def step(length, *events):

@@ -126,16 +126,6 @@ def test_a_unit_per_child_of_a_module_list_and_per_owner_elsewhere():
     assert small == ["layers.0.0.bias", "layers.0.1.bias", "layers.1.bias", "norm.weight", "norm.bias"]
 
 
-def test_tied_weights_and_those_of_the_root_join_the_root_unit():
-    """RELIABILITY 30."""
-    module = Layered()
-    module.head.weight = module.embedding.weight
-    module.positions = nn.Parameter(torch.zeros(3, 4))
-    found = units(module)
-    assert found["(root)"] == ["positions", "embedding.weight"]
-    assert list_entries(module, None)[1].names == ["embedding.weight", "head.weight"]
-
-
 def test_the_outermost_module_list_decides_and_containers_are_no_units():
     module = nn.Module()
     module.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Identity()])
