@@ -64,6 +64,11 @@ def compared_on(device_type: str) -> tuple[str, ...]:
     return tuple(name for name, entry in here.items() if entry.trains and not (entry.is_peer and entry.has_buckets))
 
 
+def kill_at(steps: int) -> int:
+    """The step of so many after which the last rank kills itself, between its second checkpoint and its third."""
+    return 11 * steps // 20
+
+
 @dataclass(frozen=True)
 class CurvesConfig(Options):
     """What to run. Raises ValueError for a value that is not allowed; `TrainConfig` checks what it takes."""
@@ -71,24 +76,15 @@ class CurvesConfig(Options):
     size: str = option("tiny", "model preset")
     context: int | None = option(None, "tokens per sequence [the preset's]")
     dtype: str = option("fp32", "of the computation")
-    steps: int = option(200, "of each curve")
+    steps: int = option(200, "of each curve", least=4)
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
     strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
     parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
-    kill_at: int = option(110, "step after which the last rank kills itself")
-    checkpoint_every: int = option(50, "steps between the checkpoints of that run")
     text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 1 < self.kill_at < self.steps:
-            raise ValueError(f"kill_at={self.kill_at}, steps={self.steps}: 1 < kill_at < steps")
-        if "kill" in self.parts and not 0 < self.checkpoint_every < self.kill_at:
-            raise ValueError(
-                f"checkpoint_every={self.checkpoint_every}, kill_at={self.kill_at}: what is killed must have written a "
-                "checkpoint before"
-            )
         for strategy in self.strategies:
             self.training(strategy)
 
@@ -226,11 +222,11 @@ class Curves:
 
     def killed_curve(self, attempt: int) -> dict[str, object]:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
-        config = self.config.training(REFERENCE, checkpoint_every=self.config.checkpoint_every)
+        config = self.config.training(REFERENCE, checkpoint_every=kill_at(self.config.steps) // 2)
         victim = self.context.rank == self.context.world_size - 1 and attempt == 0
 
         def die(report: StepMetrics) -> None:
-            if victim and report.step == self.config.kill_at:
+            if victim and report.step == kill_at(self.config.steps):
                 print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
@@ -286,7 +282,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
             losses = record.metrics["loss"]
             series[record.variant] = (range(first + 1, first + len(losses) + 1), losses)
         if record.variant == KILLED:
-            events = [(record.config["kill_at"], "killed"), (record.metrics["first_step"], "resumed from")]
+            events = [(kill_at(record.config["steps"]), "killed"), (record.metrics["first_step"], "resumed from")]
     if series:
         label = "training loss (nats per byte)"
         panel = Panel("", "step", label, overlaid(series), log_x=None, from_zero=False, events=events)
@@ -317,13 +313,12 @@ EXPERIMENT = Experiment(
     CurvesConfig, measure, VIEW,
     presets={
         "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},
-        "cpu": {"steps": 60, "kill_at": 35, "checkpoint_every": 15},
+        "cpu": {"steps": 60},
         "quick": {
-            "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "kill_at": 6, "checkpoint_every": 3,
-            "strategies": ("naive", "flat"),
+            "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "strategies": ("naive", "flat"),
         },
         "smoke": {
-            "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "kill_at": 3, "checkpoint_every": 2, "batch": 4,
+            "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "batch": 4,
             "strategies": ("flat",), "parts": ("curves",),
         },
     },

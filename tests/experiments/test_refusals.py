@@ -55,7 +55,6 @@ REFUSED = {
     "simulate_scale --compile blocks": "no compiler runs on tensors",
     "simulate_scale --checkpointing qkv:3": "add up to the 50 blocks",
     "simulate_scale --strategies hsdp --ranks 16 --group 3": "groups of 3 do not divide 16 ranks",
-    "train_curves --backend=gloo --checkpoint-every 40": "kill_at=35: what is killed must have written",
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }
 WITHOUT_A_GPU = {
