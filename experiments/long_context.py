@@ -38,7 +38,7 @@ from distlab.experiment import (
 from distlab.measure import account, load_trace, percentiles
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, Ratio, fastest, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, fastest, prediction_error, step_bars
 from distlab.runs import same_run
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
@@ -184,7 +184,7 @@ def predicted(plan: Plan) -> dict[str, Any]:
     memory, step = plan.memory, plan.time
     found = {
         "keeps": plan.step.checkpointing, "predicted_peak_bytes": memory.peak.total,
-        "predicted_peak_phase": memory.peak_phase, "free_bytes": plan.free_bytes,
+        "free_bytes": plan.free_bytes,
     }  # fmt: skip
     if plan.free_bytes is not None and memory.peak.total > plan.free_bytes:
         found |= {"status": "OOM", "step_p50_ms": "OOM"}  # it is not tried
@@ -289,7 +289,7 @@ VIEW = View(
         prediction_error("predicted_step_ms", "step_p50_ms", "err %", "+.1f"),
         Column("metrics.mfu_causal_pct", "MFU %", ".1f"),
         OVER_PEER.column("÷ torch"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        PEAK,
         Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),

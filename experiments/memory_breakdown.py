@@ -37,7 +37,7 @@ from experiments._own_model import peaks
 STRATEGIES = (
     "local", "bucketed", "sharded-optimizer", "zero1", "fsdp", "torch-ddp-tuned", "torch-zero", "fsdp2",
 )  # fmt: skip
-SETTLE_STEPS = 4  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
+STEPS = 7  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
 MOMENTS = ("after_init", "before_step", "after_step")
 STATES = ("parameters", "gradients", "optimizer_state")
 
@@ -49,7 +49,6 @@ class MemoryConfig(OwnModel, BenchOptions):
     dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
     strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
     bucket_size_mb: float = option(25.0, "MiB", above=0)
-    steps: int = option(3, "steps after four to settle; the peak is that of all", least=1)
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
@@ -68,7 +67,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         if run.done(variant.name):
             continue
         run.progress(f"measuring {variant.name}")
-        ranks = collectives.gather_objects(_measure(bench, variant, config.steps), context.group)
+        ranks = collectives.gather_objects(_measure(bench, variant), context.group)
         fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
                    for name in ranks[0]}  # fmt: skip
         run.add(variant.name, fullest, **config.facts(context))
@@ -81,7 +80,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
         run.save()
 
 
-def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | float | None]:
+def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None]:
     device = bench.context.device
     found: dict[str, int | float | None] = {}
 
@@ -96,7 +95,7 @@ def _measure(bench: Workbench, variant: Variant, steps: int) -> dict[str, int | 
     with bench.attached(variant) as attached:
         found["after_init_bytes"] = allocated_bytes(device)
         with peak_memory(device) as peak:
-            for _ in range(SETTLE_STEPS + steps):
+            for _ in range(STEPS):
                 attached("step", mark)
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))

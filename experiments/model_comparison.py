@@ -33,7 +33,7 @@ from distlab.measure import (
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, Ratio, row_of
+from distlab.report import NOISE, PEAK, Ratio, row_of
 from distlab.train.step import compiled, loss_function
 
 # name → (ops, attention, how it is compiled)
@@ -183,7 +183,7 @@ VIEW = View(
         OVER_COMPILED.column("÷ compiled"),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        PEAK,
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
         Column("config.operations", "operations", align="left"), Column("metrics.status", "status", align="left"),

@@ -35,7 +35,7 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of, whole_shape
-from distlab.report import NOISE, Ratio, step_bars
+from distlab.report import NOISE, PEAK, Ratio, step_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -168,7 +168,7 @@ VIEW = View(
         Column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6, missing=""),
         Column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12, missing=""),
         Column("metrics.most_work", "busiest owner ÷ mean", ".2f", missing=""),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        PEAK,
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},

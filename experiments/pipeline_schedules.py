@@ -33,7 +33,7 @@ from distlab.experiment import (
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, Ratio, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, prediction_error, step_bars
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -178,7 +178,7 @@ VIEW = View(
         Column("metrics.simulated_idle_pct", "simulated %", ".1f", missing=""),
         Column("metrics.closed_form_idle_pct", "closed form %", ".1f", missing=""),
         Column("metrics.held", "micro-batches held", ".1f", missing=""),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        PEAK,
         OVER_TORCH.column("÷ torch's", missing=""),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],

@@ -43,7 +43,7 @@ from distlab.experiment import (
 )
 from distlab.measure import peak_memory
 from distlab.parallel import STRATEGIES, strategies_on
-from distlab.report import Panel, lines, overlaid
+from distlab.report import PEAK, Panel, lines, overlaid
 from distlab.train.config import TrainConfig
 from distlab.train.data import GlobalOrder, TokenWindows, open_tokens
 from distlab.train.loop import Trainer
@@ -297,7 +297,7 @@ VIEW = View(
         Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
         Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30),
+        PEAK,
     ],
     headline=headline,
     terminal=("variant", "final_loss", "mean_abs_loss_diff", "step_p50_ms"),

@@ -14,6 +14,7 @@ from distlab.report.charts import (
 )
 from distlab.report.derived import (
     NOISE,
+    PEAK,
     TIE,
     Ratio,
     fastest,
@@ -34,6 +35,7 @@ __all__ = [
     "INK",
     "NOISE",
     "OKABE_ITO",
+    "PEAK",
     "TIE",
     "Column",
     "Panel",

@@ -154,6 +154,7 @@ def waiting(records: Sequence[Record]) -> str:
     return f"; the GPU waits for the host{which} of the step"
 
 
+PEAK = Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30)
 NOISE = Column(
     "metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics),
     about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",

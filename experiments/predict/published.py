@@ -46,7 +46,6 @@ def add(run: Run, case: Case) -> None:
         "predicted_memory_gib": (found.reserved if kind == "reserved" else found.allocated) / GIB,
         "predicted_allocated_bytes": found.allocated,
         "predicted_reserved_bytes": found.reserved,
-        "predicted_peak_phase": found.phase,
         "predicted_overhead_ms": 1e3 * found.time.overhead,
         "predicted_comm_ms": 1e3 * found.time.communication,
         "predicted_mfu_pct": None if found.mfu is None else 100 * found.mfu,
