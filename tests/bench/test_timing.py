@@ -8,7 +8,7 @@ import torch
 
 from distlab.bench import reference as module
 from distlab.bench.reference import errors_against_reference
-from distlab.bench.timing import MODES, Timing, TrialConfig, Workbench, described, opened
+from distlab.bench.timing import MODES, Timing, TrialConfig, Workbench, described, opened, variants
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 
@@ -98,3 +98,9 @@ def test_a_headline_says_what_is_shared():
     where = {"device_name": "some GPU", "torch": "2.13.0"}
     line = described([one, one | {"dtype": "bf16"}], where)
     assert line == "tiny (3.6 M parameters), batch 4; 2 × some GPU, torch 2.13.0"
+
+
+def test_a_row_for_each_bucket_size_has_that_size():
+    rows = variants(["local", "bucketed"], [1.0, None])
+    named = {row.name: row.bucket_size_mb for row in rows}
+    assert named == {"local": 1.0, "bucketed-1": 1.0, "bucketed-unbounded": None}
