@@ -18,7 +18,7 @@ from distlab.parallel.schedules import SCHEDULES, simulate
 
 IMAGES = Path(__file__).parent / "images"
 RANKS, BATCHES, WIDTH, HEIGHT, LEFT = 4, 6, 640, 26, 96
-FILLS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7", "#0072B2", "#D55E00", "#BBBBBB")
+FILLS = ("#56B4E9", "#E69F00", "#009E73", "#F0E442", "#CC79A7")
 
 Cell = tuple[float, float, str, int]  # where it begins, how long it is, text, colour
 Row = tuple[str, Sequence[Cell]]
@@ -34,7 +34,7 @@ def svg(rows: Sequence[Row]) -> str:
         parts.append(f'<text x="4" y="{top + 17}" fill="#888888">{label}</text>')
         for start, length, text, colour in cells:
             box = f'x="{LEFT + start * scale:.1f}" y="{top}" width="{length * scale:.1f}" height="{HEIGHT - 3}"'
-            parts.append(f'<rect {box} fill="{FILLS[colour % len(FILLS)]}" stroke="#ffffff"/>')
+            parts.append(f'<rect {box} fill="{FILLS[colour]}" stroke="#ffffff"/>')
             middle = LEFT + (start + length / 2) * scale
             if length * scale > 6 * len(text):
                 parts.append(f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{text}</text>')

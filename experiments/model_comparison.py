@@ -178,8 +178,7 @@ def waits(way: Way, step_ms: float) -> dict[str, float]:
 VIEW = View(
     columns=[
         Column("variant", "way"),
-        Column("metrics.step_p20_ms", "p20 ms", ".1f"), Column("metrics.step_p50_ms", "p50", ".1f"),
-        Column("metrics.step_p80_ms", "p80", ".1f"), NOISE,
+        Column("metrics.step_p20_ms", "p20 ms", ".1f"), Column("metrics.step_p50_ms", "p50", ".1f"), NOISE,
         OVER_COMPILED.column("÷ compiled"),
         Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),

@@ -200,7 +200,7 @@ EXPERIMENT = Experiment(
     SchedulesConfig, measure, VIEW,
     presets={
         "gpu": {"size": "medium", "dtype": "bf16", "context": 2048, "batch": 2, "micro_batches": (4, 8, 16),
-                "warmup": 3, "steps": 6, "rounds": 3, "compile": "off"},
+                "warmup": 3, "steps": 6, "rounds": 3},
         "cpu": {"size": "tiny", "layers": 8, "context": 128, "batch": 2, "rounds": 3, "steps": 4},
         "quick": QUICK,
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
