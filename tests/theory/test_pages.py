@@ -8,7 +8,7 @@ import pytest
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
 WITH_EXAMPLES = (
     "memory", "../long_context", "../tensor", "../context", "../pipeline", "communication", "buckets", "compute",
-    "limits", "parallelisms", "../ddp", "../sharding",
+    "limits", "parallelisms", "../sharding",
 )  # fmt: skip
 
 
