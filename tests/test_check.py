@@ -189,7 +189,15 @@ def moves_a_buffer(module: nn.Module, group: ProcessGroup) -> Any:
     return module, and_move
 
 
-# -- two reports, rebuilt ----------------------------------------------------------------------------------
+# -- three reports, rebuilt; the third is `divided_twice` ----------------------------------------------------
+
+
+@reduced
+def experts_doubled(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    """pytorch 160285: tokens of all ranks already meet in an expert, and its gradient is not divided for it."""
+    mean(name, gradient, group)
+    if name.startswith("3."):
+        gradient *= group.size()
 
 
 class CutSequence(nn.Module):
@@ -233,6 +241,7 @@ WRONG = {  # wrapper → model, signature, tensors that have it
     "without_micro_batches": ("mlp", signatures.MICRO_SUMMED, None),
     "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
     "a_step_late": ("mlp", signatures.PREVIOUS, None),
+    "experts_doubled": ("mlp", signatures.SUMMED, {"3.weight", "3.bias"}),
     "norms_of_a_part": ("tokens", signatures.PART + signatures.SEQUENCE, {"1.weight", "1.bias"}),
 }
 
