@@ -70,7 +70,7 @@ def parameter_difference(
     groups = optimizer_cls.split(reference) if hasattr(optimizer_cls, "split") else reference.parameters()
     reference_optimizer = optimizer_cls(groups, **options)
     for number in range(steps):
-        batches = shared_batches(candidate, axes, number, context.device)
+        batches = shared_batches(candidate, axes, context, number)
         train([part for batch in batches for part in split(batch, axes.layout.pipeline)])
         _mean_gradients(task, reference, number, context)
         if max_grad_norm is not None:

@@ -387,17 +387,17 @@ def synthetic_batches(
 ) -> list[Batch]:
     """Return a few batches of this rank, on its device."""
     task, axes = options.task(), layout.axes(context.group)
-    return [shared_batches(task, axes, step, context.device)[0] for step in range(BATCHES)]
+    return [shared_batches(task, axes, context, step)[0] for step in range(BATCHES)]
 
 
-def shared_batches(task: Task, axes: Axes, step: int, device: torch.device) -> list[Any]:
+def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> list[Any]:
     """Return a rank's micro-batches of a step; ranks that share a model have those of all, or parts of them."""
     ranks = axes.layout.ranks
-    first = axes.batch_rank * ranks
-    of_ranks = [task.batches(member, step, device) for member in range(first, first + ranks)]
-    if ranks == 1:
-        return of_ranks[0]
-    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in zip(*of_ranks, strict=True)]
+    if ranks == 1:  # perhaps without a group
+        return task.batches(context.rank, step, context.device)
+    members = range(axes.batch_rank * ranks, (axes.batch_rank + 1) * ranks)
+    of_ranks = zip(*(task.batches(member, step, context.device) for member in members), strict=True)
+    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:

@@ -156,7 +156,7 @@ def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float
     train = _train_step(context, mistake, *mistake.learner)
     train.max_grad_norm = mistake.max_grad_norm
     task, axes = mistake.trained, mistake.layout.axes(context.group)
-    batches = (shared_batches(task, axes, step, context.device) for step in range(steps))
+    batches = (shared_batches(task, axes, context, step) for step in range(steps))
     losses = torch.stack([train(batch) for batch in batches])
     means = collectives.sum_tensor(losses, context.group) / context.world_size
     train.model.close()

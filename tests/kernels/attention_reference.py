@@ -43,7 +43,7 @@ def attention(q, k, v, **options):
     if q.dim() == 3:
         return attention(q[:, None], k[:, None], v[:, None], **options)[:, 0]
     scores = scores_of(q, k, **options)
-    largest = scores.amax(-1, keepdim=True).detach()
+    largest = scores.detach().amax(-1, keepdim=True) if k.shape[-2] else torch.zeros_like(scores[..., :1])
     weights = torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
     total = weights.sum(-1, keepdim=True)
     return weights / total.masked_fill(total == 0, 1.0) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
