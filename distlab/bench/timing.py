@@ -395,8 +395,9 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
     ranks = axes.layout.ranks
     if ranks == 1:  # perhaps without a group
         return task.batches(context.rank, step, context.device)
-    members = range(axes.batch_rank * ranks, (axes.batch_rank + 1) * ranks)
-    of_ranks = zip(*(task.batches(member, step, context.device) for member in members), strict=True)
+    first = axes.batch_rank * ranks
+    members = (task.batches(member, step, context.device) for member in range(first, first + ranks))
+    of_ranks = zip(*members, strict=True)
     return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
 
 
