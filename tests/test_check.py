@@ -189,7 +189,7 @@ def moves_a_buffer(module: nn.Module, group: ProcessGroup) -> Any:
     return module, and_move
 
 
-# -- three reports, rebuilt; the third is `divided_twice` ----------------------------------------------------
+# -- four reports, rebuilt; one is `divided_twice` -----------------------------------------------------------
 
 
 @reduced
@@ -228,6 +228,14 @@ def norms_of_a_part(module: nn.Module, group: ProcessGroup) -> Any:
     return CutSequence(module, group), finish
 
 
+def counts_of_all(module: nn.Module, group: ProcessGroup) -> Any:
+    """Megatron-LM 7452, its 10th finding: a count that scales a router's loss is summed over ranks in place."""
+    count = torch.ones(())
+    dist.all_reduce(count, group=group)
+    module[3].weight.register_hook(lambda gradient: gradient * count)
+    return by_hand(module, group)
+
+
 RIGHT = [  # model, wrapper or strategy
     ("mlp", "by_hand"), ("mlp", "ddp"), ("tokens", "fsdp2"), ("with_statistics", "ddp"), ("tied", "by_hand"),
     ("mlp", "naive"), ("tied", "flat"), ("with_statistics", "overlap"), ("tokens", "bucketed"), ("mlp", "zero1"),
@@ -242,6 +250,7 @@ WRONG = {  # wrapper → model, signature, tensors that have it
     "never_summed": ("mlp", signatures.OWN_DIVIDED, None),
     "a_step_late": ("mlp", signatures.PREVIOUS, None),
     "experts_doubled": ("mlp", signatures.SUMMED, {"3.weight", "3.bias"}),
+    "counts_of_all": ("mlp", signatures.SUMMED, {"3.weight"}),
     "norms_of_a_part": ("tokens", signatures.PART + signatures.SEQUENCE, {"1.weight", "1.bias"}),
 }
 
