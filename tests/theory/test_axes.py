@@ -76,7 +76,7 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
 
 @pytest.mark.parametrize(
     ("strategy", "dtype", "layouts"),
-    [("bucketed", "fp32", ("pp2-gpipe",)), ("zero1", "bf16", ("pp2,tp2",)),
+    [("bucketed", "fp32", ("pp2-gpipe", "pp2")), ("zero1", "bf16", ("pp2,tp2",)),
      ("fsdp", "bf16", ("pp2-interleaved",))],
 )  # fmt: skip
 def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype, layouts):
