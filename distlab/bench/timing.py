@@ -397,8 +397,7 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
         return task.batches(context.rank, step, context.device)
     first = axes.batch_rank * ranks
     members = (task.batches(member, step, context.device) for member in range(first, first + ranks))
-    of_ranks = zip(*members, strict=True)
-    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in of_ranks]
+    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in zip(*members, strict=True)]
 
 
 def split(batch: Batch, parts: int) -> list[Batch]:
@@ -410,8 +409,11 @@ def split(batch: Batch, parts: int) -> list[Batch]:
 def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
     """Yield a trial as configured, which is closed at the end."""
     variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
-    with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
-        yield trial
+    try:
+        with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
+            yield trial
+    finally:
+        torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
 
 
 @dataclass

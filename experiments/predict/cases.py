@@ -141,17 +141,16 @@ PUBLISHED += [
         "name": "8 B, FSDP2 compiled, 2 H200", "strategy": "fsdp2",
         "known": "32,768 tokens per GPU, every block recomputed, compiled blocks, SDPA",
         "published": {"step_ms": 5818.0, "memory_gib": 113.3, "memory_is": "allocated"},
-        "why": "",
     },
 ]  # fmt: skip
 MUON_RUN = {
     "model": vars(preset("xl")) | {"context_length": 512}, "cluster": "dgx-h100:2", "strategy": "zero1", "batch": 4,
     "micro_batches": 32, "source": "measured by this lab, two H100s, torch 2.11 (muon_placements)",
-    "known": "3.4 B parameters, 65,536 tokens per GPU and step, bf16, eager", "assumed": "",
+    "known": "3.4 B parameters, 65,536 tokens per GPU and step, bf16, eager",
 }  # fmt: skip
 PUBLISHED += [
     MUON_RUN | {
-        "name": "3.4 B, ZeRO-1 with AdamW, 2 H100", "why": "",
+        "name": "3.4 B, ZeRO-1 with AdamW, 2 H100",
         "published": {"step_ms": 4047.9, "memory_gib": 53.6, "memory_is": "allocated"},
     },
     MUON_RUN | {
