@@ -60,7 +60,6 @@ from distlab.report import (
 )
 from distlab.theory.axes import layout_volume
 from distlab.theory.flops import mfu, step_flops
-from distlab.theory.model_shape import ModelShape
 from distlab.train.build import check_layout
 from distlab.train.memory_budget import rank_parts
 
@@ -249,12 +248,10 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         return counted | {"sent_nothing": silent or None}
     layout, itemsize = variant.layout, (DTYPES[bench.options.dtype] or torch.float32).itemsize
     model = bench.options.model()
-    shape = ModelShape.of(model, layout.tensor)
-    if layout.pipeline > 1:
-        shape = rank_parts(model, layout, micro_batches=variant.micro_batches)[0].shape  # rank 0's
+    part = rank_parts(model, layout, bench.options.checkpointing, variant.micro_batches)[0]  # rank 0's
     expected = layout_volume(
         variant.strategy,
-        shape,
+        part.shape,
         batch=bench.options.batch * layout.ranks // variant.micro_batches,
         context=model.context_length,
         world_size=bench.context.world_size,
@@ -266,6 +263,7 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         shard_size=variant.shard_size,
         micro_batches=variant.micro_batches,
         pipeline=layout.pipeline,
+        keeps=part.keeps,
     )
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}
