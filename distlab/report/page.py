@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.report.derived import noise_by_row
 from distlab.report.record import Record
-from distlab.report.table import Column, by_machine, is_number, render
+from distlab.report.table import Column, by_machine, is_number, render, shared_options
 
 if TYPE_CHECKING:
     from distlab.report.view import View
@@ -103,8 +103,6 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
     }
     commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))
     options = {
-        key: json.dumps(value, default=str, ensure_ascii=False)
-        for key, value in config.items()
-        if all(key in record.config and record.config[key] == value for record in records)
+        name: json.dumps(value, default=str, ensure_ascii=False) for name, value in shared_options(records).items()
     }
     return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}

@@ -159,6 +159,12 @@ def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, li
     return found
 
 
+def shared_options(records: Sequence[Record]) -> dict[str, Any]:
+    """The options that are the same in all records."""
+    options = records[0].config.items()
+    return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
+
+
 def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:
     """Group the records by machine, which no line and no bar mixes, in order of first appearance, by device name;
     with torch's version where one kind of device appears with several.
