@@ -192,10 +192,9 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
     shown = range(len(runs)) if len(runs) <= MOST_COLUMNS else (0, len(runs) - 1)
     titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
     named = "; ".join(
-        f"{titles.get(n, n + 1)}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
+        f"{title}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
         + f"({short(run.first.commit)}, {when_of(run.path, run.first)[:16]})"
-        for n, run in enumerate(runs)
-        if n in shown
+        for title, run in ((title, runs[number]) for number, title in titles.items())
     )
     differing = differences(runs)
     return View(

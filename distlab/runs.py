@@ -14,7 +14,6 @@ run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `recor
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import tempfile
@@ -101,12 +100,13 @@ def check_names(out: str, *names: str | None) -> None:
 def _fresh_folder(parent: Path) -> Path:
     """Make and return a folder named after this second that no other run has."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    for attempt in itertools.count(1):
+    attempt = 1
+    while True:
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()  # mkdir itself decides between two runs that race for one name
             return folder
-    raise AssertionError("unreachable")
+        attempt += 1
 
 
 @dataclass(frozen=True)
