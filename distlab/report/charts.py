@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distlab.report.style import (
@@ -90,8 +90,8 @@ class Panel:
     log_y: bool = False
     from_zero: bool = True
     y_max: float | None = None
-    x_ticks: Sequence[tuple[float, str]] = field(default=())
-    events: Sequence[tuple[float, str]] = field(default=())
+    x_ticks: Sequence[tuple[float, str]] = ()
+    events: Sequence[tuple[float, str]] = ()
 
 
 def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> None:
@@ -129,7 +129,7 @@ def _draw(axes: Axes, series: Series, place: int) -> Any:
         marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
         markerfacecolor="white" if series.hollow else colour,
     )  # fmt: skip
-    if series.low is not None and series.high is not None:
+    if series.low is not None:
         below = [max(0.0, y - low) for low, y in zip(series.low, series.y, strict=True)]
         above = [max(0.0, high - y) for high, y in zip(series.high, series.y, strict=True)]
         axes.errorbar(series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1)
@@ -163,12 +163,9 @@ def _dress(axes: Axes, panel: Panel) -> None:
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
     """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible."""
     return [
-        Series(
-            name, x, y, line="-",
-            width=3.2 - 2.4 * index / (len(curves) - 1) if len(curves) > 1 else 1.6,
-        )
+        Series(name, x, y, line="-", width=3.2 - 2.4 * index / len(curves))
         for index, (name, (x, y)) in enumerate(curves.items())
-    ]  # fmt: skip
+    ]
 
 
 def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
@@ -188,7 +185,7 @@ def stacked_bars(
     *,
     title: str,
     unit: str,
-    whiskers: Sequence[tuple[float, float] | None] | None = None,
+    whiskers: Sequence[tuple[float, float] | None] = (),
 ) -> None:
     """One horizontal bar per label, made of the parts in their order, with the total written beside it and, if there
     are several parts, each long one's value inside.
@@ -202,7 +199,6 @@ def stacked_bars(
             drawn.
         whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
     """
-    whiskers = whiskers if whiskers is not None else [None] * len(labels)
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
     numbers = [[v for v in bar if v is not None] if text is None else [] for bar, text in zip(bars, texts, strict=True)]

@@ -89,20 +89,6 @@ class Record:
     environment: dict[str, Any]
     commit: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers, strings and None; dtypes, devices and paths become strings.
-
-        Raises:
-            TypeError: a value has no plain form; the message says where it stands.
-        """
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: plain(getattr(self, name), name) for name in names}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """Invert `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
-        return from_fields(cls, data)
-
 
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
@@ -120,7 +106,7 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     headers: list[dict[str, Any]] = []
     rows = []
     for record in records:
-        row = record.to_dict()
+        row = plain(record, "record")
         header = {name: row.pop(name) for name in SHARED}
         if header not in headers:
             headers.append(header)
@@ -165,25 +151,23 @@ def read_json(path: str | os.PathLike) -> list[Record]:
     try:
         rows = body["records"]
         if body["format"] != OLD_FORMATS[0]:
-            rows = [{**body["headers"][row["header"]], **row} for row in rows]
-            rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
-        rows = [row | {"metrics": _as_now(row["metrics"], TURNED.get(row["experiment"], {}))} for row in rows]
-        rows = [row | {"config": row["config"] | SAID_NOW.get(row["experiment"], {})} for row in rows]
-        rows = [row | {"experiment": MERGED.get(row["experiment"], row["experiment"])} for row in rows]
-        return [Record.from_dict(row) for row in rows]
+            rows = [body["headers"][row.pop("header")] | row for row in rows]
+        return [_as_now(from_fields(Record, row)) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _as_now(metrics: Mapping[str, Any], turned: Mapping[str, str]) -> dict[str, Any]:
-    """Metrics by the names of now."""
-    found = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
-             for name, value in metrics.items()}
-    for old, new in turned.items():
+def _as_now(record: Record) -> Record:
+    """A record by the names of now."""
+    experiment = record.experiment
+    metrics = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
+               for name, value in record.metrics.items()}
+    for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
-            if (value := found.pop(kind + old, None)) is not None:
-                found[kind + new] = 1 / value
-    return found
+            if (value := metrics.pop(kind + old, None)) is not None:
+                metrics[kind + new] = 1 / value
+    config = record.config | SAID_NOW.get(experiment, {})
+    return dataclasses.replace(record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics)
 
 
 @contextlib.contextmanager
@@ -211,16 +195,16 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
     """
     rows = []
     for record in records:
-        fields = record.to_dict()
+        fields = plain(record, "record")
         names = ("experiment", "variant", "commit", "config", "metrics")
         rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
-    columns = list(dict.fromkeys(["experiment", "variant", "commit", *(name for row in rows for name in row)]))
+    columns = dict.fromkeys(name for row in rows for name in row)
     # A stable sort by block: a config entry that only the second record has still stands before all metrics.
-    columns.sort(key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
+    columns = sorted(columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
-    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    writer.writerows(rows)
     write_whole(path, text.getvalue())
 
 
@@ -234,7 +218,7 @@ def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike
     rows = [
         {
             "variant": record.variant,
-            "metrics": {k: v for k, v in record.to_dict()["metrics"].items() if not isinstance(v, list)},
+            "metrics": {k: v for k, v in plain(record.metrics).items() if not isinstance(v, list)},
         }
         for record in records
     ]

@@ -29,8 +29,7 @@ class Column:
         note: record → text behind a number, such as `` tie``; empty for none.
         optional: left out of a table in which no record has it.
         about: what it says, in a sentence; a page shows it.
-        align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
-            right.
+        align: ``"left"``; None puts ``variant`` left and everything else right.
     """
 
     key: str
@@ -47,7 +46,7 @@ class Column:
     @property
     def stands_left(self) -> bool:
         """Whether its cells are aligned left."""
-        return (self.align or ("left" if self.key in ("variant", "experiment") else "right")) == "left"
+        return self.align == "left" or self.key == "variant"
 
     def value(self, record: Record) -> Any:
         """What the record holds there, or what is derived from it, not scaled; None if nothing."""
@@ -157,6 +156,12 @@ def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, li
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
+
+
+def shared_options(records: Sequence[Record]) -> dict[str, Any]:
+    """The options that are the same in all records."""
+    options = records[0].config.items()
+    return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
 
 
 def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:

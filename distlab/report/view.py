@@ -189,8 +189,8 @@ def check_records(view: View, records: Sequence[Record]) -> None:
     others = {record.experiment for record in records} - {view.name}
     if others:
         raise ValueError(
-            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give them to --from of the "
-            "command that made them"
+            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give runs of one "
+            "experiment"
         )
 
 
