@@ -15,7 +15,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/model": 8.1,  # stages of a pipeline; export under Llama's names
     "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
     "distlab/report": 12.4,  # derived columns, which experiments computed; links of a page, tables in parts
-    "distlab/theory": 29.3,  # what a rank of a layout sends, holds and takes; pipelines; Muon
+    "distlab/theory": 29.4,  # what a rank of a layout sends, holds and takes; pipelines; Muon
     "distlab/train": 12,
     "docs": 1.7,  # drawings of the pages
     "examples": 4,  # strategies.py: six strategies in one file
