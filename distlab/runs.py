@@ -14,7 +14,6 @@ run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `recor
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import tempfile
 import textwrap
@@ -54,7 +53,7 @@ MOST_VALUES = 3  # of an option that are written out
 Defaults = Callable[[Record], Mapping[str, Any]]
 
 
-def make_folder(root: str | os.PathLike, experiment: str, name: str | None = None) -> Path:
+def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
     """Make the folder ``<root>/<experiment>/<name>/`` of one run, before anything is measured, so that a bad ``--out``
     fails early.
 
@@ -136,16 +135,18 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
     Args:
         may_change: options that may.
     """
-    pairs = {
-        "experiment": (before.experiment, now.experiment),
-        "commit": (before.commit, now.commit),
-        "number of ranks": (before.world_size, now.world_size),
-        "device": (before.environment.get("device_name"), now.environment.get("device_name")),
-    }
-    for name in dict.fromkeys([*now.config, *before.config]):
-        if name not in may_change:
-            pairs[f"option {name}"] = before.config.get(name), now.config.get(name)
-    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
+    old, new = (
+        {
+            "experiment": header.experiment,
+            "commit": header.commit,
+            "number of ranks": header.world_size,
+            "device": header.environment.get("device_name"),
+            **{f"option {name}": value for name, value in header.config.items() if name not in may_change},
+        }
+        for header in (before, now)
+    )
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
 
 
 def _nothing(*_: str) -> None:

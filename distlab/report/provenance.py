@@ -62,7 +62,7 @@ def command() -> str:
         re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w) for w in words
     ]
     starter = ["python"]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         starter = ["torchrun", "--standalone", f"--nproc-per-node={dist.get_world_size()}"]
     return shlex.join([*starter, *words])
 
@@ -85,10 +85,11 @@ def commit(default: str | None = None) -> str | None:
     # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
     # ours.
     tracked = git(here, "ls-files", "--error-unmatch", Path(__file__).name)
-    head, top = git(here, "rev-parse", "HEAD"), git(here, "rev-parse", "--show-toplevel")
-    if tracked is None or head is None or top is None:
+    head = git(here, "rev-parse", "HEAD")
+    if tracked is None or head is None:
         return default
-    status = git(Path(top), "status", "--porcelain", "--untracked-files=all", "--", ".", ":(exclude)records") or ""
+    paths = (":(top)", ":(top,exclude)records")
+    status = git(here, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
     return f"{head}-dirty" if changes else head
 
