@@ -299,10 +299,11 @@ def main_metric(records: Sequence[Record]) -> str:
         ValueError: no row holds a number.
     """
     numbers = dict.fromkeys(name for r in records for name, value in r.metrics.items() if is_number(value))
-    found = next((name for form in RESULTS for name in numbers if re.fullmatch(form, name)), None)
-    if found is None:
-        raise ValueError("these rows hold no number")
-    return found
+    for form in RESULTS:
+        for name in numbers:
+            if re.fullmatch(form, name):
+                return name
+    raise ValueError("these rows hold no number")
 
 
 def higher_is_better(metric: str) -> bool:
