@@ -18,7 +18,7 @@ import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -187,11 +187,11 @@ class Run:
 
         The same row of the run that was cut off is replaced.
         """
-        shared = dict(self.header.config) | {"world_size": self.header.world_size}
+        facts = {**self.header.config, "world_size": self.header.world_size, **config}
         record = Record(
             self.header.experiment,
             variant,
-            shared | config,
+            facts,
             dict(metrics),
             dict(self.header.environment),
             self.header.commit,
@@ -207,22 +207,21 @@ class Run:
         """Write the rows so far, whole or not at all; before the first of them, what is run."""
         if self.is_main:
             if not (self.path / HEADER).is_file():
-                write_checked(self.path / HEADER, plain(asdict(self.header)))
+                write_checked(self.path / HEADER, plain(self.header))
             write_json(self.records, self.path / ROWS)
 
     def complete(self) -> None:
         """Note that everything is measured and written, unless it was cut off."""
         if not self.cut_off:
             now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            write_checked(self.path / HEADER, plain(asdict(replace(self.header, complete=now))))
+            write_checked(self.path / HEADER, plain(replace(self.header, complete=now)))
 
     def done(self, variant: str, **config: Any) -> Record | None:
         """Return the row of this variant, and of this configuration, if it is there already."""
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
-        wanted = {name: plain(value) for name, value in config.items()}
         for record in self.records:
-            if record.variant == variant and all(plain(record.config.get(k)) == v for k, v in wanted.items()):
+            if record.variant == variant and all(plain(record.config.get(k)) == plain(v) for k, v in config.items()):
                 return record
         return None
 
@@ -238,7 +237,7 @@ class Run:
 
 
 def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Run:
-    """The run in this folder: a new one, or the one that was cut off there.
+    """Return the run in this folder: a new one, or the one that was cut off there.
 
     Args:
         may_change: options that may differ from those of the run that was cut off.
@@ -249,7 +248,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
     saved, rows, records = folder / HEADER, folder / ROWS, []
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
-        if found := same_run(before, Header(**plain(asdict(header))), may_change):
+        if found := same_run(before, header, may_change):
             raise ValueError(
                 f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the same options to "
                 "resume it, or another --name"

@@ -104,7 +104,7 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     rows = -(-len(panels) // ABREAST)
     abreast = -(-len(panels) // rows)
     keys = list(dict.fromkeys(series.key for panel in panels for series in panel.series))
-    handles: dict[str, Any] = {}
+    handles = {}
     with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(rows, abreast, place + 1)

@@ -57,7 +57,7 @@ def page(
 
 
 def _template() -> Any:
-    """The template beside this file; its filter `code` makes code of what stands in backticks."""
+    """Return the template beside this file; its filter `code` makes code of what stands in backticks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 

@@ -28,15 +28,14 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_cuda else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "distlab": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": _triton_version(),
         "cuda": torch.version.cuda if on_cuda else None,
-        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
         "device_count": torch.cuda.device_count() if on_cuda else 1,
         "cpu_model": _cpu_model(),
@@ -54,8 +53,7 @@ def command() -> str:
     Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
     """
     root = Path(__file__).resolve().parents[2]
-    words = sys.orig_argv[1:]
-    words = words[1:] if words[:1] == ["-u"] else words
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]  # which torchrun adds
     if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
         return "python -c …"
     words = [
@@ -111,9 +109,9 @@ def git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version_of(module: str) -> str | None:
+def _triton_version() -> str | None:
     try:
-        return importlib.import_module(module).__version__
+        return importlib.import_module("triton").__version__
     except Exception:  # a broken installation is not importable either; it must not end a benchmark
         return None
 

@@ -158,7 +158,7 @@ def read_json(path: str | Path) -> list[Record]:
 
 
 def _as_now(record: Record) -> Record:
-    """A record by the names of now."""
+    """Give a record the names of now."""
     experiment = record.experiment
     metrics = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
                for name, value in record.metrics.items()}
@@ -196,8 +196,8 @@ def write_csv(records: Sequence[Record], path: Path) -> None:
     rows = []
     for record in records:
         fields = plain(record, "record")
-        names = ("experiment", "variant", "commit", "config", "metrics")
-        rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
+        del fields["environment"]
+        rows.append(dict(entry for name, value in fields.items() for entry in _flattened(name, value)))
     columns = dict.fromkeys(name for row in rows for name in row)
     # A stable sort by block: a config entry that only the second record has still stands before all metrics.
     columns = sorted(columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))

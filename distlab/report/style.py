@@ -30,7 +30,7 @@ OKABE_ITO = {
     "purple": "#CC79A7",
 }
 # Two more, for pictures of ten parts: far from the others and from each other in lightness.
-GREYS = {"grey": "#999999", "light grey": "#DDDDDD"}
+GREY, LIGHT_GREY = "#999999", "#DDDDDD"
 INK = "#333333"
 FAINT = "#BBBBBB"
 
@@ -56,13 +56,13 @@ COLOURS = {
     "matrix products": OKABE_ITO["blue"],
     "attention": OKABE_ITO["green"],
     "scores": OKABE_ITO["sky"],
-    "values": GREYS["grey"],
+    "values": GREY,
     "softmax": OKABE_ITO["vermillion"],
     "normalisation": OKABE_ITO["purple"],
     "element-wise": OKABE_ITO["yellow"],
     "loss": OKABE_ITO["black"],
-    "casts and copies": GREYS["grey"],
-    "other": GREYS["light grey"],
+    "casts and copies": GREY,
+    "other": LIGHT_GREY,
 }
 _SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "black")]
 

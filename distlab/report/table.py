@@ -156,7 +156,7 @@ def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, li
 
 
 def shared_options(records: Sequence[Record]) -> dict[str, Any]:
-    """The options that are the same in all records."""
+    """Return the options that are the same in all records."""
     options = records[0].config.items()
     return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
 
