@@ -128,10 +128,10 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
             f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the machines' "
             "difference too"
         )
-    if len({run.first.commit for run in runs}) > 1:
-        found.append(f"commit: {' → '.join(str(run.first.commit or 'unknown') for run in runs)}")
     places = [
-        {name: value for name, value in run.first.environment.items() if name not in ALIKE} for run in runs
+        {"commit": run.first.commit or "unknown"}
+        | {name: value for name, value in run.first.environment.items() if name not in ALIKE}
+        for run in runs
     ]
     options = [shared_options(run.records) for run in runs]
     for kind, known in (("", places), ("option ", options)):
@@ -251,7 +251,7 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
 def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
     nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
-    if not is_number(first) or not is_number(last) or not first > 0 or not last > 0:
+    if not all(is_number(value) and value > 0 for value in (first, last)):
         where = "only in the first" if is_number(first) else "only in the last" if is_number(last) else "in neither"
         return nothing | {"verdict": f"{where} run"}
     quantity = metric.removesuffix("_p50_ms")

@@ -14,12 +14,11 @@ run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `recor
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -54,7 +53,7 @@ MOST_VALUES = 3  # of an option that are written out
 Defaults = Callable[[Record], Mapping[str, Any]]
 
 
-def make_folder(root: str | os.PathLike, experiment: str, name: str | None = None) -> Path:
+def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
     """Make the folder ``<root>/<experiment>/<name>/`` of one run, before anything is measured, so that a bad ``--out``
     fails early.
 
@@ -136,16 +135,18 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
     Args:
         may_change: options that may.
     """
-    pairs = {
-        "experiment": (before.experiment, now.experiment),
-        "commit": (before.commit, now.commit),
-        "number of ranks": (before.world_size, now.world_size),
-        "device": (before.environment.get("device_name"), now.environment.get("device_name")),
-    }
-    for name in dict.fromkeys([*now.config, *before.config]):
-        if name not in may_change:
-            pairs[f"option {name}"] = before.config.get(name), now.config.get(name)
-    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
+    old, new = (
+        {
+            "experiment": header.experiment,
+            "commit": header.commit,
+            "number of ranks": header.world_size,
+            "device": header.environment.get("device_name"),
+            **{f"option {name}": value for name, value in header.config.items() if name not in may_change},
+        }
+        for header in (before, now)
+    )
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
 
 
 def _nothing(*_: str) -> None:
@@ -186,11 +187,11 @@ class Run:
 
         The same row of the run that was cut off is replaced.
         """
-        shared = dict(self.header.config) | {"world_size": self.header.world_size}
+        facts = {**self.header.config, "world_size": self.header.world_size, **config}
         record = Record(
             self.header.experiment,
             variant,
-            shared | config,
+            facts,
             dict(metrics),
             dict(self.header.environment),
             self.header.commit,
@@ -206,22 +207,21 @@ class Run:
         """Write the rows so far, whole or not at all; before the first of them, what is run."""
         if self.is_main:
             if not (self.path / HEADER).is_file():
-                write_checked(self.path / HEADER, plain(asdict(self.header)))
+                write_checked(self.path / HEADER, plain(self.header))
             write_json(self.records, self.path / ROWS)
 
     def complete(self) -> None:
         """Note that everything is measured and written, unless it was cut off."""
         if not self.cut_off:
             now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            write_checked(self.path / HEADER, plain(asdict(replace(self.header, complete=now))))
+            write_checked(self.path / HEADER, plain(replace(self.header, complete=now)))
 
     def done(self, variant: str, **config: Any) -> Record | None:
         """Return the row of this variant, and of this configuration, if it is there already."""
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
-        wanted = {name: plain(value) for name, value in config.items()}
         for record in self.records:
-            if record.variant == variant and all(plain(record.config.get(k)) == v for k, v in wanted.items()):
+            if record.variant == variant and all(plain(record.config.get(k)) == plain(v) for k, v in config.items()):
                 return record
         return None
 
@@ -237,7 +237,7 @@ class Run:
 
 
 def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Run:
-    """The run in this folder: a new one, or the one that was cut off there.
+    """Return the run in this folder: a new one, or the one that was cut off there.
 
     Args:
         may_change: options that may differ from those of the run that was cut off.
@@ -248,7 +248,7 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
     saved, rows, records = folder / HEADER, folder / ROWS, []
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
-        if found := same_run(before, Header(**plain(asdict(header))), may_change):
+        if found := same_run(before, header, may_change):
             raise ValueError(
                 f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the same options to "
                 "resume it, or another --name"
@@ -298,10 +298,11 @@ def main_metric(records: Sequence[Record]) -> str:
         ValueError: no row holds a number.
     """
     numbers = dict.fromkeys(name for r in records for name, value in r.metrics.items() if is_number(value))
-    found = next((name for form in RESULTS for name in numbers if re.fullmatch(form, name)), None)
-    if found is None:
-        raise ValueError("these rows hold no number")
-    return found
+    for form in RESULTS:
+        for name in numbers:
+            if re.fullmatch(form, name):
+                return name
+    raise ValueError("these rows hold no number")
 
 
 def higher_is_better(metric: str) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -94,7 +93,7 @@ class Panel:
     events: Sequence[tuple[float, str]] = ()
 
 
-def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> None:
+def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Draw up to three panels side by side, more of them small and in even rows of at most four; what has one label has
     one colour in all of them, and the legend stands once, below.
 
@@ -105,7 +104,7 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
     rows = -(-len(panels) // ABREAST)
     abreast = -(-len(panels) // rows)
     keys = list(dict.fromkeys(series.key for panel in panels for series in panel.series))
-    handles: dict[str, Any] = {}
+    handles = {}
     with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(rows, abreast, place + 1)
@@ -151,7 +150,8 @@ def _dress(axes: Axes, panel: Panel) -> None:
     if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
         axes.set_ylim(0, panel.y_max)
     if panel.x_ticks:
-        axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
+        places, texts = zip(*panel.x_ticks, strict=True)
+        axes.set_xticks(places, texts)
         axes.set_xticks([], minor=True)
     for x, text in panel.events:
         axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
@@ -179,7 +179,7 @@ def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
 
 
 def stacked_bars(
-    path: str | os.PathLike,
+    path: Path,
     labels: Sequence[str],
     parts: Mapping[str, Sequence[float | str | None]],
     *,
@@ -255,9 +255,7 @@ LANES = {
 }
 
 
-def timeline(
-    path: str | os.PathLike, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str
-) -> None:
+def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str) -> None:
     """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
 
     Args:
@@ -290,7 +288,7 @@ def timeline(
         _legend_above(axes)
 
 
-def memory_areas(path: str | os.PathLike, memory: Any, *, title: str) -> None:
+def memory_areas(path: Path, memory: Any, *, title: str) -> None:
     """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`; categories without any are left
     out. Phases are written along the upper edge, and a dot marks the peak.
     """

@@ -138,8 +138,7 @@ def definition(path: Path, name: str) -> str:
         ValueError: the file does not define it.
     """
     text = path.read_text(encoding="utf-8")
-    nodes: list[ast.stmt] = ast.parse(text).body
-    found: ast.stmt | None = None
+    nodes = ast.parse(text).body
     for part in name.split("."):
         found = next((node for node in nodes if getattr(node, "name", None) == part), None)
         if found is None:

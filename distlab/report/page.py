@@ -26,7 +26,7 @@ MOST_COLUMNS = 14  # beside a row's name
 def page(
     view: View,
     records: Sequence[Record],
-    pictures: Sequence[tuple[str, Path]],
+    pictures: Mapping[Path, str],
     findings: Sequence[str],
     links: Mapping[str, Sequence[str]],
 ) -> str:
@@ -34,7 +34,7 @@ def page(
 
     Args:
         view: how the records are shown.
-        pictures: caption and file (`.png`) of each.
+        pictures: file (`.png`) → its caption.
         findings: sentences that answer the question.
         links: what lies beside the page → its addresses from there.
     """
@@ -52,12 +52,12 @@ def page(
             }
             for title, group, columns in tables
         ],
-        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
+        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for path, caption in pictures.items()],
     )  # fmt: skip
 
 
 def _template() -> Any:
-    """The template beside this file; its filter `code` makes code of what stands in backticks."""
+    """Return the template beside this file; its filter `code` makes code of what stands in backticks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 

@@ -101,7 +101,7 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     return cls(**data)
 
 
-def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
+def write_json(records: Iterable[Record], path: Path) -> None:
     """Write records to ``path`` atomically: a file that exists is whole."""
     headers: list[dict[str, Any]] = []
     rows = []
@@ -114,13 +114,13 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     write_checked(path, {"format": FORMAT, "headers": headers, "records": rows})
 
 
-def write_checked(path: str | os.PathLike, body: dict[str, Any]) -> None:
+def write_checked(path: Path, body: dict[str, Any]) -> None:
     """Write a JSON object, with its checksum, whole or not at all."""
     body = _leaves(body, _encoded)
     write_whole(path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n")
 
 
-def read_checked(path: str | os.PathLike, unchecked: Sequence[str] = ()) -> dict[str, Any]:
+def read_checked(path: str | Path) -> dict[str, Any]:
     """Read what `write_checked` wrote, or an object of one of the formats that had no checksum.
 
     Raises:
@@ -132,20 +132,20 @@ def read_checked(path: str | os.PathLike, unchecked: Sequence[str] = ()) -> dict
     except (ValueError, RecursionError) as error:  # covers broken JSON and broken UTF-8
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
     body = body if isinstance(body, dict) else {}
-    accepted = digest_of(body) if body.get("format") in unchecked else None
+    accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
     if body.pop("digest", accepted) != digest_of(body):
         raise ValueError(f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}")
     return _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
 
 
-def read_json(path: str | os.PathLike) -> list[Record]:
+def read_json(path: str | Path) -> list[Record]:
     """Read what `write_json` wrote.
 
     Raises:
         OSError: the file cannot be opened.
         ValueError: it is truncated, or was not written by distlab; the message names the path.
     """
-    body = read_checked(path, OLD_FORMATS)
+    body = read_checked(path)
     if body.get("format") not in (FORMAT, *OLD_FORMATS) or not isinstance(body.get("records"), list):
         raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
     try:
@@ -158,7 +158,7 @@ def read_json(path: str | os.PathLike) -> list[Record]:
 
 
 def _as_now(record: Record) -> Record:
-    """A record by the names of now."""
+    """Give a record the names of now."""
     experiment = record.experiment
     metrics = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
                for name, value in record.metrics.items()}
@@ -186,7 +186,7 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
         ) from error
 
 
-def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
+def write_csv(records: Sequence[Record], path: Path) -> None:
     """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
     columns.
 
@@ -196,8 +196,8 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
     rows = []
     for record in records:
         fields = plain(record, "record")
-        names = ("experiment", "variant", "commit", "config", "metrics")
-        rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
+        del fields["environment"]
+        rows.append(dict(entry for name, value in fields.items() for entry in _flattened(name, value)))
     columns = dict.fromkeys(name for row in rows for name in row)
     # A stable sort by block: a config entry that only the second record has still stands before all metrics.
     columns = sorted(columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
@@ -208,7 +208,7 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
     write_whole(path, text.getvalue())
 
 
-def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
+def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> str:
     """Return the compact last line of a measuring command, valid JSON whatever was measured (NaN, inf →
     null).
 
@@ -222,7 +222,7 @@ def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike
         }
         for record in records
     ]
-    body = {"experiment": experiment, "records": rows, "out": None if out is None else str(out)}
+    body = {"experiment": experiment, "records": rows, "out": str(out)}
     return json.dumps(_leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":"))
 
 

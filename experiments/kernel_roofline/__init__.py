@@ -37,18 +37,16 @@ from torch import Tensor
 from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
 from distlab.measure import allocated_bytes, attempt, call_ms, launched, peak_memory, sample_rounds
 from distlab.report import (
-    INK,
-    OKABE_ITO,
     TIE,
     Ratio,
     fastest,
     grouped,
     host_bound,
     noise_of,
-    picture,
     prediction_error,
     row_of,
 )
+from distlab.report.style import INK, OKABE_ITO, picture
 
 from . import cases as table
 from .cases import VARIANTS, Case, Function, first, leaves, runner, upstream_of, with_gradients

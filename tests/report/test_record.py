@@ -17,10 +17,9 @@ from distlab.report import (
     json_line,
     provenance,
     read_json,
-    write_csv,
     write_json,
 )
-from distlab.report.record import plain
+from distlab.report.record import plain, write_csv
 
 
 def record(variant="bucketed", **metrics):
