@@ -115,7 +115,7 @@ class Experiment(Generic[C]):
         ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or `many`.
         gpus: that the run needs, unless a preset is chosen.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
-        wrong: rows → reasons to end with exit code 1.
+        wrong: rows → reasons to end with exit code 1, which are the first findings.
         may_change: options that a resumed run may have otherwise than before.
         parts: views of further rows that `measure` puts into `run.part(view.name)`.
     """
@@ -134,7 +134,11 @@ class Experiment(Generic[C]):
     def __post_init__(self) -> None:
         name = self.view.name or self.measure.__module__.rpartition(".")[2]
         question = self.view.question or self._doc().strip().partition("\n")[0]
-        object.__setattr__(self, "view", replace(self.view, name=name, question=question))
+        more = {"name": name, "question": question, "findings": partial(self._findings, self.view.findings)}
+        object.__setattr__(self, "view", replace(self.view, **more))
+
+    def _findings(self, others: Callable, records: Sequence[Record]) -> list[str]:
+        return [*(f"WRONG: {reason}" for reason in self.wrong(records)), *others(records)]
 
     @property
     def name(self) -> str:

@@ -381,3 +381,11 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
     if spec is None:
         return None
     return spec.peak.get(_DTYPE_NAMES.get(dtype, "") if isinstance(dtype, torch.dtype) else dtype)
+
+
+def peak_of(device: torch.device, dtype: str) -> float | None:
+    """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
+    if device.type != "cuda":
+        return None
+    tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32
+    return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)

@@ -16,12 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
 from distlab.bench.task import made, own_task
-from distlab.bench.timing import under_autocast
 from distlab.cli_errors import message_of
 from distlab.parallel import ParallelModel
 from distlab.precision import DTYPES
 from distlab.simulate.step import Mark, SimulatedStep, simulate_step
-from distlab.train.step import TrainStep
+from distlab.train.step import TrainStep, under_autocast
 
 
 @lru_cache(maxsize=256)

@@ -29,14 +29,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import lookup
-from distlab.measure import (
-    BY_HAND,
-    OPERATIONS,
-    free_bytes,
-    percentiles,
-    time_collective,
-    traffic,
-)
+from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentiles, time_collective, traffic
 from distlab.report import Panel, Series, grouped, lines, prediction_error
 from distlab.theory.collective_time import fit_collective
 
@@ -237,7 +230,6 @@ VIEW = View(
     terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",
               "max_abs_error"),
     pictures={"bandwidth.png": draw_bandwidth},
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
     "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
     "that it can be held against the link's peak. ring_… are made of sends and receives in distlab.comm.ring; "

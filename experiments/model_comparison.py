@@ -22,14 +22,7 @@ from torch import Tensor, nn
 from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
-from distlab.measure import (
-    PhaseTimer,
-    attempt,
-    busy_ms,
-    interleave,
-    peak_memory,
-    percentiles,
-)
+from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentiles
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast

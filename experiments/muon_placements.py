@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import other_parameters, parameter_difference, small
+from distlab.bench.reference import other_parameters, parameter_differences, small
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -82,15 +82,9 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     """
     rows = config.rows()
     bench = config.workbench(context, rows)
-    differences = {}
-    for row in rows if config.check_steps else []:
-        if row.optimizer_cls is Muon:
-            run.progress(f"checking {row.name} against one process")
-            optimizer = {"optimizer_cls": Muon, "optimizer_options": row.optimizer_options}
-            task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
-            differences[row.name] = parameter_difference(
-                context, row, steps=config.check_steps, task=task, **optimizer
-            )
+    of_muon = [row for row in rows if row.optimizer_cls is Muon]
+    task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
+    differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
     counted: dict[str, dict[str, Any]] = {}
 
     def count(row: Variant, attached: Trial) -> None:
@@ -175,7 +169,6 @@ VIEW = View(
     headline=headline,
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
     terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "muon_flops"),
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
     "and broadcasts the parameter, or gets its parts and sends them back (`exchange`). What is gathered or exchanged "
     "is the update in bf16. Beside that, sharded strategies gather parameters after the step, with AdamW too.",

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from distlab.bench.reference import other_parameters, parameter_difference, small
+from distlab.bench.reference import other_parameters, parameter_differences, small
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -48,19 +48,17 @@ class SchedulesConfig(BenchOptions, TimingOptions):
 
     batch: int = option(1, "sequences of a micro-batch", least=1)
     micro_batches: tuple[int, ...] = option((4, 8), "of a step, one or several (a row each)", least=1, kind=int)
-    schedules: tuple[str, ...] = option(tuple(SCHEDULES), "to compare", choices=tuple(SCHEDULES))
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
     def rows(self, ranks: int) -> list[Variant]:
         """Each schedule with each number of micro-batches that it takes, ours and torch's."""
         rows = []
         for count in self.micro_batches:
-            for schedule in self.schedules:
+            for schedule in SCHEDULES:
                 options = replace(self, batch=-(-self.batch * count // ranks))
                 layout = Layout(pipeline=ranks, schedule=schedule)
                 for strategy in (OURS, TORCHS):
-                    owner = "torch" if strategy is TORCHS else "ours"
-                    name = f"{schedule}-{count}-{owner}"
+                    name = f"{schedule} × {count}" + " (torch)" * strategy.is_peer
                     rows.append(Variant(name, strategy, options=options, layout=layout, micro_batches=count))
         return rows
 
@@ -81,10 +79,8 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     rows = config.rows(ranks)
     bench = config.workbench(context, rows)
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
-    differences = {}
-    for row in rows[: 2 * len(config.schedules)] if config.check_steps else []:
-        run.progress(f"checking {row.name} against one process")
-        differences[row.name] = parameter_difference(context, row, steps=config.check_steps, task=task)
+    checked = rows[: 2 * len(SCHEDULES)]
+    differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
     seen: dict[str, list[dict[Action, float]]] = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
@@ -102,9 +98,8 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             if row.strategy is OURS:
                 window = metrics["forward_backward_p50_ms"]
                 metrics |= bubble(row, collectives.gather_objects(seen[row.name], context.group), window)
-        schedule, owner = row.layout.schedule, row.name.rpartition("-")[2]
-        more = {"schedule": schedule, "micro_batches": row.micro_batches, "owner": owner, "batch": config.batch}
-        run.add(f"{schedule} × {row.micro_batches}" + " (torch)" * (owner == "torch"), metrics, **facts | more)
+        more = {"schedule": row.layout.schedule, "micro_batches": row.micro_batches, "batch": config.batch}
+        run.add(row.name, metrics, **facts | more, owner="torch" if row.strategy.is_peer else "ours")
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
@@ -186,7 +181,6 @@ VIEW = View(
     headline=headline,
     derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
     terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
-    findings=lambda records: [f"WRONG: {problem}" for problem in other_parameters(records)],
     reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
     "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
     "same of the schedule's list, each action taking what it was measured to take and messages nothing. The closed "

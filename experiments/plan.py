@@ -19,16 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.bench.task import check_name, num_parameters
-from distlab.experiment import (
-    Column,
-    Experiment,
-    RankContext,
-    Record,
-    Run,
-    View,
-    headline_from,
-    option,
-)
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
 from distlab.hardware import GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, TransformerLM, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN

@@ -6,27 +6,19 @@ rank order.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.bench.task import Task
-from distlab.bench.timing import (
-    TrialConfig,
-    Variant,
-    shared_batches,
-    split,
-    synthetic_batches,
-    synthetic_task,
-)
+from distlab.bench.timing import Variant, shared_batches, synthetic_task
 from distlab.comm import RankContext, collectives
-from distlab.model import TransformerLM, preset
-from distlab.precision import DTYPES, autocast
-from distlab.train.scaler import LossScaler
-from distlab.train.step import TrainStep, compiled, loss_function, next_token_loss
+from distlab.model import preset
+from distlab.train.step import TrainStep, split
 
 
 def small(**changes: Any) -> Task:
@@ -42,18 +34,16 @@ def parameter_difference(
     task: Task | None = None,
     candidate: Task | None = None,
     max_grad_norm: float | None = None,
-    optimizer_cls: type[torch.optim.Optimizer] = torch.optim.SGD,
-    optimizer_options: Mapping[str, Any] | None = None,
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
-    Ranks start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
+    Both are stepped by SGD in place of AdamW, otherwise by the variant's optimizer, at the task's learning rate. Ranks
+    start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
 
     Args:
         task: what one process trains; default: `small()`.
         candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
         max_grad_norm: both clip to it.
-        optimizer_cls, optimizer_options: what steps both, at the task's learning rate.
 
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
@@ -63,7 +53,9 @@ def parameter_difference(
     ranks_of_stage = context.world_size // variant.layout.pipeline
     model = candidate.build(context.rank % ranks_of_stage, context.device)
     reference = task.build(0, context.device)
-    options = {"lr": task.lr, **(optimizer_options or {})}
+    optimizer_cls, options = torch.optim.SGD, {"lr": task.lr}
+    if variant.optimizer_cls is not torch.optim.AdamW:
+        optimizer_cls, options = variant.optimizer_cls, options | variant.optimizer_options
     _, strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
@@ -83,6 +75,22 @@ def parameter_difference(
     strategy_model.close(restore=False)
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
+
+
+def parameter_differences(
+    context: RankContext,
+    rows: Sequence[Variant],
+    steps: int,
+    progress: Callable[[str], None],
+    task: Task | None = None,
+) -> dict[str, float | None]:
+    """Return `parameter_difference` of each row, None of one that does not fit in memory; of none for no steps."""
+    found = {}
+    for row in rows if steps else ():
+        progress(f"checking {row.name} against one process")
+        compare = partial(parameter_difference, context, row, steps=steps, task=task)
+        found[row.name] = collectives.if_it_fits(compare, context.device, context.group)
+    return found
 
 
 def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
@@ -107,31 +115,6 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
                 totals[parameter] = totals.get(parameter, 0) + parameter.grad
     for parameter, total in totals.items():
         parameter.grad = total / context.world_size
-
-
-def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
-    """How far loss and gradients are from the plainest model: fp32, naive attention, torch's operations, eager.
-
-    Same weights, same batch, in one process, before any strategy. The reference recomputes its blocks, so that naive
-    attention needs the memory of one.
-
-    Returns:
-        See `relative_errors`.
-    """
-    shape, device = config.model(), context.device
-    batch = synthetic_batches(context, config)[0]
-    plain = replace(shape, attention="naive", ops="torch")
-    reference = TransformerLM(plain, device=device, seed=config.seed, checkpoint_blocks="block")
-    keeps = "block" if config.checkpointing == "auto" else config.checkpointing  # which changes no value
-    candidate = TransformerLM(shape, device=device, seed=config.seed, checkpoint_blocks=keeps)
-    expected = next_token_loss(reference, batch)
-    expected.backward()
-    scale = LossScaler().scale if config.dtype == "fp16" else 1.0
-    with autocast(device, DTYPES[config.dtype]):
-        found = loss_function(shape)(compiled(candidate, config.compile), batch)
-    (found * scale).backward()
-    gradients = ([parameter.grad for parameter in model.parameters()] for model in (candidate, reference))
-    return relative_errors(found.item(), expected.item(), *gradients, scale)
 
 
 def relative_errors(

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import gc
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,9 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.bench.task import BATCHES, OwnModel, Task, examined, num_parameters, own_task, refusal
+from distlab.bench.task import BATCHES, Task, examined, num_parameters, own_task, refusal
 from distlab.comm import RankContext, collectives
-from distlab.hardware import peak_flops
 from distlab.measure import (
     CollectiveRecorder,
     PhaseTimer,
@@ -35,21 +33,19 @@ from distlab.measure import (
     percentiles,
     slowest_rank,
 )
-from distlab.measure.memory_timeline import MemoryTimeline, memory_timeline, record_memory
-from distlab.measure.nvtx import emitter, named_ranges
 from distlab.measure.rounds import interleave, rotated
 from distlab.measure.trace.capture import Phases, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelConfig, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
-from distlab.parallel import STRATEGIES, Layout, Strategy, get_strategy
+from distlab.parallel import Layout, Strategy, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL, Axes
-from distlab.precision import DTYPES, autocast
+from distlab.precision import DTYPES
 from distlab.train.build import Training, build_training
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require, settled
 from distlab.train.scaler import LossScaler
-from distlab.train.step import LossFunction, TrainStep, loss_function, loss_in_head
+from distlab.train.step import TrainStep, loss_function, loss_in_head, split, under_autocast
 
 T = TypeVar("T")
 Batch = tuple[Tensor, Tensor]
@@ -205,14 +201,6 @@ class BenchOptions(ModelOptions):
         return Workbench(context, self)
 
 
-@dataclass(frozen=True)
-class TrialConfig(OwnModel, BenchOptions):
-    """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
-
-    strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
-    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
-
-
 class Trial:
     """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
 
@@ -318,21 +306,6 @@ class Trial:
             self()
         return recorder
 
-    def memory_timeline(self, mode: str = "step") -> MemoryTimeline | None:
-        """Memory over one settled step of the main rank; the others step along, and get None."""
-        if not self._calls:
-            self("step")  # the optimizer's state comes with the first
-        self.model.zero_grad(set_to_none=True)
-        self.optimizer.zero_grad(set_to_none=True)
-        self.last_loss = None
-        if not self.context.is_main:
-            return self(mode)
-        named = named_ranges(self.model, emitter("profiler"), self.optimizer)
-        with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
-            path = Path(temporary) / "trace.json"
-            held = record_memory(partial(self, mode), self.model, self.optimizer, path, self.context.device)
-            return memory_timeline(path, held, self.context.device)
-
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
         profile_steps(
@@ -352,24 +325,6 @@ class Trial:
         self.model.close(restore=False)
         del self.model, self.module, self.optimizer, self._train, self._batches
         gc.collect()
-
-
-def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
-    """Return a loss whose operators cast their inputs to the dtype that the parameters have."""
-
-    def cast(model: nn.Module, batch: Any) -> Tensor:
-        with autocast(device, dtype):
-            return loss_fn(model, batch)
-
-    return cast
-
-
-def peak_of(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
-    if device.type != "cuda":
-        return None
-    tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32
-    return peak_flops(torch.cuda.get_device_name(device), "tf32" if tf32 else dtype)
 
 
 def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
@@ -398,22 +353,6 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
     first = axes.batch_rank * ranks
     members = (task.batches(member, step, context.device) for member in range(first, first + ranks))
     return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in zip(*members, strict=True)]
-
-
-def split(batch: Batch, parts: int) -> list[Batch]:
-    """Split the sequences of a batch in equal parts."""
-    return [batch] if parts == 1 else list(zip(*(each.chunk(parts) for each in batch), strict=True))
-
-
-@contextmanager
-def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
-    """Yield a trial as configured, which is closed at the end."""
-    variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
-    try:
-        with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
-            yield trial
-    finally:
-        torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
 
 
 @dataclass
@@ -521,16 +460,3 @@ class Workbench:
 
     def _fits(self, action: Callable[[], T], times: int = 1) -> T | None:
         return collectives.if_it_fits(action, self.context.device, self.context.group, times)
-
-
-def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
-    """One line that says what several trials have in common, of their configurations as records hold them."""
-    shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
-    count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
-    named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
-    named = named if shared.get("factory") is None else ("batch", "dtype", "strategy", "compile")
-    plain = ("dtype", "strategy")  # values that say what they are
-    texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
-    parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
-    where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
-    return f"{', '.join(parts)}; {where}"

@@ -12,14 +12,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from distlab.checkpoint.lock import hold
 from distlab.comm import RankContext, collectives
 from distlab.files import write_whole
-from distlab.hardware import peak_flops
+from distlab.hardware import peak_of
 from distlab.measure.memory import peak_memory
-from distlab.precision import DTYPES
+from distlab.model.config import ModelOptions
 from distlab.theory.flops import mfu, step_flops
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
@@ -66,13 +64,14 @@ def train(
     def report(step: StepMetrics) -> None:
         if journal is None:
             return
-        rate, share = speed(config, context, step.step_ms)
+        rates = speed(config, config.batch, context, step.step_ms)
         journal.write({
             "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
-            "grad_norm": step.grad_norm, "step_ms": step.step_ms, "tokens_per_s": rate, "mfu_pct": share,
+            "grad_norm": step.grad_norm, "step_ms": step.step_ms, **rates,
             "checkpoint_ms": step.checkpoint_ms, "strategy": config.strategy, "ranks": context.world_size,
         })  # fmt: skip
         if step.step % log_every == 0 or step.step == config.steps:
+            rate, share = rates.values()
             shown = "" if share is None else f"  MFU {share:.1f} %"
             progress(
                 f"step {step.step}/{config.steps}  loss {step.loss:.4f}  lr {step.lr:.2e}  "
@@ -122,23 +121,22 @@ def metrics_of(
     timed = [line for line in lines if "step_ms" in line]
     timed = [line for line in timed if line["step"] > outcome.first_step] or timed
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
-    rate, share = speed(config, context, step_ms) if step_ms else (None, None)
+    rates = speed(config, config.batch, context, step_ms) if step_ms else {}
     return {
         "steps": outcome.last_step,
         "final_loss": lines[-1]["loss"] if lines and lines[-1]["step"] == outcome.last_step else None,
         "validation_loss": outcome.validation[-1][1] if outcome.validation else None,
         "step_p50_ms": step_ms,
-        "tokens_per_s": rate,
-        "mfu_pct": share,
+        "tokens_per_s": rates.get("tokens_per_s"),
+        "mfu_pct": rates.get("mfu_pct"),
     }
 
 
-def speed(config: TrainConfig, context: RankContext, step_ms: float) -> tuple[float, float | None]:
-    """(tokens per second over all ranks, MFU in % or None where the device is not known)."""
-    model, peak = config.model(), None
-    if context.device.type == "cuda":
-        name = torch.cuda.get_device_name(context.device)
-        peak = peak_flops(name, DTYPES[config.dtype] or torch.float32)
-    flops = step_flops(**model.sizes(config.batch))
-    share = mfu(flops / context.world_size, step_ms / 1e3, peak)
-    return 1e3 * config.batch * model.context_length / step_ms, None if share is None else 100 * share
+def speed(config: ModelOptions, batch: int, context: RankContext, step_ms: float) -> dict[str, float | None]:
+    """`tokens_per_s` of all ranks and `mfu_pct`, None where the device is not known; of a step of `batch` sequences."""
+    model, peak = config.model(), peak_of(context.device, config.dtype)
+    share = mfu(step_flops(**model.sizes(batch)) / context.world_size, step_ms / 1e3, peak)
+    return {
+        "tokens_per_s": 1e3 * batch * model.context_length / step_ms,
+        "mfu_pct": None if share is None else 100 * share,
+    }

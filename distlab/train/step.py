@@ -19,6 +19,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.optim import Muon
 from distlab.parallel import Layout, ParallelModel
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.precision import autocast
 from distlab.train.scaler import LossScaler
 
 LossFunction = Callable[[nn.Module, Any], Tensor]
@@ -43,6 +44,21 @@ def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFun
     """
     in_head = model.loss_in_head or layout.tensor > 1 or layout.pipeline > 1
     return loss_in_head if in_head else next_token_loss
+
+
+def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
+    """Return a loss whose operators cast their inputs to the dtype that the parameters have."""
+
+    def cast(model: nn.Module, batch: Any) -> Tensor:
+        with autocast(device, dtype):
+            return loss_fn(model, batch)
+
+    return cast
+
+
+def split(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
+    """Split the sequences of a batch in equal parts."""
+    return [batch] if parts == 1 else list(zip(*(each.chunk(parts) for each in batch), strict=True))
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:

@@ -9,18 +9,15 @@ computation, bound by arithmetic or by memory, beside a queue of messages that a
 beside the other, and what one message costs the computation. On CPUs messages and computation share cores.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
 
 from distlab.comm import collectives
-from distlab.comm.copy_engine import CopyEngineAllReduce
+from distlab.comm.messages import Messages, all_gathers, all_reduces, copied_all_gathers, copied_all_reduces
 from distlab.experiment import (
     Column,
     Experiment,
@@ -35,77 +32,6 @@ from distlab.experiment import (
 from distlab.measure import computations, disturb, traffic
 
 MIB = 2**20
-
-
-@dataclass
-class Messages:
-    """Two messages, by turns: what this rank contributes to each, what it gets, and what begins to send one."""
-
-    sent: Sequence[Tensor]
-    received: Sequence[Tensor]
-    send: Callable[[int], Any]
-
-    def fill(self, value: float) -> None:
-        for tensor in self.sent:
-            tensor.fill_(value)
-
-
-@contextmanager
-def all_reduces(context: RankContext, count: int, ctas: int | None = None) -> Iterator[Messages]:
-    """By the library; on NCCL by a communicator with so many CTAs."""
-    group = context.group
-    if ctas is not None:
-        options = dist.ProcessGroupNCCL.Options()
-        options.config.min_ctas = options.config.max_ctas = ctas
-        ranks = dist.get_process_group_ranks(group)
-        group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
-    tensors = [torch.zeros(count, device=context.device) for _ in range(2)]
-    yield Messages(tensors, tensors, lambda k: collectives.all_reduce_mean(tensors[k % 2], group, prescaled=True))
-    if ctas is not None:
-        dist.destroy_process_group(group)
-
-
-@contextmanager
-def copied_all_reduces(context: RankContext, count: int) -> Iterator[Messages]:
-    """By copy engines, as `bucketed-dma` sends them."""
-    sender = CopyEngineAllReduce([count] * 2, [torch.float32] * 2, context.device, context.group)
-    yield Messages(sender.tensors, sender.tensors, lambda k: sender.start(k % 2))
-
-
-@contextmanager
-def all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
-    """By the library, of results with so many elements."""
-    parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
-    whole = [torch.zeros(count, device=context.device) for _ in range(2)]
-    send = lambda k: collectives.all_gather(whole[k % 2], parts[k % 2], context.group)  # noqa: E731
-    yield Messages(parts, whole, send)
-
-
-@dataclass
-class Arriving:
-    """A message of torch's functional collectives."""
-
-    result: Tensor
-    received: Tensor
-
-    def wait(self) -> None:
-        self.received.set_(torch.ops._c10d_functional.wait_tensor(self.result))
-
-
-@contextmanager
-def copied_all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
-    """By copy engines from torch's symmetric memory, as its asynchronous tensor parallelism sends them."""
-    from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
-
-    name = context.group.group_name
-    symmetric.enable_symm_mem_for_group(name)
-    parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
-    received = [torch.empty(0, device=context.device) for _ in range(2)]
-
-    def send(k: int) -> Arriving:
-        return Arriving(torch.ops.symm_mem._low_contention_all_gather(parts[k % 2], name), received[k % 2])
-
-    yield Messages(parts, received, send)
 
 
 Way = Callable[[RankContext, int], Any]  # the rank and a payload's elements → messages, as a context
@@ -156,6 +82,11 @@ def measure(config: ContentionConfig, context: RankContext, run: Run) -> None:
                     run.add(f"{name} beside {way}", found, computation=name, way=way, megabytes=size, **shared)
 
 
+def fill(tensors: Sequence[torch.Tensor], value: float) -> None:
+    for tensor in tensors:
+        tensor.fill_(value)
+
+
 def checked(context: RankContext, way: str, messages: Messages) -> float:
     """The largest error of a message from other values on each rank; leaves values that repetitions do not change."""
     ranks = torch.arange(1.0, context.world_size + 1, device=context.device)
@@ -165,10 +96,10 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
     else:
         averages = collectives.averages_in_reduction(context.device, context.group)
         expected, kept = (ranks.mean(), 1.0) if averages else (ranks.sum(), 0.0)
-    messages.fill(context.rank + 1)
+    fill(messages.sent, context.rank + 1)
     messages.send(0).wait()
     error = (messages.received[0] - expected).abs().max().item()
-    messages.fill(kept)
+    fill(messages.sent, kept)
     return max(collectives.gather_objects(error, context.group))
 
 
@@ -212,7 +143,6 @@ VIEW = View(
     ),
     terminal=("variant", "megabytes", "compute_rate", "compute_noise_pct", "alone_busbw_gb_per_s",
               "beside_busbw_gb_per_s", "lost_ms_per_gb"),
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="A rate is the speed relative to running alone, of the computation and of the messages. What is lost is "
     "the computation's own time that a message takes from it, per gigabyte of payload: a slow message that disturbs "
     "little can cost as much as a fast one that disturbs a lot. Bus bandwidth as in allreduce_sweep.",

@@ -45,12 +45,7 @@ from distlab.measure import attempt, device_percentiles
 from distlab.report import Ratio, noise_of, prediction_error
 from distlab.theory.gpu import occupancy, wave_quantisation
 from distlab.theory.warp_access import WARP, bank_conflicts, swizzle, warp_divergence
-from experiments.lessons._lesson_kernels import (
-    busy_kernel,
-    divergent_kernel,
-    stream_kernel,
-    strided_kernel,
-)
+from experiments.lessons._lesson_kernels import busy_kernel, divergent_kernel, stream_kernel, strided_kernel
 from kernels._compile import resources
 from kernels._dispatch import launch
 from kernels._triton import check_runs, compile_only, interpreted, multiprocessors

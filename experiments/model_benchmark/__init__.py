@@ -18,129 +18,28 @@ with the largest blocks and who asked for them; and what a block saves for backw
 kernels. That is in `taken_apart`.
 """
 
-import gc
 import itertools
 import re
-import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, fields, make_dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, get_type_hints
 
-import numpy as np
 import torch
-import torch.distributed as dist
 
-from distlab.bench.reference import errors_against_reference
-from distlab.bench.task import OwnModel
-from distlab.bench.timing import MODES, Trial, TrialConfig, opened, peak_of
+from distlab.bench.timing import MODES
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, Options, RankContext, Record, Run, View, option
-from distlab.measure import (
-    MIN_SAMPLES,
-    Pace,
-    PhaseTimer,
-    attempt,
-    busy_ms,
-    check_clock,
-    check_speed,
-    check_work,
-    emitter,
-    named_ranges,
-    peak_memory,
-    percentiles,
-    slowest_rank,
-)
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View
+from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
-from distlab.options import SEED
 from distlab.report import NOISE, prediction_error, stacked_bars, waiting
-from distlab.theory.flops import forward_flops, mfu
-from distlab.train.memory_budget import require, shortage
+from distlab.train.memory_budget import require
 
 from .by_part import PART_VIEW
-from .taken_apart import (
-    KERNEL_VIEW,
-    MEMORY_VIEW,
-    SAVED_VIEW,
-    WORK_VIEW,
-    Rows,
-    headline,
-    memory,
-    ms_column,
-    predicted_peak,
-    prefix,
-    profile,
-    saved,
-)
-
-SWEPT = (
-    *("size", "batch", "context", "vocab", "d_model", "d_ff", "layers", "heads", "kv_heads"),
-    *("dtype", "compile", "attention", "ops", "checkpointing", "strategy"),
-)
-
-
-def _swept(name: str) -> tuple[str, Any, Any]:
-    """A trial's option as one that takes several values: name, type and field."""
-    one = next(field for field in fields(TrialConfig) if field.name == name)
-    limits = {limit: one.metadata[limit] for limit in ("least", "choices")}
-    limits |= {"words": {"preset": None}} if one.default is None else {}
-    swept = option((one.default,), f"{one.metadata['help']}; several are swept", **limits)
-    return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
-
-
-Swept = make_dataclass("Swept", map(_swept, SWEPT), bases=(Options,), frozen=True)
-
-
-@dataclass(frozen=True)
-class BenchmarkConfig(OwnModel, Swept):
-    """Every combination of the options that take several values, and what to look at in each.
-
-    All rows of one combination come from one series, so that several warm-ups show what those calls cost. A process is
-    cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
-    """
-
-    modes: tuple[str, ...] = option(MODES, "parts of a step, in this order", choices=MODES, flag="--mode")
-    warmups: tuple[int, ...] = option((5,), "numbers of first calls to leave out", least=0, flag="--warmup")
-    repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
-    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
-    seed: int = option(0, "of parameters and data", **SEED)
-    profile: bool = option(False, "traces, and kernels and kinds of work by time")
-    memory: bool = option(
-        False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
-    )
-    saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
-    nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.trials()
-        if self.factory is not None and self.saved:
-            raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
-        if self.nvtx:
-            emitter("nvtx")  # refuses where there is no GPU
-
-    def trials(self) -> list[TrialConfig]:
-        """All combinations; modes and warm-ups share a trial."""
-        choices = itertools.product(*(getattr(self, name) for name in SWEPT))
-        rest = {"bucket_size_mb": self.bucket_size_mb, "seed": self.seed, "factory": self.factory}
-        return [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
-
-    def label(self, trial: TrialConfig) -> str:
-        """What tells this trial from the others of the run: the options that have several values."""
-        varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
-        plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
-        return ", ".join([str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied])
-
-
-OOM = "OOM"
-PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
-TOLERANCE = {
-    "fp32": 1e-3,
-    "bf16": 0.1,
-    "fp16": 0.05,
-}  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
+from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
+from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
+from .timing import agreed, timed, verdict
+from .trials import BenchmarkConfig, Rows, TrialConfig, errors_against_reference, headline, ms_column, prefix
 
 
 def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
@@ -207,145 +106,6 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
             for row, (variant, metrics) in enumerate(rows):  # of one kernel there may be several
                 where = asdict(trial) | trial.facts(context) | {"label": label, "row": row}
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
-
-
-def timed(
-    config: BenchmarkConfig,
-    trial: TrialConfig,
-    context: RankContext,
-    progress: Callable[[str], None],
-) -> dict[tuple[str, int], dict[str, Any]]:
-    """Metrics by mode and warm-up of one combination; what fails has its status alone."""
-    modes = [mode for mode in MODES if mode in config.modes]
-    found: dict[str, dict[str, Any]] = {}
-
-    def every_mode() -> dict[str, Any]:
-        with opened(context, trial) as ready:
-            for mode in modes:
-                if mode in found:
-                    continue
-                label = f"{config.label(trial) or trial.factory or trial.size}: {mode}"
-                progress(label)
-                pace = Pace(max(config.warmups) + config.repeats, label, progress)
-                found[mode] = agreed(
-                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)}, context
-                )
-        return {}
-
-    for mode in modes if config.factory is None else ():
-        if shortage(trial.planned(trial.strategy, mode), context.device, context) is not None:
-            found[mode] = {"status": OOM}
-    failure = {} if len(found) == len(modes) else agreed(every_mode, context)
-    rows = {}
-    for mode, warmup in itertools.product(modes, config.warmups):
-        of_mode = found.get(mode, failure)
-        measured = of_mode.get("rows", of_mode["status"])
-        rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
-    return rows
-
-
-def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
-    """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
-    found = attempt(measure)
-    failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
-    if failed:  # what lay on the way to the failure must not make the next combination fail
-        gc.collect()
-        if context.device.type == "cuda":
-            torch.cuda.empty_cache()
-    return {"status": failed[0]} if failed else found
-
-
-def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
-    """`ok`, or why the row must not be believed."""
-    if checked["status"] != "ok":
-        return f"unchecked ({checked['status']})"
-    if trial.factory is not None:  # which has no plainer form to be held against; ddp_bench checks its gradients
-        return "ok"
-    if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
-        return "wrong gradients"
-    return "ok"
-
-
-def time_mode(
-    trial: Trial,
-    mode: str,
-    config: BenchmarkConfig,
-    pace: Callable[[], None] = lambda: None,
-) -> dict[int, dict[str, Any]] | str:
-    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
-
-    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
-
-    Raises:
-        Implausible: the clock misses part of the work, nothing was computed, or faster than the device can be.
-    """
-    context = trial.context
-    timer = PhaseTimer(context.device)
-
-    def call(times: int) -> dict[str, Any]:
-        timer.synchronize()
-        begin = time.perf_counter()
-        for _ in range(times):
-            timer.start()
-            trial(mode, timer.mark)
-            pace()
-        timer.synchronize()
-        return {"wall_ms": (time.perf_counter() - begin) * 1e3}
-
-    with ExitStack() as stack:
-        memory = stack.enter_context(peak_memory(context.device))
-        if config.nvtx:
-            stack.enter_context(torch.cuda.nvtx.range(mode))
-            stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
-        dist.barrier(context.group)
-        first = agreed(lambda: call(1), context)
-        if first["status"] != "ok":
-            return first["status"]
-        wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
-    samples = timer.steps()
-    slowest = partial(slowest_rank, group=context.group, device=context.device)
-    phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
-    peak = slowest([memory.peak_alloc_bytes or 0])[0]
-    busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
-    # From here on nothing is communicated, so a rank may raise.
-    covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
-    there = mode in ("forward_backward", "step")
-    check_work(trial.last_loss, itertools.chain(*trial.model.gradients()) if there else None)
-    shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
-    rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
-    for row in rows.values() if busy is not None else ():
-        row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
-    return rows
-
-
-def _metrics(
-    trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
-) -> dict[str, Any]:
-    kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
-    step = kept["step"]
-    found: dict[str, Any] = {"status": "ok", "first_ms": step[0]}
-    found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
-    found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
-    for phase in PHASES:
-        found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
-    found["step_samples_ms"] = step
-    peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
-    if trial.options.factory is not None:
-        found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
-        return found
-    # The guard counts the least that must be done: a causal kernel may skip half of the scores.
-    check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
-    flops = step_flops(trial.options, mode)
-    found["tflops_per_s"] = flops / p50 / 1e9
-    share = mfu(flops, p50 / 1e3, peak)
-    found["mfu_pct"] = None if share is None else 100 * share
-    found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
-    return found
-
-
-def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
-    """FLOPs of one call on one rank, without what checkpointing recomputes."""
-    return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
 
 
 def draw_steps(records: Sequence[Record], path: Path) -> None:

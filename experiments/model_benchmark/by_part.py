@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from distlab.bench.timing import Trial, described
+from distlab.bench.timing import Trial
 from distlab.experiment import Column, Record, View
 from distlab.measure import (
     Event,
@@ -38,6 +38,8 @@ from distlab.precision import DTYPES
 from distlab.report import prediction_error, stacked_bars
 from distlab.simulate.events import EventLog
 from distlab.theory.operators import Compute
+
+from .trials import headline, ms_column, prefix
 
 INSIDE, REST = "distlab:in ", "loss and rest"
 # The first that is found decides; a user's own model keeps its names, with a star for every number.
@@ -205,7 +207,7 @@ def part_findings(records: Sequence[Record]) -> list[str]:
         mine = [record.metrics for record in records if record.config["label"] == label]
         total, said = (sum(m[name] or 0 for m in mine) for name in ("part_ms", "predicted_part_ms"))
         predicted = f", predicted {said:.2f} ms" if said else ""
-        lines.append(f"{f'{label}: ' if label else ''}kernels take {total:.2f} ms{predicted}.")
+        lines.append(f"{prefix(label)}kernels take {total:.2f} ms{predicted}.")
     return lines
 
 
@@ -217,17 +219,16 @@ def draw_parts(records: Sequence[Record], path: Path) -> None:
     parts = {kind: [0.0] * len(bars) for kind in (*DRAWN, "other")}
     for record in records:
         label = record.config["label"]
-        part = record.variant.removeprefix(f"{label}: ")
+        part = record.variant.removeprefix(prefix(label))
         kind = next((kind for kind, names in DRAWN.items() if part in names), "other")
         for place, (bar, metric) in enumerate(bars):
             parts[kind][place] += (record.metrics[metric] or 0.0) * (bar == label)
     parts = {kind: values for kind, values in parts.items() if any(values)}
     rows = [f"{label} {'measured' if metric == 'part_ms' else 'predicted'}".strip() for label, metric in bars]
-    stacked_bars(path, rows, parts, title=f"Where the time goes: {PART_VIEW.headline(records)}", unit="ms per step")
+    stacked_bars(path, rows, parts, title=f"Where the time goes: {headline(records)}", unit="ms per step")
 
 
-def _ms(metric: str, title: str) -> Column:
-    return Column(f"metrics.{metric}", title, ".2f", missing="")
+_ms = partial(ms_column, missing="")
 
 
 PART_VIEW = View(
@@ -241,7 +242,7 @@ PART_VIEW = View(
         Column(f"metrics.{OF_TIME}", "of time %", ".1f"), Column("metrics.of_flops_pct", "of matmul FLOPs %", ".1f"),
         Column("metrics.kernels", "kernels", ",.0f"),
     ],
-    headline=lambda records: described([record.config for record in records], records[0].environment),
+    headline=headline,
     terminal=("part_ms", "predicted_part_ms", "forward_part_ms", "backward_part_ms", OF_TIME, "of_flops_pct"),
     pictures={"parts.png": draw_parts},
     findings=part_findings,

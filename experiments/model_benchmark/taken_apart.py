@@ -1,43 +1,23 @@
-"""A step taken apart: kernels and kinds of work by time, memory by category, and what a block saves for backward."""
+"""Where a step's time goes: kernels and kinds of work, in forward, backward, optimizer and inference."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
-from distlab.bench.timing import Trial, TrialConfig, described, opened
+from distlab.bench.timing import Trial
 from distlab.comm import collectives
 from distlab.experiment import Column, RankContext, Record, View
-from distlab.measure import (
-    MIN_SAMPLES,
-    Event,
-    PhaseTimer,
-    attempt,
-    gradient_bytes,
-    memory_timeline,
-    peak_memory,
-    percentiles,
-    saved_for_backward,
-)
+from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import environment, memory_areas, prediction_error, stacked_bars
-from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
-from distlab.theory.model_shape import ModelShape
-from distlab.train.step import compiled
+from distlab.report import stacked_bars
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
-
-Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
-
-def headline(records: Sequence[Record]) -> str:
-    """One line that says what the table below it was measured on."""
-    return described([record.config for record in records], records[0].environment)
+from .trials import Rows, TrialConfig, headline, ms_column, opened, prefix
 
 
 def of_each(records: Sequence[Record]) -> dict[str, Record]:
@@ -46,21 +26,6 @@ def of_each(records: Sequence[Record]) -> dict[str, Record]:
     for record in records:
         found.setdefault(record.config["label"], record)
     return found
-
-
-def prefix(label: str) -> str:
-    """What stands before the rows of the combination with this label."""
-    return f"{label}: " if label else ""
-
-
-def ms_column(metric: str, title: str) -> Column:
-    """A column of milliseconds."""
-    return Column(f"metrics.{metric}", title, ".2f")
-
-
-def mib_column(metric: str, title: str) -> Column:
-    """A column of MiB, from bytes."""
-    return Column(f"metrics.{metric}", title, ",.1f", scale=2**-20)
 
 
 KERNELS, WORK = "model_kernels", "model_work"
@@ -235,181 +200,4 @@ WORK_VIEW = View(
     "the names of kernels and of the operators that launched them. FLOPs are counted in an "
     "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
     "decomposes normalisation into simple operations, and its backward counts as element-wise.",
-)  # fmt: skip
-
-
-MEMORY = "model_memory"
-
-
-SCOPES = {"inference": "forward only", "step": "full step"}
-
-
-def memory(
-    context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
-) -> dict[str, Rows]:
-    """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
-    with what is held then.
-    """
-    device, rows = context.device, []
-    for mode, scope in SCOPES.items():
-        with opened(context, config) as trial:
-            with peak_memory(device) as allocator:
-                trial(mode)
-                timeline = trial.memory_timeline(mode)
-            if device.type == "cuda" and mode == "step":
-                history = memory_timeline.allocator_history(folder / f"memory_{slug}.pickle")
-                with history if context.is_main else nullcontext():
-                    trial(mode)
-        if timeline is None:
-            continue
-        if mode == "inference":
-            timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
-        where = described([asdict(config) | config.facts(context)], environment(device))
-        picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
-        memory_areas(picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}")
-        _, categories = timeline.peak()
-        total = sum(categories.values())
-        shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
-        shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes}
-        shared |= {"scope": scope, "predicted_timeline_peak_bytes": predicted_peak(config, context, mode)}
-        rows += [
-            (block.origin, {
-                "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
-                "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
-            } | shared)
-            for block in timeline.largest(most)
-        ]  # fmt: skip
-    return {MEMORY: rows} if rows else {}
-
-
-def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
-    """Bytes at the peak by the closed form; None for a user's model, and for a forward that keeps what backward needs.
-
-    A step is a settled one; of forward and backward alone no optimizer state is there.
-    """
-    if config.factory is not None or mode == "forward":
-        return None
-    expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
-    if mode == "step":
-        return expected.peak.total
-    if mode == "forward_backward":
-        moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
-        return max(moment.total - moment.optimizer_state for moment in moments)
-    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
-    sizes = config.batch, model.context_length, precision, model.attention
-    shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
-    if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
-        held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
-    return held + inference_temporary(shape, *sizes)
-
-
-def memory_findings(records: Sequence[Record]) -> list[str]:
-    """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
-    lines = []
-    for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():
-        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
-        parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items() if size]
-        count, predicted = m["peak_alloc_bytes"], m["predicted_timeline_peak_bytes"]
-        allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
-        said = f", predicted {predicted / 2**20:,.1f}" if predicted else ""
-        lines.append(
-            f"{prefix(label)}{scope}: held at the peak, in MiB: {', '.join(parts)}; together "
-            f"{m['timeline_peak_bytes'] / 2**20:,.1f}{allocator}{said}."
-        )
-    return lines
-
-
-MEMORY_VIEW = View(
-    name=MEMORY,
-    question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
-    columns=[Column("metrics.scope", "over", align="left"), Column("variant", "allocated by"),
-     mib_column("block_bytes", "MiB"),
-     Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
-     Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
-    headline=headline,
-    findings=memory_findings,
-    reading="The largest blocks at the peak. The origin is the named part of the model and the "
-    "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
-    "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
-    prediction="The closed form of distlab.theory.memory for an eager step, and for a forward without gradients.",
-)  # fmt: skip
-
-
-SAVED = "model_saved"
-FORMS = {  # how the blocks are run, and with which operations
-    "eager": ("off", {"ops": "torch"}),
-    "compiled": ("blocks", {"ops": "torch"}),
-    "ours": ("off", {"ops": "triton"}),
-}
-
-
-def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, Rows]:
-    """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
-    rows: Rows = []
-    for form, (how, changes) in FORMS.items() if context.is_main else ():
-        if form == "ours" and context.device.type == "cuda":
-            changes = changes | {"attention": "flash"}
-        config = replace(trial, compile="off", strategy="local", **changes)
-        found = attempt(partial(_saved_in_block, context, config, how))
-        if found["status"] != "ok":
-            rows.append((f"{form}, all", found))
-            continue
-        blocks = found["saved"]
-        name = f"blocks.{config.model().num_layers // 2}"
-        kept, total = blocks[name], sum(tensor.bytes for tensor in blocks[name])
-        whole = {
-            "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
-            "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
-            "gradient_block_bytes": found["gradients"][name],
-            "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
-        }  # fmt: skip
-        rows.append((f"{form}, all", whole))
-        for rank, tensor in enumerate(kept[:most], 1):
-            metrics = {
-                "status": "ok", "saved_block_bytes": tensor.bytes, "of_block_pct": 100 * tensor.bytes / total,
-                "shape": "×".join(map(str, tensor.shape)), "dtype": str(tensor.dtype).removeprefix("torch."),
-                "made_by": tensor.made_by,
-            }  # fmt: skip
-            rows.append((f"{form}, {rank}", metrics))
-    return {SAVED: rows}
-
-
-def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
-    with opened(context, config) as trial:
-        # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++ compiler.
-        compiled(trial.module, how, "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition")
-        blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
-        trial.forward().backward()  # what is compiled is compiled, and gradients are there
-        return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
-
-
-def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
-    """Bytes that the closed form says one block keeps, autocast's copies of its matrices included; a fused SwiGLU
-    computes silu(w1 x) again.
-    """
-    if config.checkpointing != "none":
-        return None
-    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
-    shape = ModelShape.of(model)
-    kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
-    silu = precision.compute * config.batch * model.context_length * model.d_ff
-    return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
-
-
-SAVED_VIEW = View(
-    name=SAVED,
-    question="What does a block save for backward, eager, compiled and with this lab's kernels?",
-    columns=[Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
-     Column("metrics.of_block_pct", "of block %", ".1f"),
-     mib_column("predicted_saved_block_bytes", "predicted"),
-     prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
-     Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
-     mib_column("gradient_block_bytes", "gradients MiB"),
-     Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
-     Column("metrics.status", "status", align="left")],
-    headline=headline,
-    prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
-    "compiled and with our kernels without silu(w1 x), which backward computes again.",
-    reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
-    "the middle. The operator that made a tensor is searched through views and casts.",
 )  # fmt: skip

@@ -263,7 +263,6 @@ VIEW = View(
     headline=headline,
     terminal=("variant", "caught_by", "max_abs_param_diff", "first_loss_diff", "healthy_final_loss", "final_loss"),
     pictures={"loss.png": draw},
-    findings=lambda records: [f"WRONG: {problem}" for problem in wrong_rows(records)],
     reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
     "pass all checks. A loss curve that looks right proves nothing: with several mistakes training continues, but "
     "worse, or only "

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from distlab.bench import timing
+from distlab.bench import reference, timing
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Variant, Workbench, variants
 from distlab.comm import RankContext
@@ -23,7 +23,8 @@ from distlab.parallel import Layout, OverlapDDP, get_strategy, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from experiments import ddp_bench
-from experiments.ddp_bench import VIEW, DDPBenchConfig, draw_step_times, unexplained_rows
+from experiments.ddp_bench import VIEW, DDPBenchConfig, view
+from experiments.ddp_bench.view import draw_step_times, unexplained_rows
 from launch.__main__ import _to_end
 from tests.commands import ROOT, on_terminal, python, shown
 
@@ -122,7 +123,7 @@ def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
         stack.enter_context(patch.object(timing.Trial, "profile", traced))
         stack.enter_context(patch.object(Workbench, "_time_block", timed))
         if fault == "trace":
-            stack.enter_context(patch.object(ddp_bench, "parameter_difference", lambda *_, **more: fails()))
+            stack.enter_context(patch.object(reference, "parameter_difference", lambda *_, **more: fails()))
         if fault == "limit":  # the rounds take 10 s, the first row 5 and 30 until the second is explained
             clock = SimpleNamespace(monotonic=iter([0, 10, 100, 105, 130]).__next__)
             stack.enter_context(patch.object(ddp_bench, "time", clock))
@@ -160,7 +161,7 @@ def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
 
 def said(variant, **metrics):
     records = [Record("ddp_bench", variant, {}, {"step_p50_ms": 20.0} | metrics, {}, None)]
-    return ddp_bench.what_communication_costs(records) + ddp_bench.against_the_peer(records)
+    return view.what_communication_costs(records) + view.against_the_peer(records)
 
 
 def test_the_overhead_of_the_fastest_of_ours_is_said_with_its_largest_part():

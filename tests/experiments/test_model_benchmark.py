@@ -7,7 +7,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.bench.timing import TrialConfig
 from distlab.experiment import lone_context
 from distlab.measure import Event
 from distlab.model import TransformerLM
@@ -16,6 +15,8 @@ from distlab.testing import run_ranks
 from distlab.theory.operators import Compute
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
+from experiments.model_benchmark.memory import MEMORY, memory, predicted_peak
+from experiments.model_benchmark.trials import TrialConfig
 from tests.experiments.frame import on_rank
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
@@ -91,7 +92,7 @@ def test_rows_are_all_combinations_and_each_is_checked(results):
 def test_a_predicted_peak_is_of_what_a_mode_holds():
     trial = TrialConfig(size="tiny", batch=4, context=128, vocab=256, layers=8, checkpointing="every-2")
     step, gradients, forward = (
-        taken_apart.predicted_peak(trial, lone_context("cpu"), mode) for mode in ("step", "forward_backward", "forward")
+        predicted_peak(trial, lone_context("cpu"), mode) for mode in ("step", "forward_backward", "forward")
     )
     assert step - gradients == pytest.approx(8 * trial.model().num_parameters, rel=1e-3)  # AdamW's state
     assert forward is None
@@ -141,7 +142,7 @@ def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(one_rank, tmp_path, 
     """Within 3 %: of a step the CPU's norms keep two tensors more; naive attention, with its scores, needs 10 %."""
     sizes = {"size": ("small",), "layers": (1,), "context": (context,)}
     (trial,) = BenchmarkConfig(**SMALL | sizes, attention=(attention,), dtype=(dtype,)).trials()
-    rows = [metrics for _, metrics in taken_apart.memory(one_rank, trial, tmp_path, "small")[taken_apart.MEMORY]]
+    rows = [metrics for _, metrics in memory(one_rank, trial, tmp_path, "small")[MEMORY]]
     forward, step = rows[0], rows[-1]
     for metrics in (forward, step):
         ratio = metrics["predicted_timeline_peak_bytes"] / metrics["timeline_peak_bytes"]

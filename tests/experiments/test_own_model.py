@@ -60,7 +60,7 @@ def test_a_peer_that_sends_nothing_is_nobody_s_baseline(tmp_path):
     metrics = {record.variant: record.metrics for record in records}
     assert [name for name in rows if metrics[name]["sent_nothing"]] == ["torch-ddp-tuned"]
     assert not any("vs_torch_ddp" in each for each in metrics.values()) and metrics["bucketed"]["vs_local"] > 0
-    said, differs = (line for line in ddp_bench.VIEW.findings(records) if line.startswith("WRONG"))
+    said, differs = (line for line in ddp_bench.EXPERIMENT.view.findings(records) if line.startswith("WRONG"))
     assert said.startswith("WRONG: torch-ddp-tuned: sent nothing, so no row is compared with it; torch's static_graph")
     assert "parameters differ" in differs
 

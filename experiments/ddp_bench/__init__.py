@@ -1,0 +1,256 @@
+"""What does gradient synchronisation cost, and how much is hidden?
+
+    distlab run ddp_bench --quick
+    distlab run ddp_bench --nproc 2 --size medium --batch 8 --dtype bf16
+
+Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in interleaved rounds
+so that clock drift affects all equally, and explains each: what it sent (checked against the closed form), how long
+communication ran and how much of that compute covered (from the profiler), and whether its result equals
+training in one process.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distlab.bench.reference import parameter_differences
+from distlab.bench.task import OwnModel
+from distlab.bench.timing import BenchOptions, Timing, Trial, Variant, Workbench, variants
+from distlab.cli_errors import how_to_continue
+from distlab.comm.rank_process import on_main
+from distlab.experiment import Experiment, RankContext, Record, Run, TimingOptions, option
+from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
+from distlab.parallel import STRATEGIES, Layout, check_shard_size, strategies_on
+from distlab.precision import DTYPES
+from distlab.report import timeline
+from distlab.theory.axes import layout_volume
+from distlab.train.build import check_layout
+from distlab.train.memory_budget import rank_parts
+from distlab.train.run import speed
+
+from .view import REFUSED, VIEW, headline, wrong_rows
+
+EXPLAINED_S = 20.0  # may explaining always take, however short the rounds were
+
+
+@dataclass(frozen=True)
+class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
+    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+
+    strategies: tuple[str, ...] = option(
+        strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
+    )
+    bucket_sizes_mb: tuple[Any, ...] = option(
+        (4.0,),
+        "MiB per bucket, one or several (a row each); none for unbounded",
+        above=0,
+        words={"none": None},
+        kind=float,
+        flag="--bucket-size-mb",
+    )
+    shard_size: int | None = option(
+        None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
+    )
+    layouts: tuple[str, ...] = option(
+        (), "rows of ranks that share a model, too: tp2, cp2-ring, pp2, tp2+cp2; each step has the same sequences"
+    )
+    micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
+    check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
+    profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_shard_size(self.shard_size, self.strategies)
+        for layout in map(Layout.parse, self.layouts):
+            check_layout(layout, self.compile, self.micro_batches)
+            if layout.pipeline > 1 and self.batch * layout.ranks % self.micro_batches:
+                raise ValueError(
+                    f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for each of "
+                    f"{layout.ranks} ranks, are no {self.micro_batches} equal parts; pass another --micro-batches"
+                )
+        if self.layouts and self.factory is not None:
+            raise ValueError("--layouts: ranks share the lab's Transformer; with --model leave them out")
+
+
+def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
+    """Measure every variant; each rank writes its traces into the run's folder.
+
+    Raises:
+        MemoryError: the model with this batch fits under no strategy.
+        ValueError: a strategy that needs a GPU, without one.
+    """
+    if context.world_size == 1:
+        run.notice("one rank: nothing is communicated. For more: --nproc 2")
+    rows = variants(
+        config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts, config.micro_batches
+    )
+    bench = config.workbench(context, rows)
+    facts = config.facts(context)
+    refused = config.refusals(context, rows)
+    for name, reason in refused.items():
+        run.progress(f"{name} is left out: {reason}")
+    rows = [row for row in rows if row.name not in refused]
+    task = None if config.factory is None else config.task()
+    synchronized = [row for row in rows if row.strategy.synchronizes]
+    differences = parameter_differences(context, synchronized, config.check_steps, run.progress, task)
+    run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
+    begin = time.monotonic()
+    noted = time_rows(bench, rows, run, differences)
+    took_s = time.monotonic() - begin
+    for name, reason in refused.items():
+        run.add(name, {"step_p50_ms": REFUSED, "refusal": reason}, **facts, bucket_size_mb=None)
+    on_main(context, run.show)
+    timed = {row.name: row for row in rows if "step_samples_ms" in noted[row.name].metrics}
+    explain_rows(config, bench, timed, noted, run, took_s)
+
+
+def time_rows(
+    bench: Workbench, rows: Sequence[Variant], run: Run, differences: Mapping[str, float | None]
+) -> dict[str, Record]:
+    """Time all rows in interleaved rounds, count what each sends, and save them after each round; row → its record."""
+    config, context = bench.options, bench.context
+    counted: dict[str, dict[str, Any]] = {}
+    noted: dict[str, Record] = {}
+
+    def count(variant: Variant, attached: Trial) -> None:
+        if variant.name not in counted:
+            counted[variant.name] = sent(bench, variant, attached.record_collectives())
+
+    def speeds(step_ms: float) -> dict[str, float | None]:
+        batch = config.batch * context.world_size
+        if config.factory is not None:  # whose operations and tokens nobody counts
+            return {"examples_per_s": batch / (step_ms / 1e3)}
+        return speed(config, batch, context, step_ms)
+
+    def note(timings: Mapping[str, Timing]) -> None:
+        if all(timing.out_of_memory for timing in timings.values()):
+            raise MemoryError(
+                f"{config.factory or config.size} with batch {config.batch} in {config.dtype} does not fit in the "
+                f"memory of {context.device} on rank {context.rank}: pass a smaller --batch, --context or --size"
+            )
+        for variant in rows:
+            name, metrics = variant.name, timings[variant.name].metrics()
+            if not timings[name].out_of_memory:
+                metrics |= speeds(metrics["step_p50_ms"]) | counted[name]
+                metrics |= {"comm_ms": None, "overlap_pct": None, "max_abs_param_diff": differences.get(name)}
+            size = variant.bucket_size_mb if variant.strategy.has_buckets else None
+            noted[name] = noted.get(name) or run.add(name, metrics, **config.facts(context), bucket_size_mb=size)
+            noted[name].metrics.clear()
+            noted[name].metrics.update(metrics)
+        run.save()
+        samples = max(len(timing.phases["step"]) for timing in timings.values())
+        how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
+
+    bench.time_rounds(
+        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count,
+        ended=note,
+    )  # fmt: skip
+    return noted
+
+
+def explain_rows(
+    config: DDPBenchConfig,
+    bench: Workbench,
+    rows: Mapping[str, Variant],
+    noted: Mapping[str, Record],
+    run: Run,
+    took_s: float,
+) -> None:
+    """Say of rows what their traces show, for as long as it took to measure them: `local`, then the fastest first.
+
+    Raises:
+        ValueError: that failed; the message says of which rows it is missing.
+    """
+    if config.profile_steps == 0:
+        return
+    context, begin = bench.context, time.monotonic()
+    accounts, drawn = {}, {}  # row → account and picture of its trace
+    left = sorted(rows, key=lambda name: (name != "local", noted[name].metrics["step_p50_ms"]))
+    try:
+        while left and on_main(context, lambda: time.monotonic() - begin < max(took_s, EXPLAINED_S)):
+            how_to_continue(f"not explained: {', '.join(left)}")
+            name, metrics = left[0], noted[left[0]].metrics
+            run.progress(f"explaining {name}")
+            path = run.path / f"trace_{name}_rank{context.rank}.json.gz"
+            if bench.profile(rows[name], path, config.profile_steps):
+                events = load_trace(path)
+                seen = accounts[name] = account(events)
+                drawn[name] = lanes(events)
+                metrics.update(comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms)
+                if context.device.type == "cuda":
+                    busy_ms = seen.step_ms - seen.idle_ms
+                    metrics["gpu_idle_pct"] = 100 * max(0.0, 1 - busy_ms / metrics["step_p50_ms"])
+                if "local" in accounts:
+                    metrics.update(explain(seen, accounts["local"]))
+                run.save()
+            else:
+                run.notice(f"not explained: {name}, for whose trace no memory is left")
+            left.remove(name)
+    except Exception as error:
+        raise ValueError(f"not explained: {', '.join(left)} ({repr(error)[:99]}); the rest is in {run.path}") from error
+    if left:
+        run.notice(f"not explained, since that would take longer than measuring did: {', '.join(left)}")
+    if context.is_main and drawn:
+        title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
+        timeline(run.path / "timeline.png", drawn, title=title)
+
+
+def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
+    """Collectives and bytes of one step, counted, beside the closed form."""
+    counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
+    if bench.options.factory is not None:
+        silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
+        return counted | {"sent_nothing": silent or None}
+    layout, model = variant.layout, bench.options.model()
+    part = rank_parts(model, layout, bench.options.checkpointing, variant.micro_batches)[0]  # rank 0's
+    expected = layout_volume(
+        variant.strategy,
+        part.shape,
+        batch=bench.options.batch * layout.ranks // variant.micro_batches,
+        context=model.context_length,
+        world_size=bench.context.world_size,
+        sharing=layout.context,
+        how=layout.attention,
+        itemsize=(DTYPES[bench.options.dtype] or torch.float32).itemsize,
+        casts_parameters=variant.strategy.casts_parameters,
+        bucket_size_mb=variant.bucket_size_mb,
+        shard_size=variant.shard_size,
+        micro_batches=variant.micro_batches,
+        pipeline=layout.pipeline,
+        keeps=part.keeps,
+    )
+    said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
+    predicted = {f"predicted_{name}": value for name, value in said.items()}
+    return counted | predicted | {"volume_as_predicted": expected and counted == said}
+
+
+QUICK = {
+    "strategies": ("local", "naive", "bucketed", "torch-ddp"),
+    "rounds": 2, "steps": 4,
+}  # fmt: skip
+EXPERIMENT = Experiment(
+    DDPBenchConfig, measure, VIEW,
+    presets={
+        "gpu": {
+            "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
+            "strategies": strategies_on("cuda", meshes=False),
+        },
+        # As many parameters and modules as xl has and next to nothing to compute: what a step takes longer than
+        # local's is what the strategy costs the host.
+        "host": {
+            "size": "xl", "d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1,
+            "bucket_sizes_mb": (1.0,), "rounds": 6, "steps": 20, "check_steps": 0, "profile_steps": 0,
+            "strategies": strategies_on("cpu"),
+        },
+        "quick": QUICK,
+        "smoke": QUICK | {
+            "size": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "batch": 1, "context": 16,
+            "bucket_sizes_mb": (0.05,), "warmup": 1, "steps": 5, "rounds": 1, "check_steps": 1,
+        },
+    },
+    ranks="many",
+    wrong=wrong_rows,
+)  # fmt: skip

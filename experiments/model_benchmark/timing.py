@@ -1,0 +1,182 @@
+"""Each mode of a combination timed, and whether its row can be believed."""
+
+import gc
+import itertools
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distlab.bench.timing import MODES, Trial
+from distlab.comm import collectives
+from distlab.experiment import RankContext
+from distlab.hardware import peak_of
+from distlab.measure import (
+    Pace,
+    PhaseTimer,
+    attempt,
+    busy_ms,
+    check_clock,
+    check_speed,
+    check_work,
+    emitter,
+    named_ranges,
+    peak_memory,
+    percentiles,
+    slowest_rank,
+)
+from distlab.measure.trace.capture import PHASES
+from distlab.theory.flops import forward_flops, mfu
+from distlab.train.memory_budget import shortage
+
+from .trials import BenchmarkConfig, TrialConfig, opened
+
+OOM = "OOM"
+PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
+
+
+def timed(
+    config: BenchmarkConfig,
+    trial: TrialConfig,
+    context: RankContext,
+    progress: Callable[[str], None],
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Metrics by mode and warm-up of one combination; what fails has its status alone."""
+    modes = [mode for mode in MODES if mode in config.modes]
+    found: dict[str, dict[str, Any]] = {}
+
+    def every_mode() -> dict[str, Any]:
+        with opened(context, trial) as ready:
+            for mode in modes:
+                if mode in found:
+                    continue
+                label = f"{config.label(trial) or trial.factory or trial.size}: {mode}"
+                progress(label)
+                pace = Pace(max(config.warmups) + config.repeats, label, progress)
+                found[mode] = agreed(
+                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)}, context
+                )
+        return {}
+
+    for mode in modes if config.factory is None else ():
+        if shortage(trial.planned(trial.strategy, mode), context.device, context) is not None:
+            found[mode] = {"status": OOM}
+    failure = {} if len(found) == len(modes) else agreed(every_mode, context)
+    rows = {}
+    for mode, warmup in itertools.product(modes, config.warmups):
+        of_mode = found.get(mode, failure)
+        measured = of_mode.get("rows", of_mode["status"])
+        rows[mode, warmup] = {"status": measured} if isinstance(measured, str) else measured[warmup]
+    return rows
+
+
+def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
+    """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
+    found = attempt(measure)
+    failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
+    if failed:  # what lay on the way to the failure must not make the next combination fail
+        gc.collect()
+        if context.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return {"status": failed[0]} if failed else found
+
+
+def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
+    """`ok`, or why the row must not be believed."""
+    if checked["status"] != "ok":
+        return f"unchecked ({checked['status']})"
+    if trial.factory is not None:  # which has no plainer form to be held against; ddp_bench checks its gradients
+        return "ok"
+    if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
+        return "wrong gradients"
+    return "ok"
+
+
+def time_mode(
+    trial: Trial,
+    mode: str,
+    config: BenchmarkConfig,
+    pace: Callable[[], None] = lambda: None,
+) -> dict[int, dict[str, Any]] | str:
+    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
+
+    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
+
+    Raises:
+        Implausible: the clock misses part of the work, nothing was computed, or faster than the device can be.
+    """
+    context = trial.context
+    timer = PhaseTimer(context.device)
+
+    def call(times: int) -> dict[str, Any]:
+        timer.synchronize()
+        begin = time.perf_counter()
+        for _ in range(times):
+            timer.start()
+            trial(mode, timer.mark)
+            pace()
+        timer.synchronize()
+        return {"wall_ms": (time.perf_counter() - begin) * 1e3}
+
+    with ExitStack() as stack:
+        memory = stack.enter_context(peak_memory(context.device))
+        if config.nvtx:
+            stack.enter_context(torch.cuda.nvtx.range(mode))
+            stack.enter_context(named_ranges(trial.model, emitter("nvtx"), trial.optimizer))
+        dist.barrier(context.group)
+        first = agreed(lambda: call(1), context)
+        if first["status"] != "ok":
+            return first["status"]
+        wall_ms = first["wall_ms"] + call(max(config.warmups) + config.repeats - 1)["wall_ms"]
+    samples = timer.steps()
+    slowest = partial(slowest_rank, group=context.group, device=context.device)
+    phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
+    peak = slowest([memory.peak_alloc_bytes or 0])[0]
+    busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
+    # From here on nothing is communicated, so a rank may raise.
+    covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
+    there = mode in ("forward_backward", "step")
+    check_work(trial.last_loss, itertools.chain(*trial.model.gradients()) if there else None)
+    shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
+    rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
+    for row in rows.values() if busy is not None else ():
+        row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
+    return rows
+
+
+def _metrics(
+    trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
+) -> dict[str, Any]:
+    kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
+    step = kept["step"]
+    found: dict[str, Any] = {"status": "ok", "first_ms": step[0]}
+    found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
+    found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
+    for phase in PHASES:
+        found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
+    found["step_samples_ms"] = step
+    peak, p50 = peak_of(trial.context.device, trial.options.dtype), found["step_p50_ms"]
+    if trial.options.factory is not None:
+        found["examples_per_s"] = trial.options.batch * trial.context.world_size / (p50 / 1e3)
+        return found
+    # The guard counts the least that must be done: a causal kernel may skip half of the scores.
+    check_speed(step_flops(trial.options, mode, causal=True), min(step), peak)
+    flops = step_flops(trial.options, mode)
+    found["tflops_per_s"] = flops / p50 / 1e9
+    share = mfu(flops, p50 / 1e3, peak)
+    found["mfu_pct"] = None if share is None else 100 * share
+    found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
+    return found
+
+
+def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
+    """FLOPs of one call on one rank, without what checkpointing recomputes."""
+    return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
+
+

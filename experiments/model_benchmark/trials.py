@@ -1,0 +1,155 @@
+"""The combinations of the options: each one's trial, how far it is from the plainest model, and how tables name it."""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, fields, make_dataclass, replace
+from typing import Any, get_type_hints
+
+import torch
+
+from distlab.bench.reference import relative_errors
+from distlab.bench.task import OwnModel
+from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
+from distlab.experiment import Column, Options, RankContext, Record, option
+from distlab.measure import MIN_SAMPLES, emitter
+from distlab.options import SEED
+from distlab.parallel import STRATEGIES, get_strategy
+from distlab.train.scaler import LossScaler
+
+Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
+
+
+@dataclass(frozen=True)
+class TrialConfig(OwnModel, BenchOptions):
+    """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
+
+    strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
+    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
+
+
+SWEPT = (
+    *("size", "batch", "context", "vocab", "d_model", "d_ff", "layers", "heads", "kv_heads"),
+    *("dtype", "compile", "attention", "ops", "checkpointing", "strategy"),
+)
+
+
+def _swept(name: str) -> tuple[str, Any, Any]:
+    """A trial's option as one that takes several values: name, type and field."""
+    one = next(field for field in fields(TrialConfig) if field.name == name)
+    limits = {limit: one.metadata[limit] for limit in ("least", "choices")}
+    limits |= {"words": {"preset": None}} if one.default is None else {}
+    swept = option((one.default,), f"{one.metadata['help']}; several are swept", **limits)
+    return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
+
+
+Swept = make_dataclass("Swept", map(_swept, SWEPT), bases=(Options,), frozen=True)
+
+
+@dataclass(frozen=True)
+class BenchmarkConfig(OwnModel, Swept):
+    """Every combination of the options that take several values, and what to look at in each.
+
+    All rows of one combination come from one series, so that several warm-ups show what those calls cost. A process is
+    cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
+    """
+
+    modes: tuple[str, ...] = option(MODES, "parts of a step, in this order", choices=MODES, flag="--mode")
+    warmups: tuple[int, ...] = option((5,), "numbers of first calls to leave out", least=0, flag="--warmup")
+    repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
+    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
+    seed: int = option(0, "of parameters and data", **SEED)
+    profile: bool = option(False, "traces, and kernels and kinds of work by time")
+    memory: bool = option(
+        False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
+    )
+    saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
+    nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.trials()
+        if self.factory is not None and self.saved:
+            raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
+        if self.nvtx:
+            emitter("nvtx")  # refuses where there is no GPU
+
+    def trials(self) -> list[TrialConfig]:
+        """All combinations; modes and warm-ups share a trial."""
+        choices = itertools.product(*(getattr(self, name) for name in SWEPT))
+        rest = {"bucket_size_mb": self.bucket_size_mb, "seed": self.seed, "factory": self.factory}
+        return [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
+
+    def label(self, trial: TrialConfig) -> str:
+        """What tells this trial from the others of the run: the options that have several values."""
+        varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
+        plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
+        return ", ".join([str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied])
+
+
+@contextmanager
+def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
+    """Yield a trial as configured, which is closed at the end."""
+    variant = Variant(config.strategy, get_strategy(config.strategy), config.bucket_size_mb)
+    try:
+        with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
+            yield trial
+    finally:
+        torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
+
+
+def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
+    """How far loss and gradients are from the plainest model: fp32, naive attention, torch's operations, eager.
+
+    Same weights, same batch, in one process, before any strategy. The reference recomputes its blocks, so that naive
+    attention needs the memory of one.
+
+    Returns:
+        See `relative_errors`.
+    """
+    keeps = "block" if config.checkpointing == "auto" else config.checkpointing  # which changes no value
+    ours = replace(config, strategy="local", checkpointing=keeps)
+    plain = replace(ours, attention="naive", ops="torch", dtype="fp32", compile="off", checkpointing="block")
+    losses, gradients = [], []
+    for each in (ours, plain):
+        with opened(context, each) as trial:
+            trial("forward_backward")
+            losses.append(trial.last_loss.item())
+            gradients.append([parameter.grad for parameter in trial.module.parameters()])
+    return relative_errors(*losses, *gradients, LossScaler().scale if config.dtype == "fp16" else 1.0)
+
+
+# -- in words ------------------------------------------------------------------------------------------------
+
+
+def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
+    """One line that says what several trials have in common, of their configurations as records hold them."""
+    shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
+    count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
+    named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
+    named = named if shared.get("factory") is None else ("batch", "dtype", "strategy", "compile")
+    plain = ("dtype", "strategy")  # values that say what they are
+    texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
+    parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
+    where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
+    return f"{', '.join(parts)}; {where}"
+
+
+def headline(records: Sequence[Record]) -> str:
+    """One line that says what the table below it was measured on."""
+    return described([record.config for record in records], records[0].environment)
+
+
+def prefix(label: str) -> str:
+    """What stands before the rows of the combination with this label."""
+    return f"{label}: " if label else ""
+
+
+def ms_column(metric: str, title: str, **more: Any) -> Column:
+    """A column of milliseconds."""
+    return Column(f"metrics.{metric}", title, ".2f", **more)
+
+
+def mib_column(metric: str, title: str) -> Column:
+    """A column of MiB, from bytes."""
+    return Column(f"metrics.{metric}", title, ",.1f", scale=2**-20)
