@@ -184,7 +184,7 @@ class GradientGuard(Guard):
                 )
         if len(order.begun) > 1:
             order.send_begun(self.process_group)
-        if self.shards_gradients and len(self._ready) < len(self._trainable):
+        if len(self._ready) < len(self._trainable):
             self._refuse_sending_again()
         return True
 

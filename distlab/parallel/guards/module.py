@@ -168,11 +168,11 @@ class Attached:
         function: the hook.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = None):
+    def __init__(self, function: Callable[..., Any] = lambda *args: None):
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        return None if self._function is None else self._function(*args)
+        return self._function(*args)
 
     def __reduce__(self) -> Any:
         return Attached, ()

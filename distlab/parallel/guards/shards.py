@@ -23,7 +23,7 @@ from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
     from distlab.parallel.fsdp.fsdp import FSDP
-    from distlab.parallel.fsdp.unit import FlatParam, Unit
+    from distlab.parallel.fsdp.unit import Unit
     from distlab.parallel.fsdp.units import UnitPlan
 
 # -- before wrapping -------------------------------------------------------------------------------------------
@@ -130,13 +130,13 @@ class ShardGuard(Guard):
         super().__init__(fsdp, [*sharded, *replicated])
         self._sharded, self._replicated = sharded, replicated
         self._without_hooks = [*sharded, *cast]
-        self._flat_params: list[FlatParam] = fsdp.flat_params
         self._owned = [(e.name, module, name, module._parameters[name]) for e in entries for module, name in e.owners]
         self.placed = [
             (entry.name, shard, place_of(shard))
-            for param in self._flat_params
+            for param in fsdp.flat_params
             for entry, shard in zip(param.entries, param.shards, strict=True)
         ]
+        self._trained = [shard.requires_grad for _, shard, _ in self.placed]
         self.pending = self.unfinished = False
         self._of_steps: weakref.WeakKeyDictionary[Optimizer, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 
@@ -193,13 +193,12 @@ class ShardGuard(Guard):
             self.check_unchanged()
         if not (self.pending or (not self.unfinished and find_edited(self._replicated))):  # vectors alone
             return False
-        for param in self._flat_params:
-            for entry, shard in zip(param.entries, param.shards, strict=True):
-                if shard.requires_grad != param.trainable:
-                    raise ValueError(
-                        f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
-                        "close() this wrapper, change it, and wrap the module again"
-                    )
+        for (name, shard, _), trained in zip(self.placed, self._trained, strict=True):
+            if shard.requires_grad != trained:
+                raise ValueError(
+                    f"requires_grad of '{name}' changed after wrapping, which would not reach its unit: close() this "
+                    "wrapper, change it, and wrap the module again"
+                )
         for name, parameter in self._without_hooks:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise ValueError(
