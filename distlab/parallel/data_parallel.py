@@ -83,7 +83,6 @@ class DataParallel(ParallelModel):
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
         ]
-        self._handles.append(module_guard.refuse_loaded_by_assignment(self))
 
     # -- what a subclass decides ---------------------------------------------------------------------------
 

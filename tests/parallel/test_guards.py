@@ -54,7 +54,7 @@ def test_importing_changes_nothing():
 def let_go_of_others() -> None:
     """Wrappers of earlier tests, which a rank's process may still hold."""
     for guard in list(hooks._watched):
-        hooks.release(guard)
+        guard.close()
 
 
 def hooks_come_and_go(context: RankContext, strategy: str) -> None:

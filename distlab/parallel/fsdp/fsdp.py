@@ -132,7 +132,7 @@ class FSDP(ParallelModel):
         self.guard = ShardGuard(self, entries, sharded, vectors, self._replicated.cast)
         self._runtime = Runtime(self._units, self.process_group, self.guard, keep_gathered)
         self._held = list(self._find_shards())
-        self._handles = [*hook_casts(casts), module_guard.refuse_loaded_by_assignment(self)]
+        self._handles = list(hook_casts(casts))
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class FSDP(ParallelModel):
 
     def check_gradients(self) -> None:
         """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        self.guard.check_gradients()
+        self.guard.check_step()
 
     def _note_scaled(self) -> None:
         self.guard.note()

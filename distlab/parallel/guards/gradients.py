@@ -10,8 +10,7 @@ compared with what it was. What a parameter gets that only some ranks used is in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.parallel.guards import hooks, order
-from distlab.parallel.guards.module import check_unchanged, refuse_unfrozen
+from distlab.parallel.guards.module import Guard
 
 if TYPE_CHECKING:
     from distlab.parallel.data_parallel import DataParallel
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 Version = tuple[Tensor, int]  # a gradient, and how often it had been changed in place
 
 
-class GradientGuard:
+class GradientGuard(Guard):
     """Asked by a wrapper once per event; knows what is still to be finished.
 
     Args:
@@ -42,27 +41,21 @@ class GradientGuard:
     """
 
     def __init__(self, wrapper: DataParallel, frozen: list[tuple[str, nn.Parameter]]):
-        self._wrapper = weakref.ref(wrapper)
+        super().__init__(wrapper, list(zip(wrapper.trainable_names, wrapper.trainable, strict=True)))
         self._strategy = type(wrapper).__name__
-        self.process_group = wrapper.process_group
-        self.shards_gradients = False
-        self._named = list(zip(wrapper.trainable_names, wrapper.trainable, strict=True))
         self._trainable, self._frozen = wrapper.trainable, frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self._pending = False  # a synchronised forward was not finished
         self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
-        self._editing = False  # inside elementwise_edits()
         self._overtaken = False  # another wrapper let this one send what backward had not brought
         self._ahead: list[GradientGuard] = []  # those that this backward came to before, and which send first
-        hooks.watch(self, self._trainable)
-        self._registrations = hooks.registrations
 
     def close(self) -> None:
         """Watch nothing any more."""
         order.begun.pop(self, None)
-        hooks.release(self)
+        super().close()
 
     # -- forward and backward ------------------------------------------------------------------------------
 
@@ -80,7 +73,7 @@ class GradientGuard:
             TypeError: a sparse gradient.
             RuntimeError: one that came twice, too late, on top of a mean, or with a graph of its own.
         """
-        gradient, name = self._trainable[index].grad, self._named[index][0]
+        gradient, name = self._trainable[index].grad, self.named[index][0]
         noted = getattr(gradient, "synchronized_version", None)
         if self.shards_gradients and noted is not None and gradient._version == noted + 1:
             raise _not_zeroed(name)  # the addition is the only change
@@ -124,13 +117,7 @@ class GradientGuard:
         """Note the gradient that is about to be sent; returns whether the wrappers ahead have sent all of theirs."""
         gradient = self._trainable[index].grad  # a view of a bucket, where the strategy has packed it
         self._ready[index] = gradient, gradient._version
-        return not self._ahead or all(guard.has_sent_all for guard in self._ahead)
-
-    @property
-    def has_sent_all(self) -> bool:
-        """Whether the wrapper has nothing left to send before its finish."""
-        wrapper = self._wrapper()
-        return wrapper is None or not wrapper.unsent
+        return not self._ahead or not any(getattr(guard._wrapper(), "unsent", None) for guard in self._ahead)
 
     def send_rest(self) -> None:
         """Let the wrapper send what backward did not bring, where messages need not wait for its finish."""
@@ -176,23 +163,28 @@ class GradientGuard:
             ValueError: the module trains a parameter now that was frozen, or not there, at construction.
             RuntimeError: a gradient was changed after backward, when it may have been sent.
         """
-        if any(parameter.requires_grad for _, parameter in self._frozen):
-            refuse_unfrozen(self._frozen)
+        for name, parameter in self._frozen:
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
+                    "not be averaged: close() this wrapper and wrap the module again"
+                )
         if self._registrations != hooks.registrations:
-            check_unchanged(self._wrapper().module, self)
-            self._registrations = hooks.registrations
-        if not (self._pending or self._ready or self._has_assigned_gradients()):
+            self.check_unchanged()
+        # Gradients may have been put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside.
+        by_hand = not (self._unsent or self.shards_gradients)
+        if not (self._pending or self._ready or (by_hand and find_edited(self.named))):
             return False
         for index, (gradient, version) in self._ready.items():
             if self._trainable[index].grad is not gradient or gradient._version != version:
                 raise RuntimeError(
-                    f"the gradient of '{self._named[index][0]}' was changed between backward and "
+                    f"the gradient of '{self.named[index][0]}' was changed between backward and "
                     "finish_gradient_synchronization(), when it may have been sent: clip and edit gradients after "
                     "finish, and register hooks before wrapping; zero_grad() drops this step's"
                 )
         if len(order.begun) > 1:
             order.send_begun(self.process_group)
-        if self.shards_gradients and len(self._ready) < len(self._trainable):
+        if len(self._ready) < len(self._trainable):
             self._refuse_sending_again()
         return True
 
@@ -205,10 +197,6 @@ class GradientGuard:
         self._ready.clear()
         self._unsent.clear()
         order.begun.pop(self, None)
-
-    def _has_assigned_gradients(self) -> bool:
-        """Whether some were put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside it."""
-        return not (self._unsent or self.shards_gradients) and find_edited(self._named) is not None
 
     # -- step ----------------------------------------------------------------------------------------------
 
@@ -228,7 +216,7 @@ class GradientGuard:
                 f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
                 "another optimizer close() the wrapper and wrap the module again"
             )
-        name = find_edited(self._named) if self.shards_gradients and not self._editing else None
+        name = find_edited(self.named) if self.shards_gradients and not self._editing else None
         if name is not None:
             raise RuntimeError(
                 f"the gradient of '{name}' is not as finish_gradient_synchronization() left it; only this "
@@ -243,26 +231,15 @@ class GradientGuard:
         """From now on only this rank's part of each gradient is a mean, which this optimizer alone may use."""
         self.shards_gradients, self._optimizer = True, weakref.ref(optimizer)
 
-    @contextmanager
-    def elementwise_edits(self) -> Iterator[None]:
-        """Changes inside are right element by element. A gradient that was replaced is copied to its place.
-
-        Raises:
-            RuntimeError: a gradient was edited before.
-        """
-        self.check_step()
-        self._editing = True
-        try:
-            yield
-        finally:
-            self._editing = False
+    def note(self) -> None:
+        """Take edited gradients for the means; one that was replaced is copied to its place."""
         if self.shards_gradients:
             self._wrapper().adopt_gradients()
             self.end_finish()
 
     def _refuse_sending_again(self) -> None:
         """Raise RuntimeError for a gradient that backward has not reached, and that was averaged and not zeroed."""
-        for index, (name, parameter) in enumerate(self._named if self.shards_gradients else ()):
+        for index, (name, parameter) in enumerate(self.named if self.shards_gradients else ()):
             noted = getattr(parameter.grad, "synchronized_version", None)
             if index not in self._ready and noted is not None and parameter.grad._version == noted:
                 raise _not_zeroed(name)

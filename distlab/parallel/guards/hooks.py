@@ -2,8 +2,9 @@
 
 An optimizer knows nothing of the wrapper whose gradients it applies: a step before the gradients are averaged, or
 after something has edited only this rank's part of them, would let the ranks diverge without an error. So one
-global hook asks the wrapper's guard: `guard.check_step(optimizer)` raises what is wrong. Another one counts the
-parameters and modules that are registered anywhere, so that a module is searched for new layers only after that.
+global hook asks the wrapper's guard (`module.Guard`): `guard.check_step(optimizer)` raises what is wrong. Another one
+counts the parameters and modules that are registered anywhere, so that a module is searched for new layers only after
+that.
 
 The state of this module is that of torch's hooks, of which a process has one set.
 """
@@ -11,12 +12,11 @@ The state of this module is that of torch's hooks, of which a process has one se
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
-from torch.distributed import ProcessGroup
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -24,28 +24,15 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-
-class Guard(Protocol):
-    """What is asked before a step.
-
-    Attributes:
-        process_group: the ranks.
-        shards_gradients: whether each rank has the mean gradient of its shards only.
-    """
-
-    process_group: ProcessGroup
-    shards_gradients: bool
-
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Raise what is wrong with this optimizer's next step."""
-
+if TYPE_CHECKING:
+    from distlab.parallel.guards.module import Guard
 
 registrations = 0  # of parameters and modules, in any module of this process, while something is watched
 _watched: "weakref.WeakKeyDictionary[Guard, set[int]]" = weakref.WeakKeyDictionary()  # parameters by their ids
 _undo: list[Callable[[], None]] = []  # removes the hooks; empty while there are none
 
 
-def watch(guard: Guard, parameters: Iterable[Tensor]) -> None:
+def watch(guard: "Guard", parameters: Iterable[Tensor]) -> None:
     """From now on `guard` is asked before an optimizer that holds one of these steps."""
     if not _undo:
         _install()
@@ -53,18 +40,13 @@ def watch(guard: Guard, parameters: Iterable[Tensor]) -> None:
     weakref.finalize(guard, _uninstall_after_the_last).atexit = False
 
 
-def release(guard: Guard) -> None:
+def release(guard: "Guard") -> None:
     """Undo `watch`."""
     _watched.pop(guard, None)
     _uninstall_after_the_last()
 
 
-def is_watched(parameter: Tensor, guard: Guard | None = None) -> bool:
-    """Whether this guard, or any that is still there, watches the parameter."""
-    return any(id(parameter) in ids for other, ids in _watched.items() if guard in (None, other))
-
-
-def guards_of(parameters: Sequence[Tensor]) -> list[Guard]:
+def guards_of(parameters: Sequence[Tensor]) -> "list[Guard]":
     """List the guards that watch one of these."""
     return [guard for guard, ids in list(_watched.items()) if any(id(p) in ids for p in parameters)]
 

@@ -1,13 +1,16 @@
 """The wrapped module: what cannot be wrapped, and what must not change afterwards."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
@@ -40,7 +43,7 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch
     for name, parameter in trainable:
         if not parameter.is_floating_point():
             raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
-        if hooks.is_watched(parameter):
+        if hooks.guards_of([parameter]):
             raise ValueError(
                 f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
             )
@@ -70,14 +73,12 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
     ]
     theirs = collectives.gather_objects(mine, group)
     for rank, other in enumerate(theirs):
-        if other == theirs[0]:
-            continue
-        length = min(len(other), len(theirs[0]))
-        first = next((i for i in range(length) if other[i] != theirs[0][i]), length)
-        raise ValueError(
-            f"ranks hold different models: entry {first} is {_describe(theirs[0], first)} on rank 0 and "
-            f"{_describe(other, first)} on rank {rank}; build the same model on every rank"
-        )
+        for index, (first, here) in enumerate(zip_longest(theirs[0], other)):
+            if first != here:
+                raise ValueError(
+                    f"ranks hold different models: entry {index} is {_describe(theirs[0], index)} on rank 0 and "
+                    f"{_describe(other, index)} on rank {rank}; build the same model on every rank"
+                )
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
@@ -96,25 +97,68 @@ def refuse_uninitialized(module: nn.Module) -> None:
 # -- after wrapping --------------------------------------------------------------------------------------------
 
 
-def check_unchanged(module: nn.Module, guard: hooks.Guard) -> None:
-    """Raise ValueError if the module trains a parameter that `guard` does not watch."""
-    for name, parameter in module.named_parameters():
-        if parameter.requires_grad and not hooks.is_watched(parameter, guard):
-            raise ValueError(
-                f"'{name}' is trained now and was not when the module was wrapped (a layer was replaced, added, "
-                "parametrized or unfrozen), so its gradient would not be averaged: close() this wrapper, wrap the "
-                "module again, and build the optimizer over the new wrapper's parameters"
-            )
+class Guard:
+    """What a wrapper asks once per event, and what both kinds of guard know of their wrapper.
 
+    Args:
+        wrapper: which holds its guard and is not held by it.
+        named: what it trains, with names.
 
-def refuse_unfrozen(frozen: Named) -> None:
-    """Raise ValueError if one of these requires a gradient now."""
-    for name, parameter in frozen:
-        if parameter.requires_grad:
-            raise ValueError(
-                f"'{name}' was frozen when the module was wrapped and requires a gradient now, which would "
-                "not be averaged: close() this wrapper and wrap the module again"
-            )
+    Attributes:
+        shards_gradients: whether each rank has the mean gradient of its shards only.
+    """
+
+    shards_gradients = False
+
+    def __init__(self, wrapper: ParallelModel, named: Named):
+        self._wrapper = weakref.ref(wrapper)
+        self.process_group: ProcessGroup = wrapper.process_group
+        self.named = named
+        self._editing = False  # inside elementwise_edits()
+        hooks.watch(self, [parameter for _, parameter in named])
+        self._registrations = hooks.registrations
+        self._on_loading = refuse_loaded_by_assignment(self, wrapper.module)
+
+    def close(self) -> None:
+        """Watch nothing any more."""
+        self._on_loading.remove()
+        hooks.release(self)
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Raise what is wrong with the gradients, and with this optimizer's next step."""
+
+    def note(self) -> None:
+        """Take the gradients as they are now for the means."""
+
+    @contextmanager
+    def elementwise_edits(self) -> Iterator[None]:
+        """Changes inside are right element by element.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or were edited before.
+        """
+        self.check_step()
+        for _, parameter in self.named if self.shards_gradients else ():
+            if parameter.grad is not None:
+                parameter.grad.synchronized_version = None  # left by an exception, they are half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        self.note()
+
+    def check_unchanged(self) -> None:
+        """Raise ValueError if the module trains a parameter that is not watched."""
+        watched = {id(parameter) for _, parameter in self.named}
+        for name, parameter in self._wrapper().module.named_parameters():
+            if parameter.requires_grad and id(parameter) not in watched:
+                raise ValueError(
+                    f"'{name}' is trained now and was not when the module was wrapped (a layer was replaced, added, "
+                    "parametrized or unfrozen), so its gradient would not be averaged: close() this wrapper, wrap the "
+                    "module again, and build the optimizer over the new wrapper's parameters"
+                )
+        self._registrations = hooks.registrations
 
 
 class Attached:
@@ -124,31 +168,31 @@ class Attached:
         function: the hook.
     """
 
-    def __init__(self, function: Callable[..., Any] | None = None):
+    def __init__(self, function: Callable[..., Any] = lambda *args: None):
         self._function = function
 
     def __call__(self, *args: Any) -> Any:
-        return None if self._function is None else self._function(*args)
+        return self._function(*args)
 
     def __reduce__(self) -> Any:
         return Attached, ()
 
 
-def refuse_loaded_by_assignment(wrapper: ParallelModel) -> RemovableHandle:
+def refuse_loaded_by_assignment(guard: Guard, module: nn.Module) -> RemovableHandle:
     """Hook `load_state_dict`: with assign=True it swaps parameters, and their hooks would be lost."""
-    reference = weakref.ref(wrapper)
+    reference = weakref.ref(guard)
 
     def check(module: nn.Module, _: Any) -> None:
-        owner = reference()
+        guard = reference()
         now = {id(parameter) for parameter in module.parameters()}
-        for name, parameter in zip(owner.trainable_names, owner.trainable, strict=True) if owner is not None else ():
+        for name, parameter in () if guard is None else guard.named:
             if id(parameter) not in now:
                 raise RuntimeError(
                     f"load_state_dict replaced '{name}' (assign=True), so its gradient would no longer be "
                     "averaged: load before wrapping, or without assign"
                 )
 
-    return wrapper.module.register_load_state_dict_post_hook(Attached(check))
+    return module.register_load_state_dict_post_hook(Attached(check))
 
 
 def refuse_conversion(wrapper: nn.Module, module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:

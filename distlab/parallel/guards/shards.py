@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
@@ -19,16 +17,14 @@ from torch.utils.hooks import RemovableHandle
 from distlab.parallel.guards import hooks
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.guards.gradients import find_edited
-from distlab.parallel.guards.module import check_unchanged, the_device
+from distlab.parallel.guards.module import Guard, Named, the_device
 from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
     from distlab.parallel.fsdp.fsdp import FSDP
-    from distlab.parallel.fsdp.unit import FlatParam, Unit
+    from distlab.parallel.fsdp.unit import Unit
     from distlab.parallel.fsdp.units import UnitPlan
-
-Named = Sequence[tuple[str, nn.Parameter]]
 
 # -- before wrapping -------------------------------------------------------------------------------------------
 
@@ -80,7 +76,7 @@ def refuse_parameters(entries: list[Entry]) -> None:
         parameter = entry.parameter
         if getattr(parameter, "made_by_fsdp", False):
             raise ValueError(f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first")
-        if getattr(parameter, "_post_accumulate_grad_hooks", None) or parameter._backward_hooks:
+        if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
             raise ValueError(
                 f"FSDP: '{entry.name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which would "
                 "never fire again: remove it, or close() that wrapper, first"
@@ -113,8 +109,8 @@ def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
 # -- in every step ---------------------------------------------------------------------------------------------
 
 
-class ShardGuard:
-    """Asked by an FSDP once per event.
+class ShardGuard(Guard):
+    """What an FSDP asks once per event.
 
     Args:
         fsdp: which holds its guard and is not held by it.
@@ -131,30 +127,24 @@ class ShardGuard:
     shards_gradients = True
 
     def __init__(self, fsdp: FSDP, entries: Sequence[Entry], sharded: Named, replicated: Named, cast: Named):
-        self._fsdp = weakref.ref(fsdp)
-        self.process_group: ProcessGroup = fsdp.process_group
-        self._sharded, self._replicated, self._all = sharded, replicated, [*sharded, *replicated]
+        super().__init__(fsdp, [*sharded, *replicated])
+        self._sharded, self._replicated = sharded, replicated
         self._without_hooks = [*sharded, *cast]
-        self._flat_params: list[FlatParam] = fsdp.flat_params
         self._owned = [(e.name, module, name, module._parameters[name]) for e in entries for module, name in e.owners]
         self.placed = [
             (entry.name, shard, place_of(shard))
-            for param in self._flat_params
+            for param in fsdp.flat_params
             for entry, shard in zip(param.entries, param.shards, strict=True)
         ]
+        self._trained = [shard.requires_grad for _, shard, _ in self.placed]
         self.pending = self.unfinished = False
-        self._editing = False  # inside elementwise_edits()
-        self._takes_shards: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-        self._check_last: weakref.WeakKeyDictionary[Optimizer, RemovableHandle] = weakref.WeakKeyDictionary()
-        self._after: list[RemovableHandle] = []  # of optimizers' steps
-        hooks.watch(self, fsdp.trainable)
-        self._registrations = hooks.registrations
+        self._of_steps: weakref.WeakKeyDictionary[Optimizer, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
 
     def close(self) -> None:
         """Watch nothing any more."""
-        for handle in [*self._check_last.values(), *self._after]:
+        for handle in chain(*self._of_steps.values()):
             handle.remove()
-        hooks.release(self)
+        super().close()
 
     def check_module(self) -> None:
         """Called before forward.
@@ -164,7 +154,7 @@ class ShardGuard:
             RuntimeError: an attribute is another parameter now, or a shard has other memory.
         """
         if self._registrations != hooks.registrations:
-            self._check_registrations()
+            self.check_unchanged()
         for name, module, attribute, parameter in self._owned:
             if module._parameters.get(attribute) is not parameter:
                 raise RuntimeError(
@@ -179,11 +169,11 @@ class ShardGuard:
 
         Not of a vector: this backward may have reached it already, and it is this rank's own.
         """
-        self._refuse_edited(find_edited(self._sharded))
+        _refuse_edited(self._sharded)
 
     def note(self, vectors_alone: bool = False) -> None:
         """Note that the gradients are as they should be now."""
-        for _, parameter in self._replicated if vectors_alone else self._all:
+        for _, parameter in self._replicated if vectors_alone else self.named:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
 
@@ -200,25 +190,23 @@ class ShardGuard:
             RuntimeError: a gradient was changed after backward.
         """
         if self._registrations != hooks.registrations:
-            self._check_registrations()
+            self.check_unchanged()
         if not (self.pending or (not self.unfinished and find_edited(self._replicated))):  # vectors alone
             return False
-        for param in self._flat_params:
-            for entry, shard in zip(param.entries, param.shards, strict=True):
-                if shard.requires_grad != param.trainable:
-                    raise ValueError(
-                        f"requires_grad of '{entry.name}' changed after wrapping, which would not reach its unit: "
-                        "close() this wrapper, change it, and wrap the module again"
-                    )
+        for (name, shard, _), trained in zip(self.placed, self._trained, strict=True):
+            if shard.requires_grad != trained:
+                raise ValueError(
+                    f"requires_grad of '{name}' changed after wrapping, which would not reach its unit: close() this "
+                    "wrapper, change it, and wrap the module again"
+                )
         for name, parameter in self._without_hooks:
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 raise ValueError(
                     f"FSDP: a gradient hook on '{name}' never fires, as forward reads what is gathered of it: remove "
                     "it, and see its `.grad` after finish_gradient_synchronization()"
                 )
-        edited = find_edited(self._all) if self.unfinished else None
-        if edited is not None:
-            self._refuse_edited(edited)
+        if self.unfinished:
+            _refuse_edited(self.named)
         return True
 
     def end_finish(self) -> None:
@@ -227,27 +215,15 @@ class ShardGuard:
         self.note(vectors_alone=not self.unfinished)
         self.pending = self.unfinished = False
 
-    def check_step(self, optimizer: Optimizer) -> None:
-        """Called before every step of an optimizer that holds parameters of the wrapper.
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Check the gradients, before every step of an optimizer that holds parameters of the wrapper that optimizer,
+        too.
 
         Raises:
             ValueError: an optimizer that is neither element-wise nor takes shards.
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
-        self.check_gradients()
-        if optimizer in self._check_last:
-            self._check_last[optimizer].remove()
-        else:
-            self._after.append(optimizer.register_step_post_hook(partial(_after_step, weakref.ref(self))))
-            self._takes_shards[optimizer] = is_elementwise(type(optimizer)) or takes_shards(type(optimizer))
-        if not self._takes_shards[optimizer]:
-            refuse_matrices(optimizer)
-        # Behind the optimizer's own hooks, which may edit gradients.
-        self._check_last[optimizer] = optimizer.register_step_pre_hook(partial(_before_step, weakref.ref(self)))
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
         replicated = None if self._editing else find_edited(self._replicated)
         if self.unfinished or (replicated and self.pending):
             raise RuntimeError(
@@ -261,53 +237,38 @@ class ShardGuard:
                 "what this rank alone sees: clip by fsdp.clip_grad_norm_(max_norm); edits that treat each element by "
                 "itself (clip_grad_value_) go inside `with fsdp.elementwise_gradient_edits():`"
             )
+        if optimizer is None:
+            return
+        if not (is_elementwise(type(optimizer)) or takes_shards(type(optimizer))):
+            refuse_matrices(optimizer)
+        for handle in self._of_steps.get(optimizer, ()):
+            handle.remove()
+        # Behind the optimizer's own hooks, which may edit gradients.
+        self._of_steps[optimizer] = (
+            optimizer.register_step_pre_hook(partial(_at_step, weakref.ref(self), False)),
+            optimizer.register_step_post_hook(partial(_at_step, weakref.ref(self), True)),
+        )
 
-    @contextmanager
-    def elementwise_edits(self) -> Iterator[None]:
-        """Changes inside are right element by element.
 
-        Raises:
-            RuntimeError: gradients that are not synchronized, or have been edited already.
-        """
-        self.check_gradients()
-        for _, parameter in self._all:
-            if parameter.grad is not None:
-                parameter.grad.synchronized_version = None  # left by an exception, they are half edited
-        self._editing = True
-        try:
-            yield
-        finally:
-            self._editing = False
-        self.note()
-
-    def _check_registrations(self) -> None:
-        check_unchanged(self._fsdp().module, self)
-        self._registrations = hooks.registrations
-
-    def _refuse_edited(self, name: str | None) -> None:
-        if name is not None:
-            raise RuntimeError(
-                f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "
-                "when it is not the mean yet: clip and edit gradients after finish; zero_grad(set_to_none=True) drops "
-                "them"
-            )
+def _refuse_edited(named: Named) -> None:
+    name = find_edited(named)
+    if name is not None:
+        raise RuntimeError(
+            f"FSDP: the gradient of '{name}' was changed between backward and finish_gradient_synchronization(), "
+            "when it is not the mean yet: clip and edit gradients after finish; zero_grad(set_to_none=True) drops "
+            "them"
+        )
 
 
 @torch._disable_dynamo
-def _before_step(reference: weakref.ref[ShardGuard], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    guard = reference()
-    if guard is not None:
-        guard.check_gradients()
-
-
-@torch._disable_dynamo
-def _after_step(reference: weakref.ref[ShardGuard], optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _at_step(reference: weakref.ref[ShardGuard], ended: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
     guard = reference()
     if guard is not None:
-        if guard.unfinished:  # a closure's backward
-            guard.check_gradients()
-        guard.note()
+        if guard.unfinished or not ended:  # after the step: a closure's backward
+            guard.check_step()
+        if ended:
+            guard.note()
 
 
 def refuse_matrices(optimizer: Optimizer) -> None:

@@ -2,7 +2,7 @@
 
 from itertools import combinations
 
-from torch import Tensor, nn
+from torch import nn
 
 
 def refuse_shared_memory(module: nn.Module) -> None:
@@ -16,8 +16,10 @@ def refuse_shared_memory(module: nn.Module) -> None:
     on_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
     for name, parameter in module.named_parameters():  # a tied parameter is listed once
         if parameter.numel() > 0:
-            entry = (*_byte_range(parameter), name, parameter)
-            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(entry)
+            first, width = parameter.storage_offset(), parameter.element_size()
+            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+            touched = (first * width, (first + reach + 1) * width, name, parameter)  # the first byte, one past the last
+            on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(touched)
     for together in on_storage.values():
         for (start, stop, name, one), (first, last, other_name, other) in combinations(together, 2):
             if start < last and first < stop and (one.requires_grad or other.requires_grad):
@@ -25,10 +27,3 @@ def refuse_shared_memory(module: nn.Module) -> None:
                     f"'{name}' and '{other_name}' are two parameters on the same memory: to tie them, assign "
                     "one Parameter object to both names; to keep them apart, clone one"
                 )
-
-
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
-    """First and one-past-last byte that a tensor (not empty) touches within its storage."""
-    first = tensor.storage_offset()
-    last = first + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return first * tensor.element_size(), (last + 1) * tensor.element_size()
