@@ -12,14 +12,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.derived import noise_of
 from distlab.report.record import Record, plain, read_json
-from distlab.report.table import Column, grouped, is_number
+from distlab.report.table import Column, grouped, is_number, shared_options
 from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
@@ -44,9 +43,9 @@ class SavedRun:
     records: list[Record]
 
     @staticmethod
-    def read(run: str | Path) -> SavedRun:
-        """Raises ValueError for what is no run, or one without rows."""
-        path = rows_of(run)
+    def read(run: str | Path, *roots: str | Path) -> SavedRun:
+        """Read a run that `rows_of` finds. Raises ValueError for what is no run, or one without rows."""
+        path = rows_of(run, *roots)
         records = read_json(path)
         if not records:
             raise ValueError(f"{run}: no rows were measured; run it again")
@@ -56,15 +55,6 @@ class SavedRun:
     def first(self) -> Record:
         """What stands for all rows where only the environment matters."""
         return self.records[0]
-
-    @cached_property
-    def when(self) -> str:
-        """See `when_of`."""
-        return when_of(self.path, self.first)
-
-    def label(self) -> str:
-        """Commit and time, for headings."""
-        return f"{short(self.first.commit)}, {self.when[:16].replace('T', ' ')}"
 
 
 def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:
@@ -84,7 +74,12 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
         ValueError: fewer than two runs, runs of different experiments, one without the last one's metric, or a control
             that a run has no samples of.
     """
-    check(runs)
+    if len(runs) < 2:
+        raise ValueError("give two runs or more, the baseline first; `distlab runs` lists them")
+    experiments = {run.first.experiment: run for run in runs}
+    if len(experiments) > 1:
+        said = ", ".join(f"{run.path} is of {name}" for name, run in experiments.items())
+        raise ValueError(f"{said}: only runs of one experiment can be compared")
     if control is not None:
         runs = [replace(run, records=_over(run, control)) for run in runs]
     metric = main_metric(runs[-1].records) if control is None else RATIO
@@ -125,16 +120,6 @@ def _over(run: SavedRun, control: str) -> list[Record]:
     return rows
 
 
-def check(runs: Sequence[SavedRun]) -> None:
-    """Raise ValueError unless these are two or more runs of one experiment."""
-    if len(runs) < 2:
-        raise ValueError("give two runs or more, the baseline first; `distlab runs` lists them")
-    experiments = {run.first.experiment: run for run in runs}
-    if len(experiments) > 1:
-        said = ", ".join(f"{run.path} is of {name}" for name, run in experiments.items())
-        raise ValueError(f"{said}: only runs of one experiment can be compared")
-
-
 def differences(runs: Sequence[SavedRun]) -> list[str]:
     """What differs between the runs beside their figures: machines first, then code, environment and options."""
     found = []
@@ -143,14 +128,14 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
             f"DIFFERENT MACHINES: {' and '.join(sorted(machines))}; what differs below is the machines' "
             "difference too"
         )
-    if len({run.first.commit for run in runs}) > 1:
-        found.append(f"commit: {' → '.join(str(run.first.commit or 'unknown') for run in runs)}")
     places = [
-        {name: value for name, value in run.first.environment.items() if name not in ALIKE} for run in runs
+        {"commit": run.first.commit or "unknown"}
+        | {name: value for name, value in run.first.environment.items() if name not in ALIKE}
+        for run in runs
     ]
-    options = [_shared(run.records) for run in runs]
+    options = [shared_options(run.records) for run in runs]
     for kind, known in (("", places), ("option ", options)):
-        for name in dict.fromkeys(itertools.chain(*known)):
+        for name in known[0]:
             values = [plain(each.get(name)) for each in known]
             if any(value != values[0] for value in values) and all(name in each for each in known):
                 found.append(f"{kind}{name}: {' → '.join(map(shown, values))}")
@@ -207,10 +192,9 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
     shown = range(len(runs)) if len(runs) <= MOST_COLUMNS else (0, len(runs) - 1)
     titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
     named = "; ".join(
-        f"{titles.get(n, n + 1)}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
-        + f"({run.label()})"
-        for n, run in enumerate(runs)
-        if n in shown
+        f"{title}: {run.path.parent.name}/{run.path.name} ".replace(f"/{ROWS}", "")
+        + f"({short(run.first.commit)}, {when_of(run.path, run.first)[:16]})"
+        for title, run in ((title, runs[number]) for number, title in titles.items())
     )
     differing = differences(runs)
     return View(
@@ -245,13 +229,11 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     if all(len(run.records) == 1 for run in runs):  # whatever they are called, such as a training run's strategy
         name = " → ".join(dict.fromkeys(run.first.variant for run in runs))
         return [{(name,): run.first} for run in runs]
-    every = [record for run in runs for record in run.records]
     varying = []
     if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
-        names = [name for name in dict.fromkeys(itertools.chain(*(r.config for r in every)))]
         varying = [
             name
-            for name in names
+            for name in dict.fromkeys(itertools.chain(*(r.config for run in runs for r in run.records)))
             if any(len({str(r.config.get(name)) for r in run.records}) > 1 for run in runs)
         ]
     return [
@@ -269,9 +251,9 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
 def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
     nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
-    if not is_number(first) or not is_number(last) or not first > 0 or not last > 0:
-        where = "the first" if is_number(first) else "the last" if is_number(last) else "neither"
-        return nothing | {"verdict": f"only in {where} run" if where != "neither" else "in neither run"}
+    if not all(is_number(value) and value > 0 for value in (first, last)):
+        where = "only in the first" if is_number(first) else "only in the last" if is_number(last) else "in neither"
+        return nothing | {"verdict": f"{where} run"}
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
     noise = max((n for n in noises if n is not None), default=None)
@@ -296,13 +278,13 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, A
 
 def _sentence(row: Record) -> str:
     m, metric = row.metrics, row.config["metric"]
-    last = max(int(name.removeprefix("run_")) for name in m if name.startswith("run_"))
+    first, *_, last = (value for name, value in m.items() if name.startswith("run_"))
     between = (
         f", 95 % between {m['low_pct']:+.1f} and {m['high_pct']:+.1f} %" if m["low_pct"] is not None else ""
     )
     noise = f", noise {m['noise_pct']:.1f} %" if m["noise_pct"] is not None else ""
     return (
-        f"{metric} {in_unit(m['run_0'], metric)} → {in_unit(m[f'run_{last}'], metric)}, "
+        f"{metric} {in_unit(first, metric)} → {in_unit(last, metric)}, "
         f"{m['difference_pct']:+.1f} %{between}{noise}."
     )
 
@@ -310,12 +292,3 @@ def _sentence(row: Record) -> str:
 def _machine(run: SavedRun) -> str:
     known = run.first.environment
     return f"{known.get('device_name') or 'unknown device'}, {known.get('device_count') or 1} on the host"
-
-
-def _shared(records: Sequence[Record]) -> dict[str, Any]:
-    """The options that are the same in all rows of a run."""
-    return {
-        name: value
-        for name, value in records[0].config.items()
-        if all(r.config.get(name) == value for r in records)
-    }

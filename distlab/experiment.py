@@ -38,7 +38,7 @@ from distlab.options import Options, add_options, config_from, given, option, pa
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
 from distlab.report.view import View, headline_from, say, say_table, write
-from distlab.runs import Header, OutputFolder, Run, check_names, open_run, same_run
+from distlab.runs import Header, Run, check_names, make_folder, open_run
 
 __all__ = [
     "Column",
@@ -116,7 +116,7 @@ class Experiment(Generic[C]):
         gpus: that the run needs, unless a preset is chosen.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
         wrong: rows → reasons to end with exit code 1, which are the first findings.
-        same_run: what keeps a run from being resumed, see `runs.same_run`.
+        may_change: options that a resumed run may have otherwise than before.
         parts: views of further rows that `measure` puts into `run.part(view.name)`.
     """
 
@@ -128,7 +128,7 @@ class Experiment(Generic[C]):
     gpus: int = 0
     nproc: int | None = None
     wrong: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
-    same_run: Callable[[Header, Header], Sequence[str]] = same_run
+    may_change: Sequence[str] = ()
     parts: Sequence[View] = ()
 
     def __post_init__(self) -> None:
@@ -212,7 +212,7 @@ class Experiment(Generic[C]):
             hold(folder, context, progress.keep),
             contextlib.closing(progress),
         ):
-            run = self.open(config, context, frame.out, folder.name, frame.commit)
+            run = self.open(config, context, folder, frame.commit)
             if run.header.complete:
                 progress.keep(
                     f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, another "
@@ -225,24 +225,13 @@ class Experiment(Generic[C]):
             progress.close()
             return self.finish(run, json_only=frame.json) if context.is_main else 0
 
-    def open(
-        self,
-        config: C,
-        context: RankContext,
-        out: str | Path,
-        name: str | None = None,
-        default: str | None = None,
-    ) -> Run:
-        """Make or resume the run's folder on rank 0; returns it with the rows that are there, on every rank."""
+    def open(self, config: C, context: RankContext, folder: Path, default: str | None = None) -> Run:
+        """Begin or resume the run in a folder, on rank 0; returns it with the rows that are there, on every rank."""
         where = environment("cpu" if self.ranks == "none" else context.device)
-        asked = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
-
-        def opened() -> tuple[Header, Path, list[Record]]:
-            run = open_run(asked, out, name, self.same_run)
-            return run.header, run.path, run.records
-
-        header, path, records = on_main(context, opened)
-        return Run(header, path, records=records, is_main=context.is_main)
+        header = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
+        run = on_main(context, lambda: open_run(header, folder, self.may_change))
+        run.is_main = context.is_main
+        return run
 
     def show(self, run: Run, progress: Progress, *, json_only: bool = False) -> None:
         """Write tables, pictures and page of the rows so far, and print the short table."""
@@ -268,7 +257,7 @@ class Experiment(Generic[C]):
 
 @contextlib.contextmanager
 def run_folder(
-    context: RankContext, root: str, experiment: str, name: str | None, *, fresh: bool
+    context: RankContext, root: str, experiment: str, name: str | None, *, fresh: bool = False
 ) -> Iterator[Path]:
     """A run's folder, made by rank 0 and joined by the others, and removed at the end where the run, being refused,
     wrote nothing. Every rank enters, and all raise alike if it cannot be written.
@@ -282,7 +271,7 @@ def run_folder(
         if lock is not None:
             number = next(n for n in itertools.count(1) if not path.with_name(f"{name}-old-{n}").exists())
             lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
-        return OutputFolder(root, experiment, name).path
+        return make_folder(root, experiment, name)
 
     fresh = fresh and name is not None and RankEnvironment.read().restarts == 0
     if on_main(context, lambda: fresh and path.is_dir()):

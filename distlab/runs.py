@@ -14,13 +14,11 @@ run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `recor
 from __future__ import annotations
 
 import contextlib
-import itertools
-import os
 import re
 import tempfile
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
@@ -44,56 +42,49 @@ from distlab.report.table import is_number
 
 HEADER = "run.json"
 ROWS = "records.json"
-INDEX = "index.html"
 # What a run is about, if its rows hold it; else the first of their metrics.
 RESULTS = (
     "validation_loss", "final_loss", "step_p50_ms", "predicted_step_ms", r"\w*_p50_ms", r"\w*_ms", r"\w*_per_s",
     r"\w*_bytes", r"\w+",
 )  # fmt: skip
-HEADINGS = ("run", "when (UTC)", "machine", "commit", "differs from the default", "result")
 STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
 MOST_VALUES = 3  # of an option that are written out
 
 Defaults = Callable[[Record], Mapping[str, Any]]
 
 
-class OutputFolder:
-    """The folder ``<root>/<experiment>/<stamp>/`` of one run, created at once so that a bad ``--out`` fails
-    early.
+def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
+    """Make the folder ``<root>/<experiment>/<name>/`` of one run, before anything is measured, so that a bad ``--out``
+    fails early.
 
     Args:
         root: the folder of all results, such as ``outputs``.
         experiment: name of the experiment.
-        stamp: name of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, … appended if
-            a run of the same second exists. A stamp that is given is used as it is and may exist already:
-            that is how a sweep resumes, and how the other ranks join the folder that rank 0 made.
-
-    Attributes:
-        path: the folder.
+        name: of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, … appended if a run of the
+            same second exists. A name that is given is used as it is and may exist already: that is how a sweep
+            resumes.
 
     Raises:
         ValueError: a name is not usable as a folder name.
         OSError: the folder cannot be made or written; the message names it and says to pass ``--out``.
     """
-
-    def __init__(self, root: str | os.PathLike, experiment: str, stamp: str | None = None) -> None:
-        check_names(str(root), experiment, stamp)
-        parent = Path(root) / experiment
-        try:
-            parent.mkdir(parents=True, exist_ok=True)
-            self.path = _fresh_folder(parent) if stamp is None else parent / stamp
-            self.path.mkdir(exist_ok=True)
-            # Making the folder is not enough: an existing one may be read-only, and a full disk shows only
-            # here.
-            with tempfile.NamedTemporaryFile(dir=self.path, prefix=".tmp-probe-") as probe:
-                probe.write(b"x")
-        except OSError as error:
-            reason = error.strerror or str(error)
-            raise OSError(
-                f"results cannot be written under {parent} ({reason}): "
-                "pass --out FOLDER with a folder that you can write to"
-            ) from error
-        results_go_to(self.path)
+    check_names(str(root), experiment, name)
+    parent = Path(root) / experiment
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+        path = _fresh_folder(parent) if name is None else parent / name
+        path.mkdir(exist_ok=True)
+        # Making the folder is not enough: an existing one may be read-only, and a full disk shows only here.
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".tmp-probe-") as probe:
+            probe.write(b"x")
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise OSError(
+            f"results cannot be written under {parent} ({reason}): "
+            "pass --out FOLDER with a folder that you can write to"
+        ) from error
+    results_go_to(path)
+    return path
 
 
 def check_names(out: str, *names: str | None) -> None:
@@ -108,12 +99,13 @@ def check_names(out: str, *names: str | None) -> None:
 def _fresh_folder(parent: Path) -> Path:
     """Make and return a folder named after this second that no other run has."""
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    for attempt in itertools.count(1):
+    attempt = 1
+    while True:
         folder = parent / (stamp if attempt == 1 else f"{stamp}-{attempt}")
         with contextlib.suppress(FileExistsError):
             folder.mkdir()  # mkdir itself decides between two runs that race for one name
             return folder
-    raise AssertionError("unreachable")
+        attempt += 1
 
 
 @dataclass(frozen=True)
@@ -137,23 +129,36 @@ class Header:
     complete: str | None = None
 
 
-def same_run(before: Header, now: Header) -> list[str]:
-    """What differs between a run that was cut off and the one that would resume it, one line each."""
-    pairs = {
-        "experiment": (before.experiment, now.experiment),
-        "commit": (before.commit, now.commit),
-        "number of ranks": (before.world_size, now.world_size),
-        "device": (before.environment.get("device_name"), now.environment.get("device_name")),
-    }
-    names = [*now.config, *(name for name in before.config if name not in now.config)]
-    pairs |= {f"option {name}": (before.config.get(name), now.config.get(name)) for name in names}
-    return [f"{name} was {old!r} and is {new!r}" for name, (old, new) in pairs.items() if old != new]
+def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> list[str]:
+    """What differs between a run that was cut off and the one that would resume it, one line each.
+
+    Args:
+        may_change: options that may.
+    """
+    old, new = (
+        {
+            "experiment": header.experiment,
+            "commit": header.commit,
+            "number of ranks": header.world_size,
+            "device": header.environment.get("device_name"),
+            **{f"option {name}": value for name, value in header.config.items() if name not in may_change},
+        }
+        for header in (before, now)
+    )
+    names = [name for name in dict.fromkeys([*new, *old]) if old.get(name) != new.get(name)]
+    return [f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names]
 
 
+def _nothing(*_: str) -> None:
+    """Say and show nothing."""
+
+
+@dataclass
 class Run:
     """Where an experiment's rows go; `is_main` alone writes files.
 
     Attributes:
+        header: what is run.
         path: the run's folder.
         records: the rows so far.
         progress: says on stderr, on rank 0, what is done now.
@@ -163,39 +168,30 @@ class Run:
         shown: whether it was called.
     """
 
-    cut_off = False
-    shown = False
+    header: Header
+    path: Path
+    records: list[Record] = field(default_factory=list)
+    is_main: bool = True
+    progress: Callable[[str], object] = _nothing
+    notice: Callable[[str], object] = _nothing
+    show: Callable[[], object] = _nothing
+    cut_off: bool = False
+    shown: bool = False
 
-    def __init__(
-        self,
-        header: Header,
-        path: Path,
-        *,
-        records: list[Record] | None = None,
-        is_main: bool = True,
-        progress: Callable[[str], None] = lambda text: None,
-        notice: Callable[[str], None] = lambda text: None,
-    ):
-        self.header = header
-        self.path = path
-        self.records = records if records is not None else []
+    def __post_init__(self) -> None:
         self._resumed = list(self.records)  # of the run that was cut off
-        self.is_main = is_main
-        self.progress = progress
-        self.notice = notice
         self.parts: dict[str, Run] = {}
-        self.show: Callable[[], object] = lambda: None
 
     def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
         """Add a row: what was compared, what was measured, and what of its configuration the options do not say.
 
         The same row of the run that was cut off is replaced.
         """
-        shared = dict(self.header.config) | {"world_size": self.header.world_size}
+        facts = {**self.header.config, "world_size": self.header.world_size, **config}
         record = Record(
             self.header.experiment,
             variant,
-            shared | config,
+            facts,
             dict(metrics),
             dict(self.header.environment),
             self.header.commit,
@@ -211,22 +207,21 @@ class Run:
         """Write the rows so far, whole or not at all; before the first of them, what is run."""
         if self.is_main:
             if not (self.path / HEADER).is_file():
-                write_checked(self.path / HEADER, plain(asdict(self.header)))
-            write_json(self.records, self.path / "records.json")
+                write_checked(self.path / HEADER, plain(self.header))
+            write_json(self.records, self.path / ROWS)
 
     def complete(self) -> None:
         """Note that everything is measured and written, unless it was cut off."""
         if not self.cut_off:
             now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-            write_checked(self.path / HEADER, plain(asdict(replace(self.header, complete=now))))
+            write_checked(self.path / HEADER, plain(replace(self.header, complete=now)))
 
     def done(self, variant: str, **config: Any) -> Record | None:
         """Return the row of this variant, and of this configuration, if it is there already."""
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
-        wanted = {name: plain(value) for name, value in config.items()}
         for record in self.records:
-            if record.variant == variant and all(plain(record.config.get(k)) == v for k, v in wanted.items()):
+            if record.variant == variant and all(plain(record.config.get(k)) == plain(v) for k, v in config.items()):
                 return record
         return None
 
@@ -237,31 +232,32 @@ class Run:
             if self.is_main:
                 path.mkdir(parents=True, exist_ok=True)
             header = replace(self.header, experiment=name)
-            self.parts[name] = Run(header, path, is_main=self.is_main, progress=self.progress, notice=self.notice)
+            self.parts[name] = Run(header, path, is_main=self.is_main)
         return self.parts[name]
 
 
-def open_run(header: Header, out: str | Path, name: str | None, differences: Callable = same_run) -> Run:
-    """The run of this name under `out/<experiment>/`, resumed where it exists; without a name, a new one.
+def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Run:
+    """Return the run in this folder: a new one, or the one that was cut off there.
+
+    Args:
+        may_change: options that may differ from those of the run that was cut off.
 
     Raises:
-        ValueError: a run of that name exists and was another: another commit, other options, other ranks or device.
-        OSError: the folder cannot be written.
+        ValueError: it holds another run: of another commit, with other options, other ranks or another device.
     """
-    folder = OutputFolder(out, header.experiment, name)
-    saved, rows, records = folder.path / HEADER, folder.path / "records.json", []
+    saved, rows, records = folder / HEADER, folder / ROWS, []
     if saved.is_file():
         before = from_fields(Header, read_checked(saved), saved)
-        if found := differences(before, Header(**plain(asdict(header)))):
+        if found := same_run(before, header, may_change):
             raise ValueError(
-                f"--name {name}: {folder.path} holds another run: {'; '.join(found)}. Give the same options to resume "
-                "it, or another --name"
+                f"--name {folder.name}: {folder} holds another run: {'; '.join(found)}. Give the same options to "
+                "resume it, or another --name"
             )
         records = read_json(rows) if rows.is_file() else []
         if any((record.experiment, record.commit) != (header.experiment, header.commit) for record in records):
             raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
         header = replace(header, complete=before.complete)
-    return Run(header, folder.path, records=records)
+    return Run(header, folder, records)
 
 
 # -- the list of all runs ------------------------------------------------------------------------------------------
@@ -276,7 +272,7 @@ def rows_of(run: str | Path, *roots: str | Path) -> Path:
     Raises:
         ValueError: neither; the message says what a run is.
     """
-    paths = [Path(run), *(Path(root) / run for root in roots)]
+    paths = [Path(root, run) for root in ("", *roots)]
     for path in paths:
         found = path / ROWS if path.is_dir() else path
         if found.is_file():
@@ -302,10 +298,11 @@ def main_metric(records: Sequence[Record]) -> str:
         ValueError: no row holds a number.
     """
     numbers = dict.fromkeys(name for r in records for name, value in r.metrics.items() if is_number(value))
-    found = next((name for form in RESULTS for name in numbers if re.fullmatch(form, name)), None)
-    if found is None:
-        raise ValueError("these rows hold no number")
-    return found
+    for form in RESULTS:
+        for name in numbers:
+            if re.fullmatch(form, name):
+                return name
+    raise ValueError("these rows hold no number")
 
 
 def higher_is_better(metric: str) -> bool:
@@ -313,21 +310,22 @@ def higher_is_better(metric: str) -> bool:
     return re.search(r"_per_s$|^(mfu|overlap|of_copy|efficiency)_pct$", metric) is not None
 
 
+UNITS = {  # by the end of a metric's name
+    "_ms": "ms",
+    "_us": "µs",
+    "_bytes": "GiB",
+    "_gb_per_s": "GB/s",
+    "_tflop_per_s": "TFLOP/s",
+    "_per_s": "/s",
+    "_pct": "%",
+    "_loss": "nats",
+}
+
+
 def in_unit(value: float, metric: str) -> str:
     """A value with the unit that its metric's name ends with."""
-    for end, unit, scale in (
-        ("_ms", "ms", 1),
-        ("_us", "µs", 1),
-        ("_bytes", "GiB", 2**-30),
-        ("_gb_per_s", "GB/s", 1),
-        ("_tflop_per_s", "TFLOP/s", 1),
-        ("_per_s", "/s", 1),
-        ("_pct", "%", 1),
-        ("_loss", "nats", 1),
-    ):
-        if metric.endswith(end):
-            return f"{value * scale:,.4g} {unit}"
-    return f"{value:,.4g}"
+    unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
+    return f"{value * (2**-30 if unit == 'GiB' else 1):,.4g} {unit}".rstrip()
 
 
 def result_of(records: Sequence[Record]) -> str:
@@ -335,11 +333,11 @@ def result_of(records: Sequence[Record]) -> str:
     rows = [r for r in records if r.variant != "local"] or list(records)
     if not rows or len({r.variant for r in rows}) < len(rows):
         return f"{len(records)} rows"
-    numbers = [r for r in rows if any(map(is_number, r.metrics.values()))]
-    if not numbers:
+    try:
+        metric = main_metric(rows)
+    except ValueError:
         return f"{len(records)} rows without a number"
-    metric = main_metric(numbers)
-    known = [r for r in numbers if is_number(r.metrics.get(metric))]
+    known = [r for r in rows if is_number(r.metrics.get(metric))]
     best = (max if higher_is_better(metric) else min)(known, key=lambda r: r.metrics[metric])
     return f"{best.variant} {in_unit(best.metrics[metric], metric)}"
 
@@ -375,7 +373,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
     return {
         "run": str(path.parent if path.name == ROWS else path),
         "experiment": first.experiment,
-        "when (UTC)": when_of(path, first)[:19].replace("T", " "),
+        "when (UTC)": when_of(path, first),
         "machine": f"{count} × {machine}",
         "commit": short(first.commit or f"distlab {first.environment.get('distlab', 'unknown')}"),
         "differs from the default": changed(first.config, defaults(first)),
@@ -396,12 +394,11 @@ def short(commit: str | None) -> str:
     return re.sub(r"^(\w{8})\w*", r"\1", commit or "unknown")
 
 
-def when_of(path: Path, record: Record) -> str:
-    """When a run was made, ISO 8601: as it says, by its commit, or by its file's time."""
-    if date := record.environment.get("date"):
-        return str(date)
-    made = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat(timespec="seconds")
-    return date_of_commit((record.commit or "").removesuffix("-dirty")) or made
+def when_of(path: Path, record: Record | None = None) -> str:
+    """When a run was made, `2026-11-22 14:05:33` in UTC: as its row says, by its commit, or by its file's time."""
+    said = record and (record.environment.get("date") or date_of_commit((record.commit or "").removesuffix("-dirty")))
+    made = said or datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
+    return str(made)[:19].replace("T", " ")
 
 
 def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
@@ -411,10 +408,8 @@ def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
         try:
             rows.append(described(path, defaults))
         except (OSError, ValueError) as error:
-            nothing = dict.fromkeys((*HEADINGS, "experiment"), "")
-            when = datetime.fromtimestamp(path.parent.stat().st_mtime, UTC).isoformat(" ", timespec="seconds")
             result = f"cannot be read: {error}" if path.exists() else "failed, without a row"
-            rows.append(nothing | {"run": str(path.parent), "when (UTC)": when[:19], "result": result})
+            rows.append({"run": str(path.parent), "when (UTC)": when_of(path.parent), "result": result})
     return sorted(rows, key=lambda row: row["when (UTC)"], reverse=True)
 
 
@@ -424,7 +419,7 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     texts = []
     for row in rows:
         first = f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  "
-        rest = "; ".join(filter(None, (row["machine"], row["commit"], row["differs from the default"])))
+        rest = "; ".join(filter(None, map(row.get, ("machine", "commit", "differs from the default"))))
         texts.append(first + row["result"])
         texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
     return "\n".join(texts)
@@ -435,5 +430,6 @@ def write_index(root: Path) -> Path:
     pages = sorted(root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True)
     names = [page.relative_to(root).as_posix() for page in pages]
     links = "".join(f'<li><a href="{quote(name)}">{escape(name)}</a></li>\n' for name in names)
-    write_whole(root / INDEX, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{links}</ul>\n")
-    return root / INDEX
+    index = root / "index.html"
+    write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{links}</ul>\n")
+    return index

@@ -167,7 +167,7 @@ def show(arguments: Sequence[str]) -> int:
 
     from distlab.report import read_json, reading
     from distlab.report.view import check_records, say, write
-    from distlab.runs import OutputFolder, rows_of
+    from distlab.runs import make_folder, rows_of
     from launch.runs import refresh_index
 
     files = [rows_of(run, args.out, ROOT) for run in args.files]
@@ -181,11 +181,11 @@ def show(arguments: Sequence[str]) -> int:
         if args.table:
             print(view.table(records, args.table))
             return 0
-    folder = OutputFolder(args.out, view.name)
+    folder = make_folder(args.out, view.name)
     for file in sorted(files[0].parent.glob("*.png")) if len(files) == 1 else []:
-        shutil.copy(file, folder.path)
+        shutil.copy(file, folder)
     with reading(files):
-        say(view, records, write(view, records, folder.path), quiet=args.json)
+        say(view, records, write(view, records, folder), quiet=args.json)
     refresh_index(args.out)
     return 0
 

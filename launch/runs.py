@@ -10,11 +10,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distlab.compare import SavedRun, compared, differences, failures, undecided, view_of
+from distlab.compare import SavedRun, compared, differences, failures, findings, undecided, view_of
 from distlab.options import Parser
 from distlab.report.record import Record, plain
 from distlab.report.view import WIDTH, highlighted, say, write
-from distlab.runs import OutputFolder, as_text, files_of, listed, rows_of, write_index
+from distlab.runs import as_text, files_of, listed, make_folder, write_index
 from launch.registry import ROOT, experiments, load
 
 MOST_RUNS = 20  # that are listed
@@ -62,18 +62,16 @@ def runs_parser() -> argparse.ArgumentParser:
 def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
-    saved = [SavedRun.read(rows_of(run, args.out, ROOT)) for run in args.runs]
+    saved = [SavedRun.read(run, args.out, ROOT) for run in args.runs]
     rows = compared(saved, args.against)
     view = view_of(saved, rows[0].config["metric"])
     if not args.json:
         for line in differences(saved):
             print(highlighted(textwrap.fill(line, WIDTH)))
         print()
-    folder = OutputFolder(args.out, view.name)
-    page = write(view, rows, folder.path)
+    page = write(view, rows, make_folder(args.out, view.name))
     refresh_index(args.out)
-    without = len(differences(saved))  # are printed above
-    say(replace(view, findings=lambda rows: view.findings(rows)[without:]), rows, page, quiet=args.json)
+    say(replace(view, findings=findings), rows, page, quiet=args.json)  # without the differences, printed above
     if args.fail_above is None:
         return 0
     failed, unsure = failures(rows, args.fail_above), undecided(rows, args.fail_above)

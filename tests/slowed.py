@@ -15,7 +15,7 @@ from dataclasses import replace
 from unittest import mock
 
 from distlab.compare import SavedRun, compared, findings
-from distlab.experiment import RankContext
+from distlab.experiment import RankContext, run_folder
 from distlab.parallel import STRATEGIES, BucketedDDP
 from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT
@@ -50,8 +50,12 @@ def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
             "profile_steps": 0,
         }
     )
-    with mock.patch.dict(STRATEGIES, changed), contextlib.redirect_stderr(None):
-        run = EXPERIMENT.open(config, context, out, name)
+    with (
+        mock.patch.dict(STRATEGIES, changed),
+        contextlib.redirect_stderr(None),
+        run_folder(context, out, "ddp_bench", name) as folder,
+    ):
+        run = EXPERIMENT.open(config, context, folder)
         EXPERIMENT.measure(config, context, run)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from distlab.cli_errors import is_out_of_memory, message_of, until_stopped, what_is_saved
 from distlab.files import atomic_path
-from distlab.runs import OutputFolder
+from distlab.runs import make_folder
 from launch import __main__ as command
 from launch import ranks
 from tests.commands import ROOT, environment, on_terminal, shown
@@ -98,12 +98,12 @@ def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
     def work() -> int:
         raise AssertionError("goes on")
 
-    folder = OutputFolder(tmp_path, "bench", "now")
+    folder = make_folder(tmp_path, "bench", "now")
 
     def saves() -> int:
-        joined = OutputFolder(tmp_path, "bench", "now")
-        (joined.path / "records.json").write_text("[]")
-        with atomic_path(joined.path / "half.json") as temporary:
+        joined = make_folder(tmp_path, "bench", "now")
+        (joined / "records.json").write_text("[]")
+        with atomic_path(joined / "half.json") as temporary:
             temporary.write_text("half")
             os.kill(os.getpid(), number)
         return work()
@@ -114,8 +114,8 @@ def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
     finally:
         signal.signal(number, before)
     line = capsys.readouterr().err
-    assert line == f"bench: stopped by {by} after 0 s; saved so far in {folder.path}: records.json\n"
-    assert [path.name for path in folder.path.iterdir()] == ["records.json"]
+    assert line == f"bench: stopped by {by} after 0 s; saved so far in {folder}: records.json\n"
+    assert [path.name for path in folder.iterdir()] == ["records.json"]
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
@@ -142,8 +142,8 @@ def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
 def test_a_folder_in_which_nothing_was_saved_goes(tmp_path, capsys):
     assert stopped_in(lambda: 0) == 143
     assert capsys.readouterr().err.endswith("nothing was saved\n")
-    folder = OutputFolder(tmp_path, "bench")
-    assert what_is_saved(folder.path) == "nothing was saved" and not folder.path.exists()
+    folder = make_folder(tmp_path, "bench")
+    assert what_is_saved(folder) == "nothing was saved" and not folder.exists()
 
 
 def test_the_handlers_before_come_back():

@@ -7,15 +7,15 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 22,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
+    "distlab/*.py": 21.4,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
     "distlab/bench": 5.8,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
     "distlab/comm": 9,  # sums, and passing on round a group
     "distlab/measure": 15.8,
     "distlab/model": 8.1,  # stages of a pipeline; export under Llama's names
     "distlab/parallel": 42.5,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
-    "distlab/report": 12.4,  # derived columns, which experiments computed; links of a page, tables in parts
-    "distlab/theory": 29.3,  # what a rank of a layout sends, holds and takes; pipelines; Muon
+    "distlab/report": 11.8,  # derived columns, which experiments computed; links of a page, tables in parts
+    "distlab/theory": 29.4,  # what a rank of a layout sends, holds and takes; pipelines; Muon
     "distlab/train": 12,
     "docs": 1.7,  # drawings of the pages
     "examples": 4,  # strategies.py: six strategies in one file

@@ -26,15 +26,12 @@ from distlab.report.derived import (
     waiting,
 )
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Record, json_line, read_json, reading, write_csv, write_json
-from distlab.report.style import INK, OKABE_ITO, picture
-from distlab.report.table import Column, grouped, is_number, render, render_for_terminal
+from distlab.report.record import Record, json_line, read_json, reading, write_json
+from distlab.report.table import Column, grouped, is_number
 from distlab.report.view import View, write
 
 __all__ = [
-    "INK",
     "NOISE",
-    "OKABE_ITO",
     "PEAK",
     "TIE",
     "Column",
@@ -55,18 +52,14 @@ __all__ = [
     "noise_by_row",
     "noise_of",
     "overlaid",
-    "picture",
     "prediction_error",
     "read_json",
     "reading",
-    "render",
-    "render_for_terminal",
     "row_of",
     "stacked_bars",
     "step_bars",
     "timeline",
     "waiting",
     "write",
-    "write_csv",
     "write_json",
 ]

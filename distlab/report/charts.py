@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from distlab.report.style import (
@@ -90,11 +89,11 @@ class Panel:
     log_y: bool = False
     from_zero: bool = True
     y_max: float | None = None
-    x_ticks: Sequence[tuple[float, str]] = field(default=())
-    events: Sequence[tuple[float, str]] = field(default=())
+    x_ticks: Sequence[tuple[float, str]] = ()
+    events: Sequence[tuple[float, str]] = ()
 
 
-def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> None:
+def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
     """Draw up to three panels side by side, more of them small and in even rows of at most four; what has one label has
     one colour in all of them, and the legend stands once, below.
 
@@ -105,7 +104,7 @@ def lines(path: str | os.PathLike, panels: Sequence[Panel], *, title: str) -> No
     rows = -(-len(panels) // ABREAST)
     abreast = -(-len(panels) // rows)
     keys = list(dict.fromkeys(series.key for panel in panels for series in panel.series))
-    handles: dict[str, Any] = {}
+    handles = {}
     with picture(path, title, 0.8 + 1.9 * rows if small else 4.4, small=small) as figure:
         for place, panel in enumerate(panels):
             axes = figure.add_subplot(rows, abreast, place + 1)
@@ -129,7 +128,7 @@ def _draw(axes: Axes, series: Series, place: int) -> Any:
         marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
         markerfacecolor="white" if series.hollow else colour,
     )  # fmt: skip
-    if series.low is not None and series.high is not None:
+    if series.low is not None:
         below = [max(0.0, y - low) for low, y in zip(series.low, series.y, strict=True)]
         above = [max(0.0, high - y) for high, y in zip(series.high, series.y, strict=True)]
         axes.errorbar(series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1)
@@ -151,7 +150,8 @@ def _dress(axes: Axes, panel: Panel) -> None:
     if panel.y_max is not None and axes.get_ylim()[1] > panel.y_max:
         axes.set_ylim(0, panel.y_max)
     if panel.x_ticks:
-        axes.set_xticks([place for place, _ in panel.x_ticks], [text for _, text in panel.x_ticks])
+        places, texts = zip(*panel.x_ticks, strict=True)
+        axes.set_xticks(places, texts)
         axes.set_xticks([], minor=True)
     for x, text in panel.events:
         axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
@@ -163,12 +163,9 @@ def _dress(axes: Axes, panel: Panel) -> None:
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
     """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible."""
     return [
-        Series(
-            name, x, y, line="-",
-            width=3.2 - 2.4 * index / (len(curves) - 1) if len(curves) > 1 else 1.6,
-        )
+        Series(name, x, y, line="-", width=3.2 - 2.4 * index / len(curves))
         for index, (name, (x, y)) in enumerate(curves.items())
-    ]  # fmt: skip
+    ]
 
 
 def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
@@ -182,13 +179,13 @@ def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
 
 
 def stacked_bars(
-    path: str | os.PathLike,
+    path: Path,
     labels: Sequence[str],
     parts: Mapping[str, Sequence[float | str | None]],
     *,
     title: str,
     unit: str,
-    whiskers: Sequence[tuple[float, float] | None] | None = None,
+    whiskers: Sequence[tuple[float, float] | None] = (),
 ) -> None:
     """One horizontal bar per label, made of the parts in their order, with the total written beside it and, if there
     are several parts, each long one's value inside.
@@ -202,7 +199,6 @@ def stacked_bars(
             drawn.
         whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
     """
-    whiskers = whiskers if whiskers is not None else [None] * len(labels)
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
     numbers = [[v for v in bar if v is not None] if text is None else [] for bar, text in zip(bars, texts, strict=True)]
@@ -259,9 +255,7 @@ LANES = {
 }
 
 
-def timeline(
-    path: str | os.PathLike, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str
-) -> None:
+def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str) -> None:
     """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
 
     Args:
@@ -294,7 +288,7 @@ def timeline(
         _legend_above(axes)
 
 
-def memory_areas(path: str | os.PathLike, memory: Any, *, title: str) -> None:
+def memory_areas(path: Path, memory: Any, *, title: str) -> None:
     """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`; categories without any are left
     out. Phases are written along the upper edge, and a dot marks the peak.
     """

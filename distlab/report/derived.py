@@ -90,7 +90,9 @@ class Ratio:
             row.metrics.update(zip(names, found, strict=True))
 
     def of(self, row: Record, base: Record) -> Sequence[float] | None:
-        """Return the ratio of one row to another, and its interval; None where either was not timed."""
+        """Return the ratio of one row to another, and its interval, of paired samples or by the noise of the worse row;
+        None where either was not timed.
+        """
         samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in (row, base)]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer
         if pairs >= MIN_PAIRS:
@@ -98,7 +100,8 @@ class Ratio:
         mine, other = (each.metrics.get(f"{self.quantity}_p50_ms") for each in (row, base))
         if not (is_number(mine) and is_number(other)) or not other:
             return None
-        return with_noise(mine / other, row, base, self.quantity)
+        noise = 0.0 if row is base else max(noise_of(each.metrics, self.quantity) or 0.0 for each in (row, base))
+        return mine / other, mine / other * (1 - noise / 100), mine / other * (1 + noise / 100)
 
     def tie(self, record: Record) -> str:
         """` tie` where the interval contains 1; a row over itself is exactly 1 and no tie."""
@@ -108,12 +111,6 @@ class Ratio:
     def column(self, title: str, form: str = ".3f", **more: Any) -> Column:
         """Return its column, in which ties are named."""
         return Column(f"metrics.{self.name}", title, form, note=self.tie, **more)
-
-
-def with_noise(ratio: float, row: Record, base: Record, quantity: str = "step") -> tuple[float, float, float]:
-    """Return a ratio of two medians with the interval that the noise of the worse row makes."""
-    noise = 0.0 if row is base else max(noise_of(each.metrics, quantity) or 0.0 for each in (row, base)) / 100
-    return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
 
 def prediction_error(predicted: str, measured: str, title: str = "off %", form: str = "+.0f") -> Column:

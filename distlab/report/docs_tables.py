@@ -24,6 +24,9 @@ from pathlib import Path
 from distlab.report.record import Record, read_json
 from distlab.report.view import View
 
+# The file, variants, what was varied and its values, and columns.
+SOURCE = re.compile(r"([^#?@]+)(?:#([^?@]*))?(?:\?([^@=]*)=([^@]*))?(?:@(.*))?")
+
 
 def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Path, *, check: bool) -> int:
     """Write the pages that are out of date, or with `check` only name them; 1 if any was only named.
@@ -61,25 +64,23 @@ def records_of(source: str, root: Path) -> list[Record]:
     Raises:
         ValueError: records of uncommitted code, or a variant or a value that the file lacks.
     """
-    source, _, of = source.partition("?")
-    source, _, rows = source.partition("#")
-    records = read_json(root / source)
+    path, variants, key, values, _ = SOURCE.fullmatch(source).groups()
+    records = read_json(root / path)
     commits = dict.fromkeys(record.commit or "unknown" for record in records)
     if dirty := [commit for commit in commits if commit.endswith("-dirty")]:
         raise ValueError(
-            f"{source} is of code that was never committed ({', '.join(dirty)}), and a page shows records of a clean "
+            f"{path} is of code that was never committed ({', '.join(dirty)}), and a page shows records of a clean "
             "commit: commit, then measure it again with distlab records"
         )
-    if rows:
-        wanted = rows.split(";" if ";" in rows else ",")
-        records = [record for record in records if record.variant in wanted]
-        if {record.variant for record in records} != set(wanted):
-            raise ValueError(f"{source}: not all of {rows} are variants there")
-    if of:
-        key, _, values = of.partition("=")
-        records = [record for record in records if str(record.config.get(key)) in values.split(",")]
-        if {str(record.config[key]) for record in records} != set(values.split(",")):
-            raise ValueError(f"{source}: not all of {values} are values of {key} there")
+    for chosen, what, of in (
+        (variants, "variants", lambda record: record.variant),
+        (values, f"values of {key}", lambda record: str(record.config.get(key))),
+    ):
+        if chosen:
+            wanted = chosen.split(";" if ";" in chosen else ",")
+            records = [record for record in records if of(record) in wanted]
+            if {of(record) for record in records} != set(wanted):
+                raise ValueError(f"{path}: not all of {chosen} are {what} there")
     return records
 
 
@@ -90,12 +91,11 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     Raises:
         ValueError: as `records_of`, or an experiment without a view.
     """
-    source, _, only = source.partition("@")
+    path, *_, only = SOURCE.fullmatch(source).groups()
     records = records_of(source, root)
-    source = source.partition("?")[0].partition("#")[0]
     view = view_of(records[0].experiment)
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
-    note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{source}`)"
+    note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{path}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 
 
@@ -138,8 +138,7 @@ def definition(path: Path, name: str) -> str:
         ValueError: the file does not define it.
     """
     text = path.read_text(encoding="utf-8")
-    nodes: list[ast.stmt] = ast.parse(text).body
-    found: ast.stmt | None = None
+    nodes = ast.parse(text).body
     for part in name.split("."):
         found = next((node for node in nodes if getattr(node, "name", None) == part), None)
         if found is None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.report.derived import noise_by_row
 from distlab.report.record import Record
-from distlab.report.table import Column, by_machine, is_number, render
+from distlab.report.table import Column, by_machine, is_number, render, shared_options
 
 if TYPE_CHECKING:
     from distlab.report.view import View
@@ -26,7 +26,7 @@ MOST_COLUMNS = 14  # beside a row's name
 def page(
     view: View,
     records: Sequence[Record],
-    pictures: Sequence[tuple[str, Path]],
+    pictures: Mapping[Path, str],
     findings: Sequence[str],
     links: Mapping[str, Sequence[str]],
 ) -> str:
@@ -34,13 +34,13 @@ def page(
 
     Args:
         view: how the records are shown.
-        pictures: caption and file (`.png`) of each.
+        pictures: file (`.png`) → its caption.
         findings: sentences that answer the question.
         links: what lies beside the page → its addresses from there.
     """
     tables = view.tables(records)
-    return rendered(
-        "page.html.j2", title=view.name, view=view, headline=view.headline_of(records), findings=findings,
+    return _template().render(
+        title=view.name, view=view, headline=view.headline_of(records), findings=findings,
         noise=noise_by_row(records), links=links,
         columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
@@ -52,12 +52,12 @@ def page(
             }
             for title, group, columns in tables
         ],
-        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for caption, path in pictures],
+        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for path, caption in pictures.items()],
     )  # fmt: skip
 
 
-def rendered(template: str, **values: Any) -> str:
-    """One of the templates beside this file, filled in; its filter `code` makes code of what stands in backticks."""
+def _template() -> Any:
+    """Return the template beside this file; its filter `code` makes code of what stands in backticks."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 
@@ -66,7 +66,7 @@ def rendered(template: str, **values: Any) -> str:
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters["code"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
-    return environment.get_template(template).render(**values)
+    return environment.get_template("page.html.j2")
 
 
 def _parts(columns: Sequence[Column]) -> list[list[Column]]:
@@ -103,8 +103,6 @@ def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
     }
     commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))
     options = {
-        key: json.dumps(value, default=str, ensure_ascii=False)
-        for key, value in config.items()
-        if all(key in record.config and record.config[key] == value for record in records)
+        name: json.dumps(value, default=str, ensure_ascii=False) for name, value in shared_options(records).items()
     }
     return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}

@@ -28,15 +28,14 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
     """
     device = torch.device(device)
     on_cuda = device.type == "cuda"
-    nccl = torch.cuda.nccl.version() if on_cuda else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
         "distlab": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "triton": _version_of("triton"),
+        "triton": _triton_version(),
         "cuda": torch.version.cuda if on_cuda else None,
-        "nccl": ".".join(map(str, nccl)) if isinstance(nccl, tuple) else nccl,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_cuda else None,
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
         "device_count": torch.cuda.device_count() if on_cuda else 1,
         "cpu_model": _cpu_model(),
@@ -54,15 +53,14 @@ def command() -> str:
     Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
     """
     root = Path(__file__).resolve().parents[2]
-    words = sys.orig_argv[1:]
-    words = words[1:] if words[:1] == ["-u"] else words
+    words = [word for word in sys.orig_argv[1:] if word != "-u"]  # which torchrun adds
     if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
         return "python -c …"
     words = [
         re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w) for w in words
     ]
     starter = ["python"]
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+    if dist.is_initialized() and dist.get_world_size() > 1:
         starter = ["torchrun", "--standalone", f"--nproc-per-node={dist.get_world_size()}"]
     return shlex.join([*starter, *words])
 
@@ -85,10 +83,11 @@ def commit(default: str | None = None) -> str | None:
     # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
     # ours.
     tracked = git(here, "ls-files", "--error-unmatch", Path(__file__).name)
-    head, top = git(here, "rev-parse", "HEAD"), git(here, "rev-parse", "--show-toplevel")
-    if tracked is None or head is None or top is None:
+    head = git(here, "rev-parse", "HEAD")
+    if tracked is None or head is None:
         return default
-    status = git(Path(top), "status", "--porcelain", "--untracked-files=all", "--", ".", ":(exclude)records") or ""
+    paths = (":(top)", ":(top,exclude)records")
+    status = git(here, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
     changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
     return f"{head}-dirty" if changes else head
 
@@ -110,9 +109,9 @@ def git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _version_of(module: str) -> str | None:
+def _triton_version() -> str | None:
     try:
-        return importlib.import_module(module).__version__
+        return importlib.import_module("triton").__version__
     except Exception:  # a broken installation is not importable either; it must not end a benchmark
         return None
 

@@ -89,20 +89,6 @@ class Record:
     environment: dict[str, Any]
     commit: str | None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain dictionaries, lists, numbers, strings and None; dtypes, devices and paths become strings.
-
-        Raises:
-            TypeError: a value has no plain form; the message says where it stands.
-        """
-        names = (field.name for field in dataclasses.fields(self))
-        return {name: plain(getattr(self, name), name) for name in names}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Record:
-        """Invert `to_dict`. Raises ValueError if fields are missing, unknown or of the wrong kind."""
-        return from_fields(cls, data)
-
 
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
@@ -115,12 +101,12 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     return cls(**data)
 
 
-def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
+def write_json(records: Iterable[Record], path: Path) -> None:
     """Write records to ``path`` atomically: a file that exists is whole."""
     headers: list[dict[str, Any]] = []
     rows = []
     for record in records:
-        row = record.to_dict()
+        row = plain(record, "record")
         header = {name: row.pop(name) for name in SHARED}
         if header not in headers:
             headers.append(header)
@@ -128,13 +114,13 @@ def write_json(records: Iterable[Record], path: str | os.PathLike) -> None:
     write_checked(path, {"format": FORMAT, "headers": headers, "records": rows})
 
 
-def write_checked(path: str | os.PathLike, body: dict[str, Any]) -> None:
+def write_checked(path: Path, body: dict[str, Any]) -> None:
     """Write a JSON object, with its checksum, whole or not at all."""
     body = _leaves(body, _encoded)
     write_whole(path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n")
 
 
-def read_checked(path: str | os.PathLike, unchecked: Sequence[str] = ()) -> dict[str, Any]:
+def read_checked(path: str | Path) -> dict[str, Any]:
     """Read what `write_checked` wrote, or an object of one of the formats that had no checksum.
 
     Raises:
@@ -146,44 +132,42 @@ def read_checked(path: str | os.PathLike, unchecked: Sequence[str] = ()) -> dict
     except (ValueError, RecursionError) as error:  # covers broken JSON and broken UTF-8
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
     body = body if isinstance(body, dict) else {}
-    accepted = digest_of(body) if body.get("format") in unchecked else None
+    accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
     if body.pop("digest", accepted) != digest_of(body):
         raise ValueError(f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}")
     return _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
 
 
-def read_json(path: str | os.PathLike) -> list[Record]:
+def read_json(path: str | Path) -> list[Record]:
     """Read what `write_json` wrote.
 
     Raises:
         OSError: the file cannot be opened.
         ValueError: it is truncated, or was not written by distlab; the message names the path.
     """
-    body = read_checked(path, OLD_FORMATS)
+    body = read_checked(path)
     if body.get("format") not in (FORMAT, *OLD_FORMATS) or not isinstance(body.get("records"), list):
         raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
     try:
         rows = body["records"]
         if body["format"] != OLD_FORMATS[0]:
-            rows = [{**body["headers"][row["header"]], **row} for row in rows]
-            rows = [{name: value for name, value in row.items() if name != "header"} for row in rows]
-        rows = [row | {"metrics": _as_now(row["metrics"], TURNED.get(row["experiment"], {}))} for row in rows]
-        rows = [row | {"config": row["config"] | SAID_NOW.get(row["experiment"], {})} for row in rows]
-        rows = [row | {"experiment": MERGED.get(row["experiment"], row["experiment"])} for row in rows]
-        return [Record.from_dict(row) for row in rows]
+            rows = [body["headers"][row.pop("header")] | row for row in rows]
+        return [_as_now(from_fields(Record, row)) for row in rows]
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
 
 
-def _as_now(metrics: Mapping[str, Any], turned: Mapping[str, str]) -> dict[str, Any]:
-    """Metrics by the names of now."""
-    found = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
-             for name, value in metrics.items()}
-    for old, new in turned.items():
+def _as_now(record: Record) -> Record:
+    """Give a record the names of now."""
+    experiment = record.experiment
+    metrics = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
+               for name, value in record.metrics.items()}
+    for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
-            if (value := found.pop(kind + old, None)) is not None:
-                found[kind + new] = 1 / value
-    return found
+            if (value := metrics.pop(kind + old, None)) is not None:
+                metrics[kind + new] = 1 / value
+    config = record.config | SAID_NOW.get(experiment, {})
+    return dataclasses.replace(record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics)
 
 
 @contextlib.contextmanager
@@ -202,7 +186,7 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
         ) from error
 
 
-def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
+def write_csv(records: Sequence[Record], path: Path) -> None:
     """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
     columns.
 
@@ -211,20 +195,20 @@ def write_csv(records: Sequence[Record], path: str | os.PathLike) -> None:
     """
     rows = []
     for record in records:
-        fields = record.to_dict()
-        names = ("experiment", "variant", "commit", "config", "metrics")
-        rows.append(dict(entry for name in names for entry in _flattened(name, fields[name])))
-    columns = list(dict.fromkeys(["experiment", "variant", "commit", *(name for row in rows for name in row)]))
+        fields = plain(record, "record")
+        del fields["environment"]
+        rows.append(dict(entry for name, value in fields.items() for entry in _flattened(name, value)))
+    columns = dict.fromkeys(name for row in rows for name in row)
     # A stable sort by block: a config entry that only the second record has still stands before all metrics.
-    columns.sort(key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
+    columns = sorted(columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
-    writer.writerows({name: "" if value is None else value for name, value in row.items()} for row in rows)
+    writer.writerows(rows)
     write_whole(path, text.getvalue())
 
 
-def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike | None) -> str:
+def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> str:
     """Return the compact last line of a measuring command, valid JSON whatever was measured (NaN, inf →
     null).
 
@@ -234,11 +218,11 @@ def json_line(experiment: str, records: Iterable[Record], out: str | os.PathLike
     rows = [
         {
             "variant": record.variant,
-            "metrics": {k: v for k, v in record.to_dict()["metrics"].items() if not isinstance(v, list)},
+            "metrics": {k: v for k, v in plain(record.metrics).items() if not isinstance(v, list)},
         }
         for record in records
     ]
-    body = {"experiment": experiment, "records": rows, "out": None if out is None else str(out)}
+    body = {"experiment": experiment, "records": rows, "out": str(out)}
     return json.dumps(_leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":"))
 
 

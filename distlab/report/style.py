@@ -7,7 +7,6 @@ give the same picture.
 from __future__ import annotations
 
 import contextlib
-import os
 import textwrap
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -15,6 +14,8 @@ from typing import TYPE_CHECKING
 from distlab.files import atomic_path
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour blindness.
@@ -29,7 +30,7 @@ OKABE_ITO = {
     "purple": "#CC79A7",
 }
 # Two more, for pictures of ten parts: far from the others and from each other in lightness.
-GREYS = {"grey": "#999999", "light grey": "#DDDDDD"}
+GREY, LIGHT_GREY = "#999999", "#DDDDDD"
 INK = "#333333"
 FAINT = "#BBBBBB"
 
@@ -55,13 +56,13 @@ COLOURS = {
     "matrix products": OKABE_ITO["blue"],
     "attention": OKABE_ITO["green"],
     "scores": OKABE_ITO["sky"],
-    "values": GREYS["grey"],
+    "values": GREY,
     "softmax": OKABE_ITO["vermillion"],
     "normalisation": OKABE_ITO["purple"],
     "element-wise": OKABE_ITO["yellow"],
     "loss": OKABE_ITO["black"],
-    "casts and copies": GREYS["grey"],
-    "other": GREYS["light grey"],
+    "casts and copies": GREY,
+    "other": LIGHT_GREY,
 }
 _SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "black")]
 
@@ -69,7 +70,6 @@ DPI = 150
 WIDTH_PX = 1200
 STYLE = {
     "figure.dpi": DPI,
-    "figure.facecolor": "white",
     "figure.constrained_layout.use": True,
     "figure.titlesize": 9.5,
     "figure.titleweight": "bold",
@@ -90,7 +90,6 @@ STYLE = {
     "ytick.labelsize": 8,
     "legend.fontsize": 8,
     "legend.frameon": False,
-    "lines.linewidth": 1.5,
     "lines.markersize": 5,
     "errorbar.capsize": 2.5,
 }
@@ -107,9 +106,7 @@ SMALL = {
 
 
 @contextlib.contextmanager
-def picture(
-    path: str | os.PathLike, title: str, height_in: float, *, small: bool = False
-) -> Iterator[Figure]:
+def picture(path: Path, title: str, height_in: float, *, small: bool = False) -> Iterator[Figure]:
     """Yield an empty figure to draw on; at the end it has its title and is written, whole or not at all.
 
     Args:

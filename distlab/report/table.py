@@ -1,6 +1,7 @@
 """Tables from records: one list of columns, rendered as text for a terminal or as Markdown."""
 
 import math
+import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,8 +30,7 @@ class Column:
         note: record → text behind a number, such as `` tie``; empty for none.
         optional: left out of a table in which no record has it.
         about: what it says, in a sentence; a page shows it.
-        align: ``"left"`` or ``"right"``; None puts ``variant`` and ``experiment`` left and everything else
-            right.
+        align: ``"left"``; None puts ``variant`` left and everything else right.
     """
 
     key: str
@@ -47,7 +47,7 @@ class Column:
     @property
     def stands_left(self) -> bool:
         """Whether its cells are aligned left."""
-        return (self.align or ("left" if self.key in ("variant", "experiment") else "right")) == "left"
+        return self.align == "left" or self.key == "variant"
 
     def value(self, record: Record) -> Any:
         """What the record holds there, or what is derived from it, not scaled; None if nothing."""
@@ -65,9 +65,10 @@ class Column:
             return str(value)
         if callable(self.format):
             return self.format(value) + self.note(record)
-        text = format(value if self.scale == 1 else value * self.scale, self.format)
+        scaled = value * self.scale
+        text = format(scaled, self.format)
         if self.scale != 1 and value and not text.strip("+-0."):  # nothing that was counted is shown as none
-            text = f"{value * self.scale:.1g}"
+            text = f"{scaled:.1g}"
         return text + self.note(record)
 
 
@@ -80,9 +81,14 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    rows = [[escaped(_cell(column, record), style) for column in columns] for record in records]
-    titles = [escaped(column.title, style) for column in columns]
-    return _tabulate(rows, columns, titles, STYLES[style][0])
+
+    def written(text: str) -> str:
+        line = " ".join(text.split())  # a line break would end the row
+        return re.sub(r"[\\|*<`]", r"\\\g<0>", line) if style == "markdown" else line
+
+    rows = [[written(_cell(column, record)) for column in columns] for record in records]
+    titles = [written(column.title) for column in columns]
+    return _tabulate(rows, columns, titles, "pipe" if style == "markdown" else "simple")
 
 
 def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
@@ -136,16 +142,6 @@ def _cell(column: Column, record: Record) -> str:
         raise ValueError(f"column {column.key!r} of variant {record.variant!r}: {error}") from error
 
 
-_MARKDOWN = str.maketrans({character: f"\\{character}" for character in "\\|*<`"})
-# name → (tabulate's, special characters → how they are written)
-STYLES = {"text": ("simple", {}), "markdown": ("pipe", _MARKDOWN)}
-
-
-def escaped(text: str, style: str) -> str:
-    """`text` in one line, since a line break would end a row, with a style's special characters escaped."""
-    return " ".join(text.split()).translate(STYLES[style][1])
-
-
 def is_number(value: Any) -> bool:
     """Whether a metric holds a finite number: not None, not a text such as `OOM`, not a truth value."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
@@ -157,6 +153,12 @@ def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, li
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
+
+
+def shared_options(records: Sequence[Record]) -> dict[str, Any]:
+    """Return the options that are the same in all records."""
+    options = records[0].config.items()
+    return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
 
 
 def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:

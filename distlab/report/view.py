@@ -77,7 +77,7 @@ class View:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [(part, group, [c for c in columns if _named(c) in ("variant", *only)])
                       for part, group, columns in tables]  # fmt: skip
-        title = {"text": "{}:\n", "markdown": "**{}**\n\n"}.get(style, "")
+        title = "**{}**\n\n" if style == "markdown" else "{}:\n"
         return "\n\n".join(
             (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
@@ -189,25 +189,25 @@ def check_records(view: View, records: Sequence[Record]) -> None:
     others = {record.experiment for record in records} - {view.name}
     if others:
         raise ValueError(
-            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give them to --from of the "
-            "command that made them"
+            f"records of {', '.join(sorted(others))} cannot be shown as {view.name}: give runs of one "
+            "experiment"
         )
 
 
-def _draw(view: View, records: Sequence[Record], path: Path) -> list[tuple[str, Path]]:
-    """Draw the view's pictures, those of each machine apart; (caption, file) of these and of others in the folder."""
+def _draw(view: View, records: Sequence[Record], path: Path) -> dict[Path, str]:
+    """Draw the view's pictures, those of each machine apart; file → caption of these and of others in the folder."""
     machines = by_machine(records)
-    found: list[tuple[str, Path]] = []
+    captions = {}
     for number, (machine, group) in enumerate(machines.items(), 1):
         for name, draw in view.pictures.items():
             target = path / (name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}")
             draw(group, target)
             if target.exists():
-                caption = Path(name).stem.replace("_", " ")
-                found.append((caption if len(machines) == 1 else f"{caption}, {machine}", target))
-    drawn = {target for _, target in found}
-    others = (other for other in sorted(path.glob("*.png")) if other not in drawn)
-    return found + [(other.stem.replace("_", " "), other) for other in others]
+                of_machine = f", {machine}" if len(machines) > 1 else ""
+                captions[target] = Path(name).stem.replace("_", " ") + of_machine
+    for other in sorted(path.glob("*.png")):
+        captions.setdefault(other, other.stem.replace("_", " "))
+    return captions
 
 
 def say_table(view: View, records: Sequence[Record]) -> None:

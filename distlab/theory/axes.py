@@ -2,8 +2,8 @@
 
 Bytes are payload as in `volume`: the full output of an all-gather, the full input of a reduce-scatter, what one rank
 contributes to an all-to-all; a message between neighbours counts where it leaves and where it arrives. B sequences of
-T tokens are those of one micro-batch of the ranks that share a model, and recomputation adds what the repeated forward
-sends.
+T tokens are those of one micro-batch of the ranks that share a model. A recomputed block sends what its forward sent
+once more, but for the reduce-scatter at the end of it, or of its group: no gradient needs its result.
 """
 
 from distlab.theory.checks import at_least_one
@@ -30,6 +30,7 @@ def layout_volume(
     shard_size: int | None = None,
     micro_batches: int = 1,
     pipeline: int = 1,
+    keeps: int | tuple[str, ...] = 0,
 ) -> CommunicationVolume | None:
     """All that a rank sends in a step: the data strategy's messages of the matrices that the other axes leave it, and
     those of these axes; None where no closed form says the strategy's.
@@ -43,7 +44,9 @@ def layout_volume(
         bucket_size_mb, shard_size: as in `step_volume`.
         micro_batches: of a step.
         pipeline: ranks that have the stages.
+        keeps: what recomputation does, as `checkpointing` of `theory.memory`.
     """
+    blocks, groups = _recomputed(keeps, shape.num_layers)
     numels = shape.parameter_numels()
     of_strategy = step_volume(
         strategy, numels, [FP32] * len(numels), units=shape.parameter_units(), shapes=shape.parameter_shapes(),
@@ -54,17 +57,28 @@ def layout_volume(
         return None
     embedding = itemsize if casts_parameters else FP32
     of_tensor = tensor_volume(
-        shape, batch=batch, context=context // sharing, itemsize=itemsize, embedding_itemsize=embedding
+        shape, batch=batch, context=context // sharing, itemsize=itemsize, embedding_itemsize=embedding,
+        again=4 * blocks - groups,
+    )  # fmt: skip
+    of_context = context_volume(
+        shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize, again=blocks
     )
-    of_context = context_volume(shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize)
     of_pipeline = pipeline_volume(
         shape, batch=batch, context=context // sharing, micro_batches=micro_batches, itemsize=embedding
     )
     return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 
 
+def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int]:
+    """Blocks whose forward runs again, and the groups in which it does."""
+    if isinstance(keeps, tuple):
+        blocks = len(keeps) - keeps.count("none")
+        return blocks, blocks
+    return (num_layers, -(-num_layers // keeps)) if keeps else (0, 0)
+
+
 def tensor_volume(
-    shape: ModelShape, *, batch: int, context: int, itemsize: int = 4, embedding_itemsize: int = 4
+    shape: ModelShape, *, batch: int, context: int, itemsize: int = 4, embedding_itemsize: int = 4, again: int = 0
 ) -> CommunicationVolume:
     """Of the ranks that share every matrix of `shape`, the loss in the head.
 
@@ -77,19 +91,20 @@ def tensor_volume(
     Args:
         context: T, of this rank: a part of the sequence where ranks share sequences, too.
         itemsize: bytes of an element between blocks; `embedding_itemsize` of the embedding's result.
+        again: transfers of blocks that recomputation repeats.
     """
     at_least_one(batch=batch, context=context)
     if shape.tensor == 1:
         return CommunicationVolume(0, 0)
     d, tokens = shape.d_model, batch * context
-    inner, outer = 2 * (4 * shape.num_layers + shape.has_head), 2 * shape.has_embedding
+    inner, outer = 2 * (4 * shape.num_layers + shape.has_head) + again, 2 * shape.has_embedding
     losses = 3 * shape.has_head
     sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (losses * tokens + shape.norms * d)
     return CommunicationVolume(inner + outer + losses + shape.norms, sent)
 
 
 def context_volume(
-    shape: ModelShape, *, batch: int, context: int, ranks: int, how: str = "gathered", itemsize: int = 4
+    shape: ModelShape, *, batch: int, context: int, ranks: int, how: str = "gathered", itemsize: int = 4, again: int = 0
 ) -> CommunicationVolume:
     """Of ranks that share sequences; `how` as `distlab.parallel.context_parallel.HOW`.
 
@@ -101,18 +116,23 @@ def context_volume(
 
     Args:
         context: T, whole.
+        again: blocks whose forward recomputation repeats.
     """
     at_least_one(batch=batch, context=context, ranks=ranks)
     if ranks == 1:
         return CommunicationVolume(0, 0)
     keys, width, tokens = shape.kv_width, shape.width, batch * context // ranks
     pair = 2 * tokens * keys
-    calls, sent = {
-        "gathered": (2, 2 * ranks * pair * itemsize),
-        "ulysses": (8, 2 * tokens * (2 * width + 2 * keys) * itemsize),
-        "ring": (3 * ranks - 2, 2 * (ranks - 1) * pair * itemsize + ranks * pair * max(FP32, itemsize)),
+    forward, backward = {  # messages and bytes of a block
+        "gathered": ((1, ranks * pair * itemsize),) * 2,
+        "ulysses": ((4, tokens * (2 * width + 2 * keys) * itemsize),) * 2,
+        "ring": (
+            (ranks - 1, (ranks - 1) * pair * itemsize),
+            (2 * ranks - 1, (ranks - 1) * pair * itemsize + ranks * pair * max(FP32, itemsize)),
+        ),
     }[how]
-    return CommunicationVolume(shape.num_layers * calls, shape.num_layers * sent)
+    layers = shape.num_layers
+    return CommunicationVolume(*forward) * (layers + again) + CommunicationVolume(*backward) * layers
 
 
 def pipeline_volume(

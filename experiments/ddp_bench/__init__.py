@@ -64,8 +64,13 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_shard_size(self.shard_size, self.strategies)
-        for layout in self.layouts:
-            check_layout(Layout.parse(layout), self.compile, self.micro_batches)
+        for layout in map(Layout.parse, self.layouts):
+            check_layout(layout, self.compile, self.micro_batches)
+            if layout.pipeline > 1 and self.batch * layout.ranks % self.micro_batches:
+                raise ValueError(
+                    f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for each of "
+                    f"{layout.ranks} ranks, are no {self.micro_batches} equal parts; pass another --micro-batches"
+                )
         if self.layouts and self.factory is not None:
             raise ValueError("--layouts: ranks share the lab's Transformer; with --model leave them out")
 
@@ -200,9 +205,10 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
         return counted | {"sent_nothing": silent or None}
     layout, model = variant.layout, bench.options.model()
+    part = rank_parts(model, layout, bench.options.checkpointing, variant.micro_batches)[0]  # rank 0's
     expected = layout_volume(
         variant.strategy,
-        rank_parts(model, layout, micro_batches=variant.micro_batches)[0].shape,  # rank 0's
+        part.shape,
         batch=bench.options.batch * layout.ranks // variant.micro_batches,
         context=model.context_length,
         world_size=bench.context.world_size,
@@ -214,6 +220,7 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         shard_size=variant.shard_size,
         micro_batches=variant.micro_batches,
         pipeline=layout.pipeline,
+        keeps=part.keeps,
     )
     said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
     predicted = {f"predicted_{name}": value for name, value in said.items()}

@@ -4,19 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.experiment import Column, Record, View
-from distlab.report import (
-    INK,
-    OKABE_ITO,
-    TIE,
-    Ratio,
-    fastest,
-    grouped,
-    host_bound,
-    noise_of,
-    picture,
-    prediction_error,
-    row_of,
-)
+from distlab.report import TIE, Ratio, fastest, grouped, host_bound, noise_of, prediction_error, row_of
+from distlab.report.style import INK, OKABE_ITO, picture
 
 from .cases import VARIANTS
 

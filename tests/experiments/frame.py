@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from distlab.comm import RankContext
-from distlab.experiment import Experiment, lone_context
+from distlab.experiment import Experiment, lone_context, run_folder
 from distlab.report import Record
 from distlab.testing import run_ranks
 from launch.__main__ import main
@@ -36,10 +36,11 @@ def on_rank(context: RankContext, name: str, root: str, preset: str, fields: dic
 
 def _measured(experiment, context, root, preset, fields) -> list[Record]:
     config = experiment.config(**(experiment.preset(preset, on_gpu=False) | fields))
-    run = experiment.open(config, context, root, "run")
-    experiment.measure(config, context, run)
-    if context.is_main:
-        experiment.finish(run, json_only=True)
+    with run_folder(context, root, experiment.name, "run") as folder:
+        run = experiment.open(config, context, folder)
+        experiment.measure(config, context, run)
+        if context.is_main:
+            experiment.finish(run, json_only=True)
     return run.records
 
 

@@ -39,7 +39,7 @@ def two_runs(context, root):
 def measured_here(context, root, /, **fields):
     """The rows of a run of one rank, and its folder."""
     config = BenchmarkConfig(**SMALL | fields)
-    run = EXPERIMENT.open(config, context, root, "run")
+    run = EXPERIMENT.open(config, context, root)
     EXPERIMENT.measure(config, context, run)
     EXPERIMENT.finish(run, json_only=True)
     return run

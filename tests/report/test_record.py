@@ -17,9 +17,9 @@ from distlab.report import (
     json_line,
     provenance,
     read_json,
-    write_csv,
     write_json,
 )
+from distlab.report.record import plain, write_csv
 
 
 def record(variant="bucketed", **metrics):
@@ -46,15 +46,14 @@ def test_a_nan_stays_a_nan_and_the_file_stays_json(tmp_path):
 def test_values_of_torch_and_numpy_become_plain():
     config = {"dtype": torch.bfloat16, "device": torch.device("cpu"), "sizes": (1, 2)}
     metrics = {"a_ms": numpy.float64(1.5), "n": torch.tensor(3)}
-    plain = Record("e", "v", config, metrics, {}, None).to_dict()
-    assert plain["config"] == {"dtype": "bfloat16", "device": "cpu", "sizes": [1, 2]}
-    assert plain["metrics"] == {"a_ms": 1.5, "n": 3}
-    assert type(plain["metrics"]["a_ms"]) is float
+    assert plain(config) == {"dtype": "bfloat16", "device": "cpu", "sizes": [1, 2]}
+    assert plain(metrics) == {"a_ms": 1.5, "n": 3}
+    assert type(plain(metrics)["a_ms"]) is float
 
 
 def test_what_a_record_cannot_hold_is_named():
     with pytest.raises(TypeError, match=r"metrics\.grad.*Tensor"):
-        record(grad=torch.zeros(3)).to_dict()
+        plain(record(grad=torch.zeros(3)))
 
 
 def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from distlab.report import Column, Record, prediction_error, render, render_for_terminal
+from distlab.report import Column, Record, prediction_error
+from distlab.report.table import render, render_for_terminal
 
 COLUMNS = [
     Column("variant", "variant"),

@@ -24,11 +24,11 @@ from distlab.experiment import (
 from distlab.files import digest_of
 from distlab.report import Column, read_json
 from distlab.report.record import FORMAT
-from distlab.runs import Header, OutputFolder, open_run
+from distlab.runs import Header, make_folder, open_run
 
 
 def test_each_run_gets_its_own_folder(tmp_path):
-    folders = [OutputFolder(tmp_path, "ddp_bench").path for _ in range(3)]
+    folders = [make_folder(tmp_path, "ddp_bench") for _ in range(3)]
     assert len(set(folders)) == 3
     assert all(re.fullmatch(r"\d{8}-\d{6}(-\d+)?", folder.name) for folder in folders)
     assert all(folder.parent == tmp_path / "ddp_bench" and not list(folder.iterdir()) for folder in folders)
@@ -37,7 +37,7 @@ def test_each_run_gets_its_own_folder(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"file.ddp_bench.*--out"):
-        OutputFolder(tmp_path / "file", "ddp_bench")
+        make_folder(tmp_path / "file", "ddp_bench")
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
 )
 def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
     with pytest.raises(ValueError, match="cannot name a folder"):
-        OutputFolder(tmp_path, experiment, stamp)
+        make_folder(tmp_path, experiment, stamp)
 
 
 # -- a run's files say that they are whole -----------------------------------------------------------------
@@ -56,11 +56,12 @@ HEADER = Header("bench", {"batch": 4}, 1, {"device_name": "a CPU"}, "abc")
 
 def saved(out: Path) -> Path:
     """The folder of a run with two rows."""
-    run = open_run(HEADER, out, "run")
+    folder = make_folder(out, "bench", "run")
+    run = open_run(HEADER, folder)
     run.add("one", {"step_p50_ms": 1.5})
     run.add("two", {"step_p50_ms": float("nan")})
-    assert [record.variant for record in open_run(HEADER, out, "run").records] == ["one", "two"]
-    return run.path
+    assert [record.variant for record in open_run(HEADER, folder).records] == ["one", "two"]
+    return folder
 
 
 def sealed(change):
@@ -94,7 +95,7 @@ def test_a_run_whose_files_were_changed_is_refused_by_the_file_s_name(tmp_path, 
     file = saved(tmp_path) / name
     file.write_bytes(DAMAGE[damage](file.read_bytes()))
     with pytest.raises(ValueError) as caught:
-        open_run(HEADER, tmp_path, "run")
+        open_run(HEADER, file.parent)
     message = str(caught.value)
     named = name in message or (name == "run.json" and "holds another run: " in message)
     assert named and "\n" not in message and len(message) < 400, message

@@ -6,6 +6,7 @@ import pytest
 
 from distlab.hardware import cluster
 from distlab.model import ModelConfig, TransformerLM
+from distlab.model.config import checkpoint_plan
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate import replay
 from distlab.simulate.estimate import estimate_step, machine_on
@@ -32,6 +33,21 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
             sharing=layout.context, itemsize=2, casts_parameters=entry.casts_parameters,
         )  # fmt: skip
         assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), layout
+
+
+def test_what_recomputed_blocks_send_again():
+    """All that their forward sent, but the reduce-scatter at the end of each, or of each group."""
+    entry = get_strategy("bucketed")
+    for layout in map(Layout.parse, ("tp2", "cp2", "cp2-ulysses", "cp2-ring")):
+        for keeps in ("block", "every-2", "attention:2,none:1"):
+            step = simulate_training(
+                CONFIG, "bucketed", batch=1, world_size=2, dtype="fp32", layout=layout, checkpointing=keeps
+            )
+            said = layout_volume(
+                entry, ModelShape.of(CONFIG, layout.tensor), batch=2, context=512, world_size=2,
+                sharing=layout.context, how=layout.attention, keeps=checkpoint_plan(keeps, CONFIG.num_layers),
+            )  # fmt: skip
+            assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), f"{layout}, {keeps}"
 
 
 PIPELINES = {  # ranks of each of their stages send other things
