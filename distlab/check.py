@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, astuple, dataclass, replace
 from datetime import timedelta
 from itertools import product
@@ -29,7 +29,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from distlab.bench.task import Task, blamed, examined, own_task, whole_tensor, wrapped_by
+from distlab.bench.task import Task, blamed, examined, factory_of, own_task
 from distlab.comm import RankContext, collectives
 from distlab.comm.rank_process import is_lost_peer, on_main
 from distlab.parallel import ParallelModel, Strategy, get_strategy
@@ -196,6 +196,53 @@ def on_rank(
 
 
 # -- on ranks ----------------------------------------------------------------------------------------------
+
+
+class UserWrapper(ParallelModel):
+    """A module under a wrapper of the user's own.
+
+    Args:
+        module: what is trained.
+        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in place or keeps it.
+    """
+
+    def __init__(self, module: nn.Module, wrap: Callable[..., Any], group: ProcessGroup):
+        super().__init__()
+        self.module, self.process_group = module, group
+        self.device = next(module.parameters()).device
+        made = wrap(module, group)
+        self._call, self._finish = made if isinstance(made, tuple) else (made, lambda: None)
+        if not callable(self._call) or not callable(self._finish):
+            raise ValueError("the wrapper must return a callable module, or (callable module, finish)")
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return the wrapper's own `no_sync()`; without one, every micro-batch synchronises."""
+        return getattr(self._call, "no_sync", nullcontext)()
+
+    def finish_gradient_synchronization(self) -> None:
+        self._finish()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """See `ParallelModel.full_parameters`."""
+        return {name: whole_tensor(p).detach() for name, p in self.module.named_parameters()}
+
+
+def wrapped_by(name: str) -> Strategy:
+    """Return a user's wrapper, named `package.module:function`, as a strategy.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    wrap = factory_of(name, "--wrap")
+    return Strategy(name, lambda module, process_group: UserWrapper(module, wrap, process_group))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's whole, by a collective; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @dataclass(frozen=True)

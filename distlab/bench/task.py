@@ -25,7 +25,7 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -34,14 +34,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map
 
 from distlab.cli_errors import is_out_of_memory
 from distlab.comm import RankContext, collectives
 from distlab.model.config import ModelChanges
 from distlab.options import Options, option
-from distlab.parallel import ParallelModel, Strategy
+from distlab.parallel import Strategy
 from distlab.train.step import LossFunction, next_token_loss
 
 BATCHES = 4  # different ones, used one after the other
@@ -232,50 +231,3 @@ def blamed(name: str, what: str, flag: str = "--model") -> Iterator[None]:
         said = (str(error).strip().splitlines() or [""])[0]
         place = places[-1] if places else ""
         raise ValueError(f"{flag} {name}: {what} failed{place} ({type(error).__name__}: {said})") from error
-
-
-class UserWrapper(ParallelModel):
-    """A module under a wrapper of the user's own.
-
-    Args:
-        module: what is trained.
-        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in place or keeps it.
-    """
-
-    def __init__(self, module: nn.Module, wrap: Callable[..., Any], group: ProcessGroup):
-        super().__init__()
-        self.module, self.process_group = module, group
-        self.device = next(module.parameters()).device
-        made = wrap(module, group)
-        self._call, self._finish = made if isinstance(made, tuple) else (made, lambda: None)
-        if not callable(self._call) or not callable(self._finish):
-            raise ValueError("the wrapper must return a callable module, or (callable module, finish)")
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._call(*args, **kwargs)
-
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """Return the wrapper's own `no_sync()`; without one, every micro-batch synchronises."""
-        return getattr(self._call, "no_sync", nullcontext)()
-
-    def finish_gradient_synchronization(self) -> None:
-        self._finish()
-
-    def full_parameters(self) -> dict[str, Tensor]:
-        """See `ParallelModel.full_parameters`."""
-        return {name: whole_tensor(p).detach() for name, p in self.module.named_parameters()}
-
-
-def wrapped_by(name: str) -> Strategy:
-    """Return a user's wrapper, named `package.module:function`, as a strategy.
-
-    Raises:
-        ValueError: there is no such function.
-    """
-    wrap = factory_of(name, "--wrap")
-    return Strategy(name, lambda module, process_group: UserWrapper(module, wrap, process_group))
-
-
-def whole_tensor(tensor: Tensor) -> Tensor:
-    """Return a DTensor's whole, by a collective; any other tensor as it is."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -12,19 +12,11 @@ import torch
 from distlab.experiment import lone_context
 from distlab.measure.memory_traffic import KINDS
 from distlab.report import Record
-from experiments.kernel_roofline import (
-    EXPERIMENT,
-    PRESETS,
-    Config,
-    build,
-    compare,
-    headline,
-    verdicts,
-    wall_notes,
-)
+from experiments.kernel_roofline import EXPERIMENT, PRESETS, Config, build
 from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
+from experiments.kernel_roofline.view import compare, headline, verdicts, wall_notes
 from tests.experiments.frame import measured
 
 ROOT = Path(__file__).parents[2]
