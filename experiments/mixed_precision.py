@@ -223,10 +223,6 @@ def findings(records: Sequence[Record]) -> list[str]:
         f"Loss scales that keep the logits' gradients in fp16, by closed form: {low:.3g} to {high:.3g}. bf16 "
         f"reaches down to {FORMATS['bf16'].smallest:.1e} and needs none.",
     ]
-    kept = next((r.metrics for r in records if (r.variant, r.config["on"]) == ("layer_norm", "toy")), None)
-    if kept:
-        found.append(f"torch's layer normalisation gives {kept['type_under_fp16']} under fp16 here, and "
-                     f"{kept['type_under_bf16']} under bf16.")  # fmt: skip
     scales = [r for r in records if r.config["part"] == "scaling" and r.variant.startswith("fp16")]
     usable = [r.metrics["log2_scale"] for r in scales if r.metrics["relative_error"] < 2e-3]
     if usable:

@@ -15,7 +15,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from distlab.bench.task import check_name, num_parameters
@@ -25,7 +24,6 @@ from distlab.model import ModelConfig, TransformerLM, kept_levels
 from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.model.config import ModelChanges
 from distlab.parallel import Layout, get_strategy
-from distlab.report import stacked_bars
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
 from distlab.simulate.estimate import USABLE, MachineOptions, host_time
 from distlab.simulate.timeline import Machine, replay
@@ -38,7 +36,6 @@ from distlab.train.step import OPTIMIZERS
 from experiments._own_model import simulated
 
 WIDEST = 8  # ranks along an axis that is offered
-DRAWN = 14  # bars in the picture; the table has all choices
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
 HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
 PARTS = {  # of a step, and the metric of each
@@ -389,16 +386,6 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
     return ""
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
-    """A bar per choice: where its step's time would go."""
-    shown = records[:DRAWN]
-    bars = {
-        name: [r.metrics[f"{part}_ms"] if r.metrics["fits"] else "does not fit" for r in shown]
-        for name, part in PARTS.items()
-    }
-    stacked_bars(path, [r.variant for r in shown], bars, title=headline(records), unit="ms per step")
-
-
 VIEW = View(
     columns=[
         Column("variant", "strategy × micro-batch"),
@@ -425,7 +412,6 @@ VIEW = View(
         ),
         *("predicted_days", "limited_by"),
     ),
-    pictures={"plan.png": draw},
     findings=lambda records: [answer(records)],
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
     "every block, `selective` of all but attention and every other matmul; `in 8s` is the group that shares a copy of "

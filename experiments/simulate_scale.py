@@ -88,7 +88,6 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "predicted_overhead_ms": line.overhead_ms,
             "predicted_comm_ms": line.comm_ms,
             "predicted_overlap_pct": line.overlap_pct,
-            "predicted_tokens_per_s": config.batch * model.context_length * config.ranks / line.step_ms * 1e3,
             "predicted_mfu_pct": 100 * mfu(step_flops(**model.sizes(config.batch)), line.step_ms / 1e3, peak),
             "collectives_per_step": len(step.calls),
             "comm_bytes_per_step": step.comm_bytes,

@@ -1,4 +1,4 @@
-"""Small kernels that show one thing each: loads in flight, strides, waves, divergence.
+"""Small kernels that show one thing each: loads in flight, levels of memory, strides, waves, divergence.
 
 They are launched by the experiment `gpu_lessons` and shown by `ir`. Lengths are multiples of the
 blocks: what ragged ends need is in `kernels/`.
@@ -16,6 +16,16 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
 
 
 @triton.jit
+def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr):
+    """y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], read past the L1."""
+    total = tl.zeros([BLOCK], tl.float32)
+    for r in tl.range(0, rounds, loop_unroll_factor=4):  # loads of four rounds are under way at once
+        block = (tl.program_id(0) + r * tl.num_programs(0)) % (SPAN // BLOCK)
+        total += tl.load(x_ptr + block * BLOCK + tl.arange(0, BLOCK), cache_modifier=".cg")
+    tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
+
+
+@triton.jit
 def strided_kernel(x_ptr, y_ptr, stride, offset, BLOCK: tl.constexpr):
     """y[i] = x[offset + i · stride]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -27,7 +37,7 @@ def busy_kernel(y_ptr, rounds, BLOCK: tl.constexpr):
     """y[i] = x after `rounds` of x ← x / 2 + 1, beginning at i: work for one multiprocessor, without memory."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = at.to(tl.float32)
-    for _ in tl.range(0, rounds):
+    for _ in tl.range(0, rounds, loop_unroll_factor=16):  # else half of the instructions are the loop's
         x = x * 0.5 + 1.0
     tl.store(y_ptr + at, x)
 

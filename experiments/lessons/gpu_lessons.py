@@ -1,6 +1,6 @@
 """What do memory, warps, waves and launch parameters decide?
 
-    distlab run gpu_lessons                             # all five parts, on a GPU
+    distlab run gpu_lessons                             # all six parts, on a GPU
     distlab run gpu_lessons --parts strides waves       # two of them
     TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
 
@@ -12,6 +12,7 @@ Each time is a multiple of the part's first row, beside the multiple that `distl
   by column xor (row mod phases). One phase leaves a column in one bank of 32, 32 phases spread it over all.
 - divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
 - waves: equal programs on all multiprocessors. One more than there are places takes a whole further wave.
+- levels: the same bytes read from registers, shared memory, L2 and HBM, each by programs that wait for nothing else.
 
 Launch parameters, as a rate:
 
@@ -45,7 +46,13 @@ from distlab.measure import attempt, device_percentiles
 from distlab.report import Ratio, noise_of, prediction_error
 from distlab.theory.gpu import occupancy, wave_quantisation
 from distlab.theory.warp_access import WARP, bank_conflicts, swizzle, warp_divergence
-from experiments.lessons._lesson_kernels import busy_kernel, divergent_kernel, stream_kernel, strided_kernel
+from experiments.lessons._lesson_kernels import (
+    busy_kernel,
+    divergent_kernel,
+    reread_kernel,
+    stream_kernel,
+    strided_kernel,
+)
 from kernels._compile import resources
 from kernels._dispatch import launch
 from kernels._triton import check_runs, compile_only, interpreted, multiprocessors
@@ -57,12 +64,13 @@ BRANCHES = {"one branch": (WARP, 1), "four, by warp": (WARP, 4), "two, by half w
 SIDE = 32  # of the tile that goes through shared memory
 CHECKED_ROUNDS = 5  # after more of them every element is 2
 BLOCK = 1024  # one element for each of 32 warps' lanes
+L2_SPAN = 2**21  # fp32 elements that the L2 of any data-centre GPU keeps
 ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
 BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
 TOLERANCE = 1e-2  # of the largest value of an addition in bf16
 EXACT = 1e-5  # of an effect's kernel, in fp32
 
-EFFECTS = ("strides", "banks", "divergence", "waves")
+EFFECTS = ("strides", "banks", "divergence", "waves", "levels")
 PARTS = (*EFFECTS, "element-wise")
 
 
@@ -94,22 +102,19 @@ class Bench:
         self.spec = lookup(str(self.run.header.environment["device_name"]))
         self.sms = multiprocessors(self.device)
 
-    def random(self, *shape: int) -> Tensor:
-        """A normal tensor."""
-        return torch.randn(shape, device=self.device).to(self.dtype)
-
     def time(self, call: Callable[[], Any]) -> dict[str, float]:
         """Percentiles of the device's time."""
         return device_percentiles(call, self.device, self.config.repeats)
 
-    def effect(self, part: str, variant: str, factor: float, call: Callable[[int], Any] | None,
-               error: Callable[[], float]) -> None:  # fmt: skip
+    def effect(self, part: str, variant: str, factor: float | None, call: Callable[[int], Any] | None,
+               error: Callable[[], float], read_bytes: int = 0) -> None:  # fmt: skip
         """Add a row of a hardware's effect.
 
         Args:
-            factor: predicted time over that of the part's first row.
+            factor: predicted time over that of the part's first row; None where no document says.
             call: launches the kernel for some rounds; None where this machine cannot.
             error: the largest of the call's result after CHECKED_ROUNDS.
+            read_bytes: in each round; 0 where the rate does not matter.
         """
 
         def measured() -> dict[str, Any]:
@@ -117,6 +122,8 @@ class Bench:
             return checked(error(), EXACT) | self.time(partial(call, self.config.rounds))
 
         metrics = attempt(measured) if call else {"status": "needs a GPU"}
+        if read_bytes and "time_p50_ms" in metrics:
+            metrics["gb_per_s"] = read_bytes * self.config.rounds / metrics["time_p50_ms"] / 1e6
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part)
 
 def checked(error: float, tolerance: float) -> dict[str, Any]:
@@ -149,20 +156,24 @@ def strides(bench: Bench) -> None:
 def banks(bench: Bench) -> None:
     """Rounds of writing a tile's rows, one each, and of reading its columns, over those without a conflict."""
     programs = 8 * bench.sms  # enough warps that the shared memory itself is the limit
-    y = torch.empty(programs, SIDE, SIDE, device=bench.device)
-    start = torch.arange(SIDE * SIDE, device=bench.device, dtype=torch.float32).view(SIDE, SIDE)
-    expected = CHECKED_ROUNDS * start + CHECKED_ROUNDS * (CHECKED_ROUNDS - 1) / 2
-
-    def run(rounds: int, phases: int) -> None:
-        from experiments.lessons._lesson_banks import transpose_kernel
-
-        launch(transpose_kernel, (programs,), y, rounds, PHASES=phases)
-
+    y = torch.empty(programs, BLOCK, device=bench.device)
     for phases in PHASES:
         reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
         bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", (1 + reads) / 2,
-                     None if interpreted() else partial(run, phases=phases),
-                     lambda: (y - expected).abs().max().item())  # fmt: skip
+                     None if interpreted() else partial(transpose, y, phases),
+                     partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2))  # fmt: skip
+
+
+def transpose(y: Tensor, phases: int, rounds: int) -> None:
+    """Send a tile for each row of y through shared memory."""
+    from experiments.lessons._lesson_banks import transpose_kernel
+
+    launch(transpose_kernel, (len(y),), y, rounds, PHASES=phases)
+
+
+def sum_error(y: Tensor, start: float) -> float:
+    """The largest error of rows of CHECKED_ROUNDS times start, start + 1, and so on."""
+    return (y - CHECKED_ROUNDS * (start + torch.arange(BLOCK, device=y.device))).abs().max().item()
 
 
 def error_of(y: Tensor) -> float:
@@ -190,12 +201,35 @@ def waves(bench: Bench) -> None:
     sms = bench.sms
     y = torch.empty(4 * sms * BLOCK, device=bench.device)
 
-    def run(rounds: int, blocks: int) -> None:
-        launch(busy_kernel, (blocks,), y, rounds, BLOCK=BLOCK, num_warps=32)
-
     for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
         bench.effect("waves", f"{blocks} programs", wave_quantisation(blocks, sms).waves,
-                     partial(run, blocks=blocks), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
+                     partial(busy, y[: blocks * BLOCK]), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
+
+
+def busy(y: Tensor, rounds: int) -> None:
+    """Launch a program of 32 warps for each BLOCK of y."""
+    launch(busy_kernel, (len(y) // BLOCK,), y, rounds, BLOCK=BLOCK, num_warps=32)
+
+
+def levels(bench: Bench) -> None:
+    """Read as many bytes from registers, shared memory, L2 and HBM, by programs that fill all places.
+
+    An FMA reads a register that it wrote; a round through shared memory writes as much as it reads.
+    """
+    x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
+    y, spec = torch.empty(8 * bench.sms, BLOCK, device=bench.device), bench.spec
+    peaks = (2 * spec.peak["fp32"], spec.shared_bandwidth / 2, spec.l2_bandwidth, spec.hbm_bandwidth) if spec else ()
+
+    def read(rounds: int, span: int) -> None:
+        launch(reread_kernel, (len(y),), x, y, rounds, SPAN=span, BLOCK=BLOCK, num_warps=4)
+
+    for (level, call, error), peak in itertools.zip_longest((
+        ("registers", partial(busy, y.view(-1)), partial(error_of, y.view(-1))),
+        ("shared memory", None if interpreted() else partial(transpose, y, SIDE), partial(sum_error, y, 2.0)),
+        ("L2", partial(read, span=min(L2_SPAN, len(x))), partial(sum_error, y, 0.0)),
+        ("HBM", partial(read, span=len(x)), partial(sum_error, y, 0.0)),
+    ), peaks):  # fmt: skip
+        bench.effect("levels", level, peak and peaks[0] / peak, call, error, y.nbytes)
 
 
 def element_wise(bench: Bench) -> None:
@@ -204,7 +238,7 @@ def element_wise(bench: Bench) -> None:
     Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are measured here.
     """
     count, sms = bench.config.elements, bench.sms
-    x, y = bench.random(count), bench.random(count)
+    x, y = torch.randn(2, count, device=bench.device).to(bench.dtype)
     z, expected, moved = torch.empty_like(x), x.double() + y.double(), 3 * x.nbytes
 
     def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
@@ -242,7 +276,7 @@ def element_wise(bench: Bench) -> None:
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
     check_runs(context.device)
-    work = (strides, banks, divergence, waves, element_wise)
+    work = (strides, banks, divergence, waves, levels, element_wise)
     for part, function in zip(PARTS, work, strict=True):
         if part in config.parts and not any(r.config["part"] == part for r in run.records):
             run.progress(part)
@@ -264,21 +298,6 @@ def compare(records: Sequence[Record]) -> None:
     """Write each effect's times over that of its first row."""
     for part in EFFECTS:
         FACTOR.add(rows_of(records, part))
-
-
-def findings(records: Sequence[Record]) -> list[str]:
-    """The worst of each effect, and best and worst of the launches."""
-    if not records[0].environment.get("cuda"):
-        return ["Interpreted: the predictions and the errors count, and no time does."]
-    worst = {part: max(rows, key=lambda r: r.metrics["factor"]) for part in EFFECTS if (rows := rows_of(records, part))}
-    said = [f"{part}: {r.variant} {r.metrics['factor']:.1f} × (predicted {r.metrics['predicted_factor']:.1f})"
-            for part, r in worst.items()]  # fmt: skip
-    said = ["; ".join(said) + "."] if said else []
-    if rows := rows_of(records, "element-wise"):
-        slow, fast = (pick(rows, key=lambda r: r.metrics["gb_per_s"]) for pick in (min, max))
-        said.append(f"element-wise: {fast.variant} reaches {fast.metrics['gb_per_s']:,.0f} GB/s, {slow.variant} "
-                    f"{slow.metrics['gb_per_s']:,.0f}.")  # fmt: skip
-    return said
 
 
 headline = headline_from("{device_name}, torch {torch}, triton {triton}")
@@ -309,6 +328,9 @@ VIEW = View(
     "branches are cheaper than this, because compilers turn them into selections.\n\n"
     "waves: the time is a staircase. Half of the programs take as long as all, and one more as long as twice as many: "
     "what a grid of tiles must be compared with (`distlab run calculator waves`).\n\n"
+    "levels: an SM does 128 FMAs per clock, each of which reads what the one before wrote, and shared memory gives or "
+    "takes 128 bytes per clock; L2 and HBM serve all SMs. Predicted are the documents' peaks; of an H100's L2 none "
+    "says.\n\n"
     "element-wise: a memory of some 3 TB/s and half a microsecond of latency needs 1.5 MB under way at any "
     "time, more than 10 KiB per multiprocessor. Small blocks on few warps do not ask for so much; stages ask "
     "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
@@ -317,7 +339,8 @@ VIEW = View(
     "Errors of launches are against float64, over the largest value; in the interpreter times say nothing.",
     terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "predicted_ms",
               "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
-    findings=findings,
+    findings=lambda records: [] if records[0].environment.get("cuda") else [
+        "Interpreted: the predictions and the errors count, and no time does."],
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
     "Launches: from a copy and a latency of this run; see how to read.",
 )  # fmt: skip

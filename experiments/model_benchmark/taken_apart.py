@@ -124,14 +124,17 @@ def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[
         "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
     }  # fmt: skip
     for phase, profile in profiles.items():
-        times: Counter[str] = Counter()
+        times, calls = Counter[str](), Counter[str]()
         for kernel in profile.kernels:
-            times[kernel.category] += kernel.ms * (kernel.phase == phase)
+            if kernel.phase == phase:
+                times[kernel.category] += kernel.ms
+                calls[kernel.category] += kernel.count
         for kind in CATEGORIES:
             ms, operations = times[kind], flops[phase].get(kind, 0)
             if ms or operations:
                 metrics = {
                     "phase": phase, "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / (times.total() or 1),
+                    "calls_per_step": calls[kind],
                     "flops": operations, "of_flops_pct": 100 * operations / (sum(flops[phase].values()) or 1),
                     "tflops_per_s": operations / ms / 1e9 if ms else None, "phase_kernel_ms": times.total(),
                 }  # fmt: skip
@@ -176,11 +179,12 @@ def work_findings(records: Sequence[Record]) -> list[str]:
 
 
 _SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")
+_CALLS = Column("metrics.calls_per_step", "calls", ",.0f")
 KERNEL_VIEW = View(
     name=KERNELS,
     question="Which kernels take the time in forward, backward and optimizer, and in inference?",
     columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
-     Column("metrics.category", "kind", align="left"), Column("metrics.calls_per_step", "calls", ",.0f"),
+     Column("metrics.category", "kind", align="left"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE],
     headline=headline,
     reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
@@ -189,7 +193,7 @@ KERNEL_VIEW = View(
 WORK_VIEW = View(
     name=WORK,
     question="Which kind of work takes the time, and which does the arithmetic?",
-    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kind"),
+    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kind"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE,
      Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
      Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],

@@ -43,19 +43,6 @@ def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp
     assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
 
 
-def test_a_panel_per_head_dim_and_no_point_for_a_missing_number(monkeypatch, tmp_path):
-    drawn = []
-    monkeypatch.setattr(sweep, "lines", lambda path, panels, title: drawn.extend(panels))
-    records = [
-        Record("x", "ours", {"dtype": "a", "head_dim": d, "length": n}, {"ms": None if n == 8 else n / d}, {}, None)
-        for d in (16, 128) for n in (8, 4, 2)
-    ]  # fmt: skip
-    sweep.draw(records, tmp_path / "picture.png", metric="ms", label="time, ms")
-    assert [(panel.title, line.x, line.y) for panel in drawn for line in panel.series] == [
-        (f"dtype a, head_dim {d}", [2, 4], [2 / d, 4 / d]) for d in (16, 128)
-    ]
-
-
 def test_an_error_is_judged_beside_the_peers():
     assert sweep.wrong([row("sdpa"), row("ours", error=2.9e-3)]) == []
     assert len(sweep.wrong([row("sdpa"), row("ours", error=3.1e-3)])) == 2

@@ -30,14 +30,11 @@ def test_types_under_autocast(records):
 
 def test_statistics_want_fp32(records):
     found = rows(records, "norm")
-    for (variant, where), metrics in found.items():
+    for (variant, _), metrics in found.items():
         low, _, statistics = variant.partition(", statistics ")
         if statistics == "fp32":
             assert metrics["relative_error"] < {"fp16": 1e-3, "bf16": 4e-3}[low]
-        assert metrics["lost_rows_pct"] == pytest.approx(metrics["predicted_lost_rows_pct"], abs=3), (
-            variant,
-            where,
-        )
+        assert metrics["lost_rows_pct"] == pytest.approx(metrics["predicted_lost_rows_pct"], abs=3), variant
     assert found["fp16, statistics fp16", "deviation 64"]["lost_rows_pct"] > 1
     assert found["bf16, statistics bf16", "mean 100"]["relative_error"] > 0.01
     x = torch.randn(4, 32, dtype=torch.float64)

@@ -159,6 +159,7 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     parts = {name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()}
     work = {(r.metrics["phase"], r.variant.removeprefix("naive: ")): r.metrics for r in parts["model_work"]}
     assert work["backward", "communication"]["kernel_ms"] > 0 == work["backward", "communication"]["flops"]
+    assert work["inference", "softmax"]["calls_per_step"]
     phases = ("forward", "backward", "optimizer", "inference")
     for phase in phases:
         shares = [metrics["of_flops_pct"] for (where, _), metrics in work.items() if where == phase]

@@ -153,15 +153,9 @@ def stems(found: Sequence[Compiled]) -> Iterator[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """Which kernels spill, and which hold the fewest warps."""
-    rows = [r for r in records if "registers" in r.metrics]
-    spilled = [f"{r.variant} ({r.metrics['spill_bytes']} bytes)" for r in rows if r.metrics["spill_bytes"]]
-    said = [f"Spilled registers: {', '.join(spilled) or 'none'}."]
-    if few := [r for r in rows if "programs_per_sm" in r.metrics]:
-        least = min(few, key=lambda r: r.metrics["programs_per_sm"] * r.metrics["warps"])
-        warps = least.metrics["programs_per_sm"] * least.metrics["warps"]
-        said.append(f"Fewest warps at once: {least.variant}, {warps} of 64, limited by {least.metrics['limited_by']}.")
-    return said
+    """Which kernels spill."""
+    spilled = [f"{r.variant} ({r.metrics['spill_bytes']} bytes)" for r in records if r.metrics.get("spill_bytes")]
+    return [f"Spilled registers: {', '.join(spilled) or 'none'}."]
 
 
 headline = headline_from("compiled for compute capability {capability}, triton {triton}")

@@ -192,6 +192,7 @@ def _lesson_kernels() -> None:
     x, f = e(2**26), e(2**20, dtype=F)
     for stages in (1, 4):
         _dispatch.launch(lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
+    _dispatch.launch(lessons.reread_kernel, (8,), f, f, 8, SPAN=2**20, BLOCK=1024, num_warps=4)
     _dispatch.launch(lessons.strided_kernel, (8,), f, f, 2, 0, BLOCK=1024, num_warps=32)
     _dispatch.launch(lessons.busy_kernel, (8,), f, 1000, BLOCK=1024, num_warps=32)
     _dispatch.launch(lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)

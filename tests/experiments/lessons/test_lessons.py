@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from distlab.experiment import Record, lone_context
+from distlab.hardware import H100_SXM
 from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
-from kernels import _triton
+from experiments.lessons._lesson_kernels import reread_kernel
+from kernels import _dispatch, _triton
 from tests.experiments.frame import measured
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,6 +87,18 @@ def test_effects_are_predicted_from_theory(smoke):
     assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
     assert factors["divergence"] == [1, 1, 2, 2, 4]
+
+
+@ON_CPU
+def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch):
+    """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
+    monkeypatch.setattr(gpu_lessons, "lookup", lambda name: H100_SXM)
+    rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
+    assert [m["predicted_factor"] for m in rows] == [1, pytest.approx(8), None, pytest.approx(40, rel=0.01)]
+    assert [m["status"] for m in rows if "gb_per_s" in m] == ["ok"] * 3  # Gluon needs a GPU
+    x, y = torch.randn(4, 64), torch.empty(3, 64)
+    _dispatch.launch(reread_kernel, (3,), x, y, 7, SPAN=256, BLOCK=64)
+    torch.testing.assert_close(y, x[torch.arange(21).view(7, 3) % 4].sum(0))
 
 
 def test_the_catalogue_has_every_kernel():
