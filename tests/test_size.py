@@ -7,7 +7,7 @@ import pytest
 from tests.size import code_tokens, sizes
 
 LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and is raised with a reason beside it
-    "distlab/*.py": 21.4,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
+    "distlab/*.py": 21.8,  # runs.py and compare.py, which stood in report and notebook; check.py, with its wrapper; optim.py
     "distlab/bench": 5.5,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
     "distlab/comm": 9,  # sums, and passing on round a group

@@ -70,6 +70,17 @@ class SwiGLU(torch.nn.Module):
         return self.down_proj(swiglu.swiglu(self.gate_proj(input), self.up_proj(input)))
 
 
+class Float8Linear(torch.nn.Linear):
+    """`torch.nn.Linear` whose products are computed in fp8; D, F and the number of rows are multiples of 16."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(…, D) → (…, F)."""
+        from .. import float8_linear
+
+        y = float8_linear.float8_linear(input, self.weight)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
     """`torch.nn.CrossEntropyLoss` of class indices: logits (N, V), targets (N); see `kernels.cross_entropy`.
 
