@@ -267,13 +267,6 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-headline = headline_from(
-    "{size} at scale {scale} ({num_parameters:M} parameters), batch {batch} × context {tokens_each} per rank, {dtype}, "
-    "{world_size} × {device_name} ({backend}), torch {torch}",
-    tokens_each=lambda records: LongContextConfig.of(records[0].config).model().context_length,
-)
-
-
 VIEW = View(
     columns=[
         Column("variant", "row"),
@@ -295,7 +288,11 @@ VIEW = View(
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
     ],
     pictures={"step.png": step_bars("forward", "backward", "optimizer")},
-    headline=headline,
+    headline=headline_from(
+        "{size} at scale {scale} ({num_parameters:M} parameters), batch {batch} × context {tokens_each} per rank, "
+        "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}",
+        tokens_each=lambda records: LongContextConfig.of(records[0].config).model().context_length,
+    ),
     derive=compare,
     terminal=(
         *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),

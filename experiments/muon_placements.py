@@ -146,11 +146,6 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
 
-headline = headline_from(
-    "Muon beside AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, {dtype}, "
-    "{world_size} × {device_name} ({backend}), torch {torch}"
-)
-
 VIEW = View(
     columns=[
         Column("variant", "strategy, optimizer"),
@@ -166,7 +161,10 @@ VIEW = View(
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
-    headline=headline,
+    headline=headline_from(
+        "Muon beside AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, "
+        "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
+    ),
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
     terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "muon_flops"),
     reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "

@@ -156,11 +156,6 @@ def closed_form(
     return idle / (count * sum(mean.values()) + idle)
 
 
-headline = headline_from(
-    "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
-    "{world_size} × {device_name} ({backend}), torch {torch}"
-)
-
 VIEW = View(
     columns=[
         Column("variant", "schedule × micro-batches"),
@@ -178,7 +173,10 @@ VIEW = View(
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
-    headline=headline,
+    headline=headline_from(
+        "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
+        "{world_size} × {device_name} ({backend}), torch {torch}"
+    ),
     derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
     terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
     reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "

@@ -300,7 +300,6 @@ def compare(records: Sequence[Record]) -> None:
         FACTOR.add(rows_of(records, part))
 
 
-headline = headline_from("{device_name}, torch {torch}, triton {triton}")
 VIEW = View(
     columns=[
         Column("variant", "case"), Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
@@ -313,7 +312,7 @@ VIEW = View(
         FACTOR_OFF, TIME_OFF,
         Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
     ],
-    headline=headline,
+    headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
     derive=compare,
     parted_by="config.part",
     reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"

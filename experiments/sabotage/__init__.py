@@ -8,7 +8,7 @@ the checks that this lab's commands make (equality with one process, closed form
 float64, pairs of query and key that the busiest rank sees), beside the healthy run, which must pass them all; or the
 strategy itself raises an error. The picture shows the symptom: both loss curves.
 
-The mistakes are in `mistakes`.
+The mistakes are listed in `mistakes`, and made in `faults`.
 """
 
 import math
@@ -43,18 +43,8 @@ from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
-from .mistakes import (
-    ATTENTION,
-    EQUALITY,
-    ERROR,
-    MISTAKES,
-    MODEL,
-    PAIRS,
-    VOLUME,
-    Attention,
-    Mistake,
-    healthy_attention,
-)
+from .faults import healthy_attention
+from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Attention, Mistake
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for clipping, by an fp32 norm.

@@ -12,7 +12,7 @@ from distlab.hardware import cluster
 from distlab.model import ModelConfig, preset
 from distlab.report.record import read_json
 from distlab.runs import described
-from distlab.simulate.choices import Choice, estimated, simulated
+from distlab.simulate.choices import STRATEGIES, Choice, estimated, simulated
 from distlab.simulate.estimate import machine_on
 from distlab.simulate.step import simulate_training
 from distlab.theory.memory.peak import CUBLAS_WORKSPACES
@@ -239,13 +239,13 @@ def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model,
     fields = {"model": model, "batch": 2 * per_rank, "device": "h200:2", "recomputation": ("none",)}
     first = next(
         record.config["strategy"]
-        for record in measured(plan.EXPERIMENT, tmp_path, **fields, strategies=plan.STRATEGIES)
+        for record in measured(plan.EXPERIMENT, tmp_path, **fields, strategies=STRATEGIES)
         if record.config["micro_batch"] == per_rank
     )
     steps = {
         record.variant: record.metrics["step_p50_ms"]
         for record in read_json(ROOT / "records" / "ddp_bench" / f"h200x2-{name}.json")
-        if {record.variant, record.variant.rpartition("-")[0]} & {*plan.STRATEGIES}
+        if {record.variant, record.variant.rpartition("-")[0]} & {*STRATEGIES}
     }
     ours = [ms for variant, ms in steps.items() if first in (variant, variant.rpartition("-")[0])]
     assert min(ours) <= 1.03 * min(steps.values())

@@ -13,29 +13,23 @@ holds the first choice against others, simulated.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import product
+from dataclasses import replace
 from typing import Any
 
-from distlab.bench.task import check_name, num_parameters
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.hardware import GPUSpec, by_alias, cluster
-from distlab.model import ModelConfig, TransformerLM, kept_levels
-from distlab.model.config import RECOMPUTATION as KNOWN
-from distlab.model.config import ModelChanges
+from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from
+from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
-from distlab.simulate.choices import RECOMPUTATION, STRATEGIES, Choice, choices, estimated, memory
-from distlab.simulate.estimate import USABLE, MachineOptions, host_time
+from distlab.simulate.choices import Choice, choices, estimated, memory
+from distlab.simulate.estimate import host_time
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
 from distlab.theory.memory.recompute import recomputed_flops
 from distlab.theory.reliability import Failures
-from distlab.train.memory_budget import stages_of
-from distlab.train.step import OPTIMIZERS
 from experiments._own_model import simulated
 
-WIDEST = 8  # ranks along an axis that is offered
+from .question import PlanConfig
+
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
 HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
 PARTS = {  # of a step, and the metric of each
@@ -47,133 +41,6 @@ NODE_WRITES = 2e9  # bytes per second of a checkpoint
 RESTART_S = 600.0  # from a failure to the first new step
 
 
-@dataclass(frozen=True)
-class PlanConfig(MachineOptions):
-    """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
-
-    batch: int = option(512, "sequences per step, over all devices", least=1)
-    device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")
-    tokens: float = option(1e11, "to train on", above=0)
-    days: float | None = option(None, "that training may take", above=0)
-    strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
-    optimizer: str = option("adamw", "muon: of blocks' matrices", choices=tuple(OPTIMIZERS))
-    recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
-    layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _, count = self.fleet()
-        if self.layouts and self.factory is not None:
-            raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
-        if self.optimizer != "adamw" and self.factory is not None:
-            raise ValueError(f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out")
-        for asked in map(Layout.parse, self.layouts):
-            if reason := mismatch(self, asked):
-                raise ValueError(f"layout {asked}: {reason}")
-        if not self.offered() and self.batch < count:
-            raise ValueError(
-                f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
-                f"--batch {count}, or {max(1, self.batch)} devices"
-            )
-        if not self.offered():
-            near = max(1, round(self.batch / count)) * count
-            raise ValueError(
-                f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
-            )
-
-    def offered(self) -> list[Layout]:
-        """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster
-        can take: a further axis is one more factor here.
-        """
-        if self.layouts:
-            return [Layout.parse(text) for text in self.layouts]
-        powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
-        pipelines = [(1, "1f1b"), *product(powers[1:], ("1f1b", "interleaved"))]
-        layouts = [
-            Layout(ranks, context, tensor, schedule=schedule)
-            for (ranks, schedule), context, tensor in product(pipelines, powers, powers)
-        ]
-        return [layout for layout in layouts if mismatch(self, layout) is None]
-
-    @property
-    def factory(self) -> str | None:
-        """The name of a user's factory, if the model is one."""
-        return self.model if ":" in self.model else None
-
-    def shape(self) -> ModelConfig | None:
-        """The preset, with its context replaced; None for a user's model.
-
-        Raises:
-            ValueError: an unknown preset, a name of another form, or a context for a user's model.
-        """
-        if self.factory is None:
-            return super().shape()
-        check_name(self.factory)
-        idle = [each.name for each in fields(ModelChanges) if getattr(self, each.name) != each.default]
-        if idle:
-            raise ValueError(
-                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model {self.model} decides it itself"
-            )
-        return None
-
-    def num_parameters(self) -> int:
-        """Trainable ones."""
-        shape = self.shape()
-        return num_parameters(self.factory) if shape is None else shape.num_parameters
-
-    def fleet(self) -> tuple[GPUSpec, int]:
-        """The device and how many."""
-        if self.cluster is not None:
-            hosts = cluster(self.cluster)
-            return hosts.gpu, hosts.gpus
-        name, _, count = self.device.partition(":")
-        if (count and not count.isdigit()) or count == "0":
-            raise ValueError(f"devices {self.device!r}: give a name and a number, such as h100:64")
-        return by_alias(name), int(count or 1)
-
-    def gpu(self) -> GPUSpec:
-        """The device's datasheet."""
-        return self.fleet()[0]
-
-    def place(self) -> str:
-        """GPU and links, or the cluster, in words."""
-        links = f"{self.gpu().name} ({self.link}, {self.between} between nodes of {self.devices_per_node})"
-        return self.cluster or links
-
-
-def mismatch(config: PlanConfig, layout: Layout) -> str | None:
-    """Why the devices cannot share this model and batch so; None if they can."""
-    _, count = config.fleet()
-    nodes = config.machine().network.devices_per_node
-    if count % layout.ranks or config.batch % (count // layout.ranks):
-        return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
-    if layout.ranks == 1:
-        return None
-    if layout.tensor > 1 and config.optimizer == "muon":
-        return "Muon steps whole matrices, and ranks that share them have parts"
-    if layout.pipeline > 1 and count // layout.pipeline < nodes:
-        return f"{layout.pipeline} stages of {count} devices are less than a node of {nodes} each"
-    if layout.tensor > min(nodes, count):
-        return f"{layout.tensor} ranks that share matrices do not fit a node of {nodes} devices"
-    shape = config.shape()
-    if layout.pipeline > 1 and shape.tie_embeddings:
-        return "the head shares the embedding's matrix, which lies on another stage"
-    if shape.num_layers % stages_of(layout):
-        return f"{shape.num_layers} blocks are no {stages_of(layout)} equal stages"
-    if config.batch // (count // layout.ranks) % layout.pipeline:
-        return f"{config.batch * layout.ranks // count} sequences are no multiple of {layout.pipeline} ranks"
-    for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
-        uneven = [size for size in split.sizes if size % layout.tensor]
-        if uneven:
-            return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
-    chunks = 2 * layout.context if layout.context > 1 else 1
-    if shape.context_length % (chunks * layout.tensor):
-        return f"sequences of {shape.context_length} tokens are no multiple of {chunks * layout.tensor}"
-    if layout.attention == "ulysses" and (shape.kv_heads // layout.tensor) % layout.context:
-        return f"{layout.context} ranks cannot share {shape.kv_heads // layout.tensor} heads of keys evenly"
-    return None
-
-
 def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     """One row per choice, those that fit first, fastest first; of each layout its fastest."""
     machine, (gpu, ranks) = config.machine(), config.fleet()
@@ -183,7 +50,6 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
     strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
-    usable = USABLE * gpu.hbm_bytes
     tried = (
         replace(choice, optimizer=config.optimizer)
         for layout in config.offered()
@@ -194,23 +60,22 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     )  # fmt: skip
     for choice in tried:
         way = ways.setdefault((choice.strategy, choice.group, choice.recompute, choice.layout), [])
-        fitting = sum(needed["predicted_peak_bytes"] <= usable for _, needed in way)
+        fitting = sum(needed["fits"] for _, needed in way)
         if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
             way.append((choice, _memory(config, choice, ranks)))
     found: dict[Layout, list[tuple[Choice, dict[str, Any]]]] = {}
     for way in ways.values():
-        fitting = [(choice, needed) for choice, needed in way if needed["predicted_peak_bytes"] <= usable]
-        rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in fitting]
+        rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in way if needed["fits"]]
         rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"])[:PER_STRATEGY]
         if not rows:
             choice, needed = way[-1]
-            rows = [(choice, needed | {"fits": False, "predicted_step_ms": None, "limited_by": "memory"})]
+            rows = [(choice, needed | {"predicted_step_ms": None, "limited_by": "memory"})]
         found.setdefault(rows[0][0].layout, []).extend(rows)
     for layout, rows in found.items():
         if layout.ranks > 1:
             rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"] or math.inf)[:1]
         for choice, metrics in rows:
-            row = run.add(str(choice), {"fits": True} | metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
+            row = run.add(str(choice), metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
             row.environment["device_name"] = f"{gpu.name}, predicted"
     run.records.sort(
         key=lambda r: (
@@ -227,9 +92,11 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
         needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     else:
         needed = memory(config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off")
+    usable = config.usable_bytes()
     return {
+        "fits": needed.peak.total <= usable,
         "predicted_peak_bytes": needed.peak.total,
-        "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), USABLE * config.gpu().hbm_bytes),
+        "devices_for_states": devices_to_fit(4 * 4 * config.num_parameters(), usable),
     }
 
 
@@ -312,19 +179,11 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-headline = headline_from(
-    "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "
-    "{gpu}, {dtype}; predicted",
-    gpu=lambda records: PlanConfig.of(records[0].config).place(),
-    examples=examples_of,
-)
-
-
 def answer(records: Sequence[Record]) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
-    gpu, ranks = config.fleet()
-    usable = USABLE * gpu.hbm_bytes
+    _, ranks = config.fleet()
+    usable = config.usable_bytes()
     fitting = [record for record in records if record.metrics["fits"]]
     if not fitting:
         least = min(records, key=lambda record: record.metrics["predicted_peak_bytes"])
@@ -353,10 +212,10 @@ def answer(records: Sequence[Record]) -> str:
     if m["predicted_host_ms"] > HOST_SHARE * m["predicted_step_ms"]:
         text += f" The host needs about {_ms(m['predicted_host_ms'])} ms of it: one that is slower or busy decides."
     text += _reasons(best, records)
-    others = [record for record in fitting if _way(record) != _way(best)]
-    seconds = {_way(record): record for record in reversed(others)}
-    runners_up = sorted(seconds.values(), key=others.index)[:2]
-    for label, other in zip(("Next best", "Third"), runners_up, strict=False):
+    fastest: dict[tuple, Record] = {}
+    for record in fitting:
+        fastest.setdefault(_way(record), record)
+    for label, other in zip(("Next best", "Third"), list(fastest.values())[1:], strict=False):
         ratio = other.metrics["predicted_step_ms"] / m["predicted_step_ms"] - 1
         lost = {name: other.metrics[f"{part}_ms"] - m[f"{part}_ms"] for name, part in PARTS.items()}
         most = max(lost, key=lost.__getitem__)
@@ -400,18 +259,14 @@ VIEW = View(
         Column("metrics.predicted_days", "days", ",.1f", optional=True),
         Column("metrics.limited_by", "largest part", align="left"),
     ],
-    headline=headline,
-    terminal=(
-        *(
-            "variant",
-            "fits",
-            "predicted_peak_bytes",
-            "predicted_step_ms",
-            "predicted_tokens_per_s",
-            "predicted_mfu_pct",
-        ),
-        *("predicted_days", "limited_by"),
+    headline=headline_from(
+        "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "
+        "{gpu}, {dtype}; predicted",
+        gpu=lambda records: PlanConfig.of(records[0].config).place(),
+        examples=examples_of,
     ),
+    terminal=("variant", "fits", "predicted_peak_bytes", "predicted_step_ms", "predicted_tokens_per_s",
+              "predicted_mfu_pct", "predicted_days", "limited_by"),
     findings=lambda records: [answer(records)],
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
     "every block, `selective` of all but attention and every other matmul; `in 8s` is the group that shares a copy of "
@@ -419,8 +274,7 @@ VIEW = View(
     prediction="Everything here is predicted: memory and operators in closed form, at the shares of the "
     "datasheets' peaks that a calibrated machine reached. How good they were: docs/learn/theory/simulation.md.",
     noise="Nothing was measured.",
-)
-
+)  # fmt: skip
 
 EXPERIMENT = Experiment(
     PlanConfig, measure, VIEW,

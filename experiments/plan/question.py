@@ -1,0 +1,149 @@
+"""The question of a plan: a model, a batch, GPUs; and the layouts in which these GPUs can share that model."""
+
+from dataclasses import dataclass, fields, replace
+from itertools import product
+
+from distlab.bench.task import check_name, num_parameters
+from distlab.experiment import option
+from distlab.hardware import GPUSpec, by_alias, cluster
+from distlab.model import ModelConfig, TransformerLM
+from distlab.model.config import RECOMPUTATION as KNOWN
+from distlab.model.config import ModelChanges
+from distlab.parallel import Layout
+from distlab.simulate.choices import RECOMPUTATION, STRATEGIES
+from distlab.simulate.estimate import USABLE, MachineOptions
+from distlab.train.memory_budget import stages_of
+from distlab.train.step import OPTIMIZERS
+
+WIDEST = 8  # ranks along an axis that is offered
+
+
+@dataclass(frozen=True)
+class PlanConfig(MachineOptions):
+    """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
+
+    batch: int = option(512, "sequences per step, over all devices", least=1)
+    device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")
+    tokens: float = option(1e11, "to train on", above=0)
+    days: float | None = option(None, "that training may take", above=0)
+    strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
+    optimizer: str = option("adamw", "muon: of blocks' matrices", choices=tuple(OPTIMIZERS))
+    recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
+    layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _, count = self.fleet()
+        if self.layouts and self.factory is not None:
+            raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
+        if self.optimizer != "adamw" and self.factory is not None:
+            raise ValueError(f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out")
+        for asked in map(Layout.parse, self.layouts):
+            if reason := mismatch(self, asked):
+                raise ValueError(f"layout {asked}: {reason}")
+        if not self.offered() and self.batch < count:
+            raise ValueError(
+                f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
+                f"--batch {count}, or {max(1, self.batch)} devices"
+            )
+        if not self.offered():
+            near = max(1, round(self.batch / count)) * count
+            raise ValueError(
+                f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
+            )
+
+    def offered(self) -> list[Layout]:
+        """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster
+        can take: a further axis is one more factor here.
+        """
+        if self.layouts:
+            return [Layout.parse(text) for text in self.layouts]
+        powers = [2**k for k in range(WIDEST.bit_length())] if self.factory is None else [1]
+        pipelines = [(1, "1f1b"), *product(powers[1:], ("1f1b", "interleaved"))]
+        layouts = [
+            Layout(ranks, context, tensor, schedule=schedule)
+            for (ranks, schedule), context, tensor in product(pipelines, powers, powers)
+        ]
+        return [layout for layout in layouts if mismatch(self, layout) is None]
+
+    @property
+    def factory(self) -> str | None:
+        """The name of a user's factory, if the model is one."""
+        return self.model if ":" in self.model else None
+
+    def shape(self) -> ModelConfig | None:
+        """The preset, with its context replaced; None for a user's model.
+
+        Raises:
+            ValueError: an unknown preset, a name of another form, or a context for a user's model.
+        """
+        if self.factory is None:
+            return super().shape()
+        check_name(self.factory)
+        idle = [each.name for each in fields(ModelChanges) if getattr(self, each.name) != each.default]
+        if idle:
+            raise ValueError(
+                f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model {self.model} decides it itself"
+            )
+        return None
+
+    def num_parameters(self) -> int:
+        """Trainable ones."""
+        shape = self.shape()
+        return num_parameters(self.factory) if shape is None else shape.num_parameters
+
+    def fleet(self) -> tuple[GPUSpec, int]:
+        """The device and how many."""
+        if self.cluster is not None:
+            hosts = cluster(self.cluster)
+            return hosts.gpu, hosts.gpus
+        name, _, count = self.device.partition(":")
+        if (count and not count.isdigit()) or count == "0":
+            raise ValueError(f"devices {self.device!r}: give a name and a number, such as h100:64")
+        return by_alias(name), int(count or 1)
+
+    def gpu(self) -> GPUSpec:
+        """The device's datasheet."""
+        return self.fleet()[0]
+
+    def usable_bytes(self) -> float:
+        """Of a GPU's memory."""
+        return USABLE * self.gpu().hbm_bytes
+
+    def place(self) -> str:
+        """GPU and links, or the cluster, in words."""
+        links = f"{self.gpu().name} ({self.link}, {self.between} between nodes of {self.devices_per_node})"
+        return self.cluster or links
+
+
+def mismatch(config: PlanConfig, layout: Layout) -> str | None:
+    """Why the devices cannot share this model and batch so; None if they can."""
+    _, count = config.fleet()
+    nodes = config.machine().network.devices_per_node
+    if count % layout.ranks or config.batch % (count // layout.ranks):
+        return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
+    if layout.ranks == 1:
+        return None
+    if layout.tensor > 1 and config.optimizer == "muon":
+        return "Muon steps whole matrices, and ranks that share them have parts"
+    if layout.pipeline > 1 and count // layout.pipeline < nodes:
+        return f"{layout.pipeline} stages of {count} devices are less than a node of {nodes} each"
+    if layout.tensor > min(nodes, count):
+        return f"{layout.tensor} ranks that share matrices do not fit a node of {nodes} devices"
+    shape = config.shape()
+    if layout.pipeline > 1 and shape.tie_embeddings:
+        return "the head shares the embedding's matrix, which lies on another stage"
+    if shape.num_layers % stages_of(layout):
+        return f"{shape.num_layers} blocks are no {stages_of(layout)} equal stages"
+    if config.batch // (count // layout.ranks) % layout.pipeline:
+        return f"{config.batch * layout.ranks // count} sequences are no multiple of {layout.pipeline} ranks"
+    for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
+        uneven = [size for size in split.sizes if size % layout.tensor]
+        if uneven:
+            return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    if shape.context_length % (chunks * layout.tensor):
+        return f"sequences of {shape.context_length} tokens are no multiple of {chunks * layout.tensor}"
+    if layout.attention == "ulysses" and (shape.kv_heads // layout.tensor) % layout.context:
+        return f"{layout.context} ranks cannot share {shape.kv_heads // layout.tensor} heads of keys evenly"
+    return None

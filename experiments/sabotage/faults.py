@@ -1,0 +1,297 @@
+"""How each mistake is made.
+
+A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
+subclass that stands for a training loop that makes it. Those where ranks share a model replace a function of the layout
+or of the pipeline while the ranks run.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.comm import collectives
+from distlab.parallel import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    ParallelModel,
+    ShardedOptimizer,
+    ZeroOptimizer,
+    context_parallel,
+    tensor_parallel,
+)
+from distlab.parallel.buckets import GradientBucket
+from distlab.parallel.exchange import AllReduce
+from distlab.parallel.pipeline import Pipeline
+from distlab.parallel.regions import Share
+from distlab.parallel.schedules import Action, gpipe, zero_bubble
+from kernels.flash_attention import FlashAttention2PyTorch, ops, tiled
+
+# -- data parallelism ------------------------------------------------------------------------------------------
+
+
+def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
+    """Ranks keep the weights that each has drawn for itself."""
+    with patch.object(collectives, "broadcast_all", lambda tensors, group: None):
+        return FlatDDP(module, **options)
+
+
+class SumInsteadOfMean(FlatDDP):
+    """`ReduceOp.SUM`, and no division afterwards."""
+
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        for parameter in self.trainable:
+            parameter.grad.mul_(self.process_group.size())
+
+
+class AllButTheLast(AllReduce):
+    """Sends full buckets and not the one that is left over at the end of backward, that of the first layers."""
+
+    def start(self, bucket: GradientBucket) -> None:
+        if bucket.plan.indices[-1] == 0:
+            bucket.seal()
+            self._works[bucket] = _NothingToWaitFor()
+        else:
+            super().start(bucket)
+
+
+class LastBucketStays(BucketedDDP):
+    """`BucketedDDP` with that exchange."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.lay_out(AllButTheLast(self.process_group, self.all_reduce))
+
+
+class _NothingToWaitFor:
+    def wait(self) -> None:
+        pass
+
+
+class ReducesTheParameter(NaiveDDP):
+    """The hook averages `parameter` where it should average `parameter.grad`."""
+
+    def _synchronize(self) -> None:
+        for parameter in self.trainable:
+            collectives.all_reduce_mean(parameter.data, self.process_group).wait()
+
+
+class NeverWaits(OverlapDDP):
+    """Asynchronous all-reduces whose `wait()` was forgotten.
+
+    In reality a race, lost now and then. Here it is always lost: the means land in the gradients only when the next
+    step begins, long after the optimizer has read them.
+    """
+
+    _late: tuple[tuple[Tensor, Any], ...] = ()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for _, work in self._late:
+            work.wait()
+        self._late = ()
+        return super().forward(*args, **kwargs)
+
+    def _gradient_ready(self, index: int) -> None:
+        sent = self.trainable[index].grad.clone()
+        self._late = (*self._late, (sent, collectives.all_reduce_mean(sent, self.process_group)))
+
+    def send_rest(self) -> None:
+        pass
+
+    def _synchronize(self) -> None:
+        pass
+
+
+class SumsTiedTwice(NaiveDDP):
+    """Sums over names, under which a tied weight stands twice; divides over parameters, where it stands once."""
+
+    def _synchronize(self) -> None:
+        for _, parameter in self.module.named_parameters(remove_duplicate=False):
+            parameter.grad.copy_(collectives.sum_tensor(parameter.grad, self.process_group))
+        for parameter in self.trainable:
+            parameter.grad.div_(self.process_group.size())
+
+
+class HookOrder(OverlapDDP):
+    """Gradients leave in the order in which hooks fire, which differs between ranks that use different layers."""
+
+    def _gradient_ready(self, index: int) -> None:
+        self.unsent.remove(index)
+        self.unsent.appendleft(index)
+        self._send_next()
+
+
+class KeepsItsShard(ShardedOptimizer):
+    """Each rank updates its parameters, and none is sent."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        with patch.object(
+            collectives, "broadcast_coalesced", lambda owned, group, source: _NothingToWaitFor()
+        ):
+            return super().step(*args, **kwargs)
+
+
+class StaleSums(FlatDDP):
+    """The buffer is filled by the first micro-batch; later micro-batches add to `.grad`, which it replaces."""
+
+    _packed: Sequence[Tensor] = ()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with super().no_sync():
+            yield
+        self._packed = self._packed or [parameter.grad.clone() for parameter in self.trainable]
+
+    def _synchronize(self) -> None:
+        for parameter, stale in zip(self.trainable, self._packed, strict=True):
+            parameter.grad.copy_(stale)
+        self._packed = ()
+        super()._synchronize()
+
+
+class SendsEachMicroBatch(BucketedDDP):
+    """`no_sync()` averages as well: the gradient is right, since a mean that is averaged once more stays the same."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        yield
+        self.finish_gradient_synchronization()
+
+
+# -- sharding --------------------------------------------------------------------------------------------------
+
+
+class WaitsInOwnersForward(ZeroOptimizer):
+    """Only the forward of the module that owns parameters waits for their all-gather.
+
+    Messages as small as these usually arrive before the parameters are read. So the results of an all-gather are held
+    back until the wait, as on a slow network.
+    """
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        gather = collectives.all_gather
+        with patch.object(collectives, "all_gather", lambda *sent: _SlowGather(gather, *sent)):
+            super().step(*args, **kwargs)
+        for parameter in self._ddp.trainable:
+            parameter.__class__ = nn.Parameter  # reading one, from whatever place, waits no more
+
+
+class _SlowGather:
+    def __init__(self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup):
+        self._output, self._arrived = output, torch.empty_like(output)
+        self._work = gather(self._arrived, own, group)
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._output.copy_(self._arrived)
+
+
+class ForgetsToFinish(FSDP):
+    """A training loop without `finish_gradient_synchronization()`."""
+
+    def finish_gradient_synchronization(self) -> None:
+        pass
+
+
+class ClipsItsOwnPart(BucketedDDP):
+    """A training loop that clips by torch's function, whose norm differs between ranks under ZeRO."""
+
+    def finish_gradient_synchronization(self) -> None:
+        super().finish_gradient_synchronization()
+        nn.utils.clip_grad_norm_(self.trainable, 0.1)
+
+
+# -- tensor and context parallelism ----------------------------------------------------------------------------
+
+vocabulary_cross_entropy, merge = tensor_parallel.vocabulary_cross_entropy, context_parallel._merge
+
+
+def summed_behind_the_loss(*args: Any, group: ProcessGroup, **options: Any) -> Tensor:
+    """Every rank knows the gradient of the loss already; a sum over ranks makes each gradient P times as large."""
+    return Share.apply(vocabulary_cross_entropy(*args, group=group, **options), group)
+
+
+class CountsNormsTwice(BucketedDDP):
+    """The squares of all gradients are summed over the ranks that share matrices, those of whole vectors too."""
+
+    def _norm_of(self, gradients: Any) -> Tensor:
+        return super()._norm_of(gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut]))
+
+
+def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+    """The word behind a chunk lies on another rank: its last token gets that of the next chunk here, or none."""
+    tokens, targets = batch
+    return model(tokens, torch.cat((tokens[:, 1:], torch.full_like(targets[:, :1], -100)), 1))
+
+
+def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
+    """Partial results and their log-sum-exp are kept in bf16 between the steps of the ring."""
+    merge(out, lse, *part)
+    for kept in (out, lse):
+        kept.copy_(kept.bfloat16())
+
+
+def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
+    """The first rank has the first two chunks, which see the fewest keys, and the last rank the last two."""
+    return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
+
+
+# -- pipelines -------------------------------------------------------------------------------------------------
+
+run_schedule = Pipeline.run
+
+
+def not_divided(pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float) -> Tensor:
+    """Gradients are those of the sum of the micro-batches' losses; the printed loss is their mean."""
+    return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
+
+
+def first_backwards_exchanged(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The first rank takes up the activations of micro-batch 1 for the gradient of micro-batch 0, and the reverse."""
+    actions = gpipe(pipeline.ranks, batches)[pipeline.rank]
+    if pipeline.rank == 0:  # behind all forwards, of which there are `batches`
+        actions[batches], actions[batches + 1] = actions[batches + 1], actions[batches]
+    return actions
+
+
+def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
+    """The loop ends with the last B, although each of two ranks has a W left."""
+    actions = zero_bubble(pipeline.ranks, batches)[pipeline.rank]
+    return [action for action in actions if (action.kind, action.batch) != ("W", batches - 1)]
+
+
+# -- attention -------------------------------------------------------------------------------------------------
+
+
+def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The package's tiled attention with tiles small enough for several of them: (B, H, T, D) each."""
+    with patch.object(tiled, "BLOCK", 16):
+        return FlashAttention2PyTorch.apply(q, k, v, True)
+
+
+def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax as the formula has it, without subtracting the running maximum."""
+    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}  # exp(score) is summed as it is
+    with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
+        return healthy_attention(q, k, v)
+
+
+def sees_one_ahead(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A causal mask `k <= q + 1`: every token sees the one that it is to predict."""
+
+    def shifted(*args: Any) -> tuple[int | None, int | None]:
+        lo, hi = original(*args)
+        return lo, hi + 1
+
+    original = ops.band
+    with patch.object(ops, "band", shifted):
+        return healthy_attention(q, k, v)
