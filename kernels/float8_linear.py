@@ -5,14 +5,16 @@ number of its format; a product of two is divided by both s. x and w are e4m3 (3
 values spread wider, e5m2 (2 bits, up to 57,344).
 
 Shapes: x (M, K), w (N, K), y and dy (M, N), all multiples of 16. FLOPs: 2·M·N·K a product, at twice bf16's rate. Bytes
-of a factor of E elements in 16 bits: 6·E. Its scale needs all of it, so it is read twice; and fp8's tensor cores take
-both factors with the summed dimension contiguous, so it is written twice, as it is and transposed: x and w are summed
-over K forward, over M and N backward. In eager torch amax, scaling, cast and transposition are passes of their own,
-with intermediates in fp32.
-Saved for backward: xᵀ and wᵀ in fp8 and their scales, x's half the bytes that a bf16 layer saves.
+of a factor of E elements in 16 bits: 5·E to cast it, which reads it twice, since its scale needs all of it; 2·E more in
+backward: fp8's tensor cores take both factors with the summed dimension contiguous, so that products over M and N need
+x, w and dy transposed. In eager torch amax, scaling, cast and transposition are passes with intermediates in fp32.
+Saved for backward: x and w in fp8 and their scales, of x half the bytes that a bf16 layer saves.
 
 The products are cuBLAS's (`torch._scaled_mm`). Forward sums in the tensor cores' own accumulator (some 14 bits of
 mantissa), backward moves its sums into fp32 registers on the way.
+
+A kernel that writes q both as it is and transposed would read it once less, and is compiled wrongly by the ptxas that
+Triton 3.6 to 3.8 bring along (triton-lang/triton#11111): of fp32 inputs a quarter of the transposed bytes were others.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning (2022).
 """
@@ -29,7 +31,7 @@ from ._rows import Launch, autocast, check, chosen, power_of_two
 from .cost import Cost
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-MOST_PARTS, PART = 1024, 4096  # programs that look for the largest element, and elements that one reads at a time
+PARTS, PART = 1024, 4096  # programs that look for the largest element, at most; elements that one reads at a time
 MULTIPLE = 16
 
 
@@ -44,46 +46,65 @@ def amax_kernel(a_ptr, parts_ptr, count, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def cast_kernel(a_ptr, parts_ptr, q_ptr, transposed_ptr, inverse_ptr, rows, cols, MOST: tl.constexpr,
-                PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """A tile of q (rows, cols) and of its transpose; the first program writes 1/s. NaN and infinity become NaN."""
+def cast_kernel(a_ptr, parts_ptr, q_ptr, inverse_ptr, count, MOST: tl.constexpr, PARTS: tl.constexpr,
+                BLOCK: tl.constexpr):
+    """A block of q (count); the first program writes 1/s. NaN and, with all others, infinity become NaN."""
     amax = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
     amax = tl.where(amax > 0, amax, 1.0)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+    if tl.program_id(0) == 0:
         tl.store(inverse_ptr, amax / MOST)
-    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
-    col = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + at, mask=at < count, other=0.0).to(tl.float32)
+    tl.store(q_ptr + at, (a * (MOST / amax)).to(q_ptr.dtype.element_ty), mask=at < count)
+
+
+@triton.jit
+def transpose_kernel(q_ptr, out_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of out (cols, rows), bytes."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    col = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
     inside = (row < rows)[:, None] & (col < cols)[None, :]
-    a = tl.load(a_ptr + row[:, None] * cols + col[None, :], mask=inside, other=0.0).to(tl.float32)
-    scaled = a * (MOST / amax)
-    q = tl.clamp(scaled, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
-    tl.store(q_ptr + row[:, None] * cols + col[None, :], q, mask=inside)
-    tl.store(transposed_ptr + col[None, :] * rows + row[:, None], q, mask=inside)
+    q = tl.load(q_ptr + row[:, None] * cols + col[None, :], mask=inside, other=0)
+    tl.store(out_ptr + col[None, :] * rows + row[:, None], q, mask=inside)
 
 
-def launch_cast(a: Tensor, parts: Tensor, q: Tensor, transposed: Tensor, inverse: Tensor) -> None:
-    """Launch both over a (R, C), contiguous; parts (a power of two) is what the first leaves for the second."""
-    count = parts.numel()
-    found = chosen("float8_amax", Launch(block=PART, warps=8))
-    _dispatch.launch(amax_kernel, (count,), a, parts, a.numel(), BLOCK=found.block, num_warps=found.warps)
-    tile = chosen("float8_cast", Launch(block=128, rows=64, warps=4))
-    grid = triton.cdiv(a.shape[0], tile.rows), triton.cdiv(a.shape[1], tile.block)
-    _dispatch.launch(cast_kernel, grid, a, parts, q, transposed, inverse, *a.shape, MOST=torch.finfo(q.dtype).max,
-                     PARTS=count, BLOCK_R=tile.rows, BLOCK_C=tile.block, num_warps=tile.warps)
+def launch_cast(a: Tensor, parts: Tensor, q: Tensor, inverse: Tensor) -> None:
+    """Launch both kernels over a, contiguous; parts (a power of two) is what the first leaves for the second."""
+    count, programs = a.numel(), parts.numel()
+    found, cast_by = (chosen(name, Launch(block=PART, warps=8)) for name in ("float8_amax", "float8_cast"))
+    _dispatch.launch(amax_kernel, (programs,), a, parts, count, BLOCK=found.block, num_warps=found.warps)
+    _dispatch.launch(cast_kernel, (triton.cdiv(count, cast_by.block),), a, parts, q, inverse, count,
+                     MOST=torch.finfo(q.dtype).max, PARTS=programs, BLOCK=cast_by.block, num_warps=cast_by.warps)
 
 
-def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """a (R, C) → q (R, C), its transpose (C, R), both contiguous, and 1/s, one fp32 number."""
+def launch_transpose(q: Tensor, out: Tensor) -> None:
+    """Launch over q (R, C) and out (C, R), one byte an element, contiguous."""
+    tile = chosen("float8_transpose", Launch(block=128, rows=64, warps=4))
+    grid = triton.cdiv(q.shape[0], tile.rows), triton.cdiv(q.shape[1], tile.block)
+    _dispatch.launch(transpose_kernel, grid, q.view(torch.uint8), out.view(torch.uint8), *q.shape, ROWS=tile.rows,
+                     BLOCK=tile.block, num_warps=tile.warps)
+
+
+def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """a → q, contiguous, and 1/s, one fp32 number."""
     if not _triton.runs_triton(a):
         amax, most = a.abs().amax().float(), torch.finfo(dtype).max
         inverse = torch.where(amax > 0, amax, 1.0) / most
-        q = (a.float() / inverse).clamp(-most, most).to(dtype)
-        return q, q.t().contiguous(), inverse
-    q, transposed = (torch.empty(shape, dtype=dtype, device=a.device) for shape in (a.shape, a.shape[::-1]))
-    parts = torch.empty(min(MOST_PARTS, power_of_two(-(-a.numel() // PART))), dtype=torch.float32, device=a.device)
+        return (a.float() / inverse).clamp(-most, most).to(dtype).contiguous(), inverse
+    q = torch.empty(a.shape, dtype=dtype, device=a.device)
+    parts = torch.empty(min(PARTS, power_of_two(-(-a.numel() // PART))), dtype=torch.float32, device=a.device)
     inverse = torch.empty((), dtype=torch.float32, device=a.device)
-    launch_cast(a.contiguous(), parts, q, transposed, inverse)
-    return q, transposed, inverse
+    launch_cast(a.contiguous(), parts, q, inverse)
+    return q, inverse
+
+
+def transposed(q: Tensor) -> Tensor:
+    """q (R, C) → (C, R), contiguous."""
+    if not (q.is_cuda or _triton.interpreted()):
+        return q.t().contiguous()
+    out = torch.empty(q.shape[::-1], dtype=q.dtype, device=q.device)
+    launch_transpose(q, out)
+    return out
 
 
 def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
@@ -96,26 +117,25 @@ def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch
 
 @_dispatch.operator("float8_linear", opaque=True)
 def forward_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """x (M, K), w (N, K) → y, and of x and w the transposes in fp8 and the scales of their products."""
-    (m, k), n = x.shape, w.shape[0]
+    """x (M, K), w (N, K) → y, and x and w in fp8 with the scales of their products."""
     if _dispatch.idle(x):
-        kept = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in ((k, m), (k, n)))
-        return x.new_zeros(m, n), *kept, *(torch.ones((), device=x.device) for _ in range(2))
-    q, x_transposed, x_scale = cast(x, E4M3)
-    v, w_transposed, w_scale = cast(w, E4M3)
-    return product(q, v, x_scale, w_scale, x.dtype, True), x_transposed, w_transposed, x_scale, w_scale
+        kept = (torch.empty(a.shape, dtype=E4M3, device=a.device) for a in (x, w))
+        scales = (torch.ones((), device=x.device) for _ in range(2))
+        return x.new_zeros(x.shape[0], w.shape[0]), *kept, *scales
+    q, x_scale = cast(x, E4M3)
+    v, w_scale = cast(w, E4M3)
+    return product(q, v, x_scale, w_scale, x.dtype, True), q, v, x_scale, w_scale
 
 
 @_dispatch.operator("float8_linear_backward", opaque=True)
-def backward_op(dy: Tensor, x_transposed: Tensor, w_transposed: Tensor, x_scale: Tensor, w_scale: Tensor,
+def backward_op(dy: Tensor, q: Tensor, v: Tensor, x_scale: Tensor, w_scale: Tensor,
                 dw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """dy (M, N) and what forward kept → dx (M, K) in dy's dtype, dw (N, K)."""
     if _dispatch.idle(dy):
-        dw = dy.new_zeros(w_transposed.shape[::-1], dtype=dw_dtype)
-        return dy.new_empty(x_transposed.shape[::-1]), dw
-    q, transposed, scale = cast(dy, E5M2)
-    dx = product(q, w_transposed, scale, w_scale, dy.dtype, False)
-    return dx, product(transposed, x_transposed, scale, x_scale, dw_dtype, False)
+        return dy.new_empty(q.shape), dy.new_zeros(v.shape, dtype=dw_dtype)
+    d, scale = cast(dy, E5M2)
+    dx = product(d, transposed(v), scale, w_scale, dy.dtype, False)
+    return dx, product(transposed(d), transposed(q), scale, x_scale, dw_dtype, False)
 
 
 class Float8Linear(Function):
@@ -164,15 +184,15 @@ def flops(x, w, *_, out_shape=None, **__) -> int:
 
 
 @register_flop_formula(torch.ops.distlab_kernels.float8_linear_backward)
-def backward_flops(dy, x_transposed, *_, out_shape=None, **__) -> int:
+def backward_flops(dy, x, *_, out_shape=None, **__) -> int:
     """Count both products."""
-    return 4 * dy[0] * dy[1] * x_transposed[0]
+    return 4 * dy[0] * dy[1] * x[1]
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes for (M, K, N): a factor is read twice and cast twice, and read by each of its products."""
+    """Least FLOPs and bytes for (M, K, N); a factor is read twice and cast, transposed, and read by each product."""
     m, k, n = shape
-    factors, outer, cast_bytes = m * k + n * k, m * n, 2 * dtype.itemsize + 2
+    factors, outer, cast_bytes = m * k + n * k, m * n, 2 * dtype.itemsize + 1
     if backward:
-        return Cost(4 * m * n * k, (cast_bytes + 2) * outer + (1 + dtype.itemsize) * factors)
+        return Cost(4 * m * n * k, (cast_bytes + 4) * outer + (3 + dtype.itemsize) * factors)
     return Cost(2 * m * n * k, (cast_bytes + 1) * factors + dtype.itemsize * outer)
