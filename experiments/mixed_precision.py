@@ -3,11 +3,11 @@
     distlab run mixed_precision            # this machine's device
     distlab run mixed_precision --quick    # smaller, seconds on a CPU
 
-Four parts. *accumulation*: 1,000 × 0.01 in every combination of accumulator and addend, predicted by rounding in
+Five parts. *accumulation*: 1,000 × 0.01 in every combination of accumulator and addend, predicted by rounding in
 integers. *types*: the dtype that each part of a small model computes in under autocast. *norm*: layer normalisation
 with its statistics in a low precision, on inputs that are large, or far from zero. *scaling*: gradients of a language
 model that fp16 rounds to zero, and the window of loss scales between that and overflow; bf16 has fp32's range and needs
-none.
+none. *float8*: losses of one training in bf16, and with the matmuls of its blocks in fp8.
 """
 
 import math
@@ -33,11 +33,13 @@ from distlab.experiment import (
     option,
 )
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
+from distlab.model.transformer import Linear
 from distlab.precision import autocast
 from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
+from kernels.float8_linear import float8_linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDEND, TIMES = 0.01, 1000
@@ -58,6 +60,7 @@ class PrecisionConfig(Options):
     micro_batches: int = option(8, "that make a step: the loss is divided by it, as accumulation does", least=1)
     log2_scales: tuple[int, ...] = option((0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two")
     rows: int = option(8192, "of layer normalisation's input", least=1)
+    steps: int = option(400, "of the trainings in bf16 and fp8", least=4)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +77,7 @@ def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
         MemoryError: the model with this batch does not fit.
     """
     require([PlannedStep(config.model(), config.batch, mode="forward_backward")], context.device)
-    for part in (accumulation, types, norm, scaling):
+    for part in (accumulation, types, norm, scaling, float8):
         run.progress(part.__name__)
         for variant, where, metrics in part(config, context.device):
             run.add(variant, metrics, part=part.__name__, on=where)
@@ -205,6 +208,36 @@ def gradients(
     return logits.grad.float().flatten(), torch.cat(flat).float() / scale
 
 
+def float8(config: PrecisionConfig, device: torch.device) -> Rows:
+    """Mean losses of every quarter of a training, with its blocks' matmuls in bf16 and in fp8."""
+    losses = {name: training(config, device, name == "fp8").view(4, -1).mean(-1) for name in ("bf16", "fp8")}
+    for quarter in range(4):
+        yield f"quarter {quarter + 1}", f"{config.steps} steps", {
+            f"loss_{name}": loss[quarter].item() for name, loss in losses.items()
+        }
+
+
+def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Tensor:
+    """Loss of each step, whose number is rounded down to a multiple of four."""
+    shape = config.model()
+    model = TransformerLM(shape, device=device, seed=0)
+    for module in model.blocks.modules():
+        if in_fp8 and isinstance(module, Linear):
+            module.multiply = float8_linear
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device)
+    found = []
+    for step in range(config.steps // 4 * 4):
+        tokens, targets = data.batch(step)
+        with autocast(device, torch.bfloat16):
+            found.append(cross_entropy(model(tokens), targets))
+        found[-1].backward()
+        found[-1] = found[-1].detach()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.stack(found)
+
+
 headline = headline_from(
     "{size} with {blocks} blocks, {batch} × {context} tokens in each of {micro_batches} micro-batches, {device_name}, "
     "torch {torch}",
@@ -270,6 +303,8 @@ VIEW = View(
         Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
         Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
         Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
+        Column("metrics.loss_bf16", "loss in bf16", ".4f", missing=""),
+        Column("metrics.loss_fp8", "in fp8", ".4f", missing=""),
     ],
     headline=headline,
     pictures={"gradients.png": draw},
@@ -283,19 +318,21 @@ VIEW = View(
     "infinite and the whole row becomes zero. bf16 does not overflow, but with 8 bits a mean far from zero is wrong. "
     "With fp32 statistics both are as good as their inputs.\n\n"
     "scaling: without a scale fp16 rounds small gradients to zero (left of the first dotted line, and the logits' "
-    "gradients in the table); multiplying the loss moves all of them up, until the largest overflow.",
+    "gradients in the table); multiplying the loss moves all of them up, until the largest overflow.\n\n"
+    "float8: both trainings have the same weights, data and order; embedding, norms and head are alike.",
     prediction="Sums: every addition rounded in integer arithmetic. Underflow: fp32's own gradients below half of the "
     "smallest fp16 number. Rows lost: a normal distribution beyond the root of fp16's largest number.",
     noise="One seed, and each figure is exact for it: nothing here is timed.",
     parted_by="config.part",
 )
 
-SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048}
+SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048, "steps": 40}
 EXPERIMENT = Experiment(
     PrecisionConfig, measure, VIEW,
     presets={
         "cpu": SMALL,
         "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
-        "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40)},
+        "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40),
+                          "steps": 4},
     },
 )

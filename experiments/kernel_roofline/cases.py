@@ -33,6 +33,7 @@ OPERANDS: dict[str, Callable[..., list[Operand]]] = {
     "x, w, b": lambda n, d: [Operand((n, d)), Operand((d,), 0.1, 1.0), Operand((d,), 0.1)],
     "x, residual, w": lambda n, d: [Operand((n, d)), Operand((n, d)), Operand((d,), 0.1, 1.0)],
     "a, b": lambda m, k, n: [Operand((m, k)), Operand((k, n))],
+    "x, weight": lambda n, d, f: [Operand((n, d)), Operand((f, d), 0.02)],
     "layer": lambda n, d, f: [Operand((n, d)), Operand((f, d)), Operand((f,))],
     "logits, targets": lambda n, v: [Operand((n, v)), Operand((n,), classes=v)],
     "head, targets": lambda n, d, v: [Operand((n, d)), Operand((v, d), 0.02), Operand((n,), classes=v)],
@@ -241,7 +242,7 @@ def _model_parts() -> list[Case]:
 
 
 def _matmuls() -> list[Case]:
-    from kernels import dropout, matmul, reference
+    from kernels import dropout, float8_linear, matmul, reference
 
     def layer_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         n, _, f = shape
@@ -259,8 +260,15 @@ def _matmuls() -> list[Case]:
     ]  # fmt: skip
     layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
              "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
-    return [*squares, Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost,
-                           layer, compute=True)]  # fmt: skip
+    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear}
+    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear}
+    layers = [
+        Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost, in_fp8,
+             compute=True),
+        Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost, layer,
+             compute=True),
+    ]  # fmt: skip
+    return squares + layers
 
 
 def _losses() -> list[Case]:

@@ -19,6 +19,7 @@ from kernels import (
     cross_entropy,
     dropout,
     elementwise,
+    float8_linear,
     layernorm,
     matmul,
     rmsnorm,
@@ -145,6 +146,12 @@ def _matmul() -> None:
     matmul.launch_persistent(half[:512], half[:, :512], None, e(512, 512, dtype=F), None)
 
 
+def _float8_linear() -> None:
+    """The largest element, and the cast as it is and transposed."""
+    q, transposed = (e(*shape, dtype=float8_linear.E4M3) for shape in ((N, D), (D, N)))
+    float8_linear.launch_cast(e(N, D), e(float8_linear.MOST_PARTS, dtype=F), q, transposed, e(dtype=F))
+
+
 def _adamw() -> None:
     """One step over all parameters, of every dtype; and scaling by a number on the device."""
     i = e(8, dtype=I)
@@ -215,5 +222,5 @@ def _average() -> None:
 
 MODULES: dict[str, Callable[[], None]] = {function.__name__[1:]: function for function in (
     _elementwise, _weighted_sum, _rmsnorm, _layernorm, _long_rows, _softmax, _swiglu, _rope, _dropout,
-    _cross_entropy, _matmul, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
+    _cross_entropy, _matmul, _float8_linear, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
     _lesson_banks)}  # fmt: skip

@@ -1,0 +1,178 @@
+"""A linear layer whose three products are computed in fp8.
+
+Math:  y = x wᵀ;  dx = dy w,  dw = dyᵀ x.  A factor a is cast as q = round(s·a), s = MOST ÷ max|a|, MOST the largest
+number of its format; a product of two is divided by both s. x and w are e4m3 (3 bits of mantissa, up to 448), dy, whose
+values spread wider, e5m2 (2 bits, up to 57,344).
+
+Shapes: x (M, K), w (N, K), y and dy (M, N), all multiples of 16. FLOPs: 2·M·N·K a product, at twice bf16's rate. Bytes
+of a factor of E elements in 16 bits: 6·E. Its scale needs all of it, so it is read twice; and fp8's tensor cores take
+both factors with the summed dimension contiguous, so it is written twice, as it is and transposed: x and w are summed
+over K forward, over M and N backward. In eager torch amax, scaling, cast and transposition are passes of their own,
+with intermediates in fp32.
+Saved for backward: xᵀ and wᵀ in fp8 and their scales, x's half the bytes that a bf16 layer saves.
+
+The products are cuBLAS's (`torch._scaled_mm`). Forward sums in the tensor cores' own accumulator (some 14 bits of
+mantissa), backward moves its sums into fp32 registers on the way.
+
+Source: Micikevicius et al., FP8 Formats for Deep Learning (2022).
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.utils.flop_counter import register_flop_formula
+
+from . import _dispatch, _triton
+from ._autograd import first_order
+from ._language import tl, triton
+from ._rows import Launch, autocast, check, chosen, power_of_two
+from .cost import Cost
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+MOST_PARTS, PART = 1024, 4096  # programs that look for the largest element, and elements that one reads at a time
+MULTIPLE = 16
+
+
+@triton.jit
+def amax_kernel(a_ptr, parts_ptr, count, BLOCK: tl.constexpr):
+    """parts[p] = the largest |a| among the blocks p, p + programs, … of a (count)."""
+    most = tl.zeros([BLOCK], tl.float32)
+    for start in tl.range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = start + tl.arange(0, BLOCK).to(tl.int64)
+        most = tl.maximum(most, tl.abs(tl.load(a_ptr + at, mask=at < count, other=0.0).to(tl.float32)))
+    tl.store(parts_ptr + tl.program_id(0), tl.max(most, 0))
+
+
+@triton.jit
+def cast_kernel(a_ptr, parts_ptr, q_ptr, transposed_ptr, inverse_ptr, rows, cols, MOST: tl.constexpr,
+                PARTS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
+    """A tile of q (rows, cols) and of its transpose; the first program writes 1/s. NaN and infinity become NaN."""
+    amax = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
+    amax = tl.where(amax > 0, amax, 1.0)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_ptr, amax / MOST)
+    row = (tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)).to(tl.int64)
+    col = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)
+    inside = (row < rows)[:, None] & (col < cols)[None, :]
+    a = tl.load(a_ptr + row[:, None] * cols + col[None, :], mask=inside, other=0.0).to(tl.float32)
+    scaled = a * (MOST / amax)
+    q = tl.clamp(scaled, -MOST, MOST, propagate_nan=tl.PropagateNan.ALL).to(q_ptr.dtype.element_ty)
+    tl.store(q_ptr + row[:, None] * cols + col[None, :], q, mask=inside)
+    tl.store(transposed_ptr + col[None, :] * rows + row[:, None], q, mask=inside)
+
+
+def launch_cast(a: Tensor, parts: Tensor, q: Tensor, transposed: Tensor, inverse: Tensor) -> None:
+    """Launch both over a (R, C), contiguous; parts (a power of two) is what the first leaves for the second."""
+    count = parts.numel()
+    found = chosen("float8_amax", Launch(block=PART, warps=8))
+    _dispatch.launch(amax_kernel, (count,), a, parts, a.numel(), BLOCK=found.block, num_warps=found.warps)
+    tile = chosen("float8_cast", Launch(block=128, rows=64, warps=4))
+    grid = triton.cdiv(a.shape[0], tile.rows), triton.cdiv(a.shape[1], tile.block)
+    _dispatch.launch(cast_kernel, grid, a, parts, q, transposed, inverse, *a.shape, MOST=torch.finfo(q.dtype).max,
+                     PARTS=count, BLOCK_R=tile.rows, BLOCK_C=tile.block, num_warps=tile.warps)
+
+
+def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """a (R, C) → q (R, C), its transpose (C, R), both contiguous, and 1/s, one fp32 number."""
+    if not _triton.runs_triton(a):
+        amax, most = a.abs().amax().float(), torch.finfo(dtype).max
+        inverse = torch.where(amax > 0, amax, 1.0) / most
+        q = (a.float() / inverse).clamp(-most, most).to(dtype)
+        return q, q.t().contiguous(), inverse
+    q, transposed = (torch.empty(shape, dtype=dtype, device=a.device) for shape in (a.shape, a.shape[::-1]))
+    parts = torch.empty(min(MOST_PARTS, power_of_two(-(-a.numel() // PART))), dtype=torch.float32, device=a.device)
+    inverse = torch.empty((), dtype=torch.float32, device=a.device)
+    launch_cast(a.contiguous(), parts, q, transposed, inverse)
+    return q, transposed, inverse
+
+
+def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+    """a (M, K) times the transpose of b (N, K), both fp8 and contiguous → (M, N), the sums times both scales."""
+    if a.is_cuda:
+        return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
+    with torch.autocast(a.device.type, enabled=False):
+        return ((a.float() @ b.float().t()) * (scale_a * scale_b)).to(dtype)
+
+
+@_dispatch.operator("float8_linear", opaque=True)
+def forward_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """x (M, K), w (N, K) → y, and of x and w the transposes in fp8 and the scales of their products."""
+    (m, k), n = x.shape, w.shape[0]
+    if _dispatch.idle(x):
+        kept = (torch.empty(shape, dtype=E4M3, device=x.device) for shape in ((k, m), (k, n)))
+        return x.new_zeros(m, n), *kept, *(torch.ones((), device=x.device) for _ in range(2))
+    q, x_transposed, x_scale = cast(x, E4M3)
+    v, w_transposed, w_scale = cast(w, E4M3)
+    return product(q, v, x_scale, w_scale, x.dtype, True), x_transposed, w_transposed, x_scale, w_scale
+
+
+@_dispatch.operator("float8_linear_backward", opaque=True)
+def backward_op(dy: Tensor, x_transposed: Tensor, w_transposed: Tensor, x_scale: Tensor, w_scale: Tensor,
+                dw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """dy (M, N) and what forward kept → dx (M, K) in dy's dtype, dw (N, K)."""
+    if _dispatch.idle(dy):
+        dw = dy.new_zeros(w_transposed.shape[::-1], dtype=dw_dtype)
+        return dy.new_empty(x_transposed.shape[::-1]), dw
+    q, transposed, scale = cast(dy, E5M2)
+    dx = product(q, w_transposed, scale, w_scale, dy.dtype, False)
+    return dx, product(transposed, x_transposed, scale, x_scale, dw_dtype, False)
+
+
+class Float8Linear(Function):
+    """`apply(x, w)` → x wᵀ. Under autocast x is cast to its dtype first, w from its own to fp8 at once."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        (x,) = autocast(x)
+        rows = x.reshape(-1, x.shape[-1])
+        y, *kept = forward_op(rows, w)
+        ctx.save_for_backward(*kept)
+        ctx.dw_dtype = w.dtype
+        return y.view(*x.shape[:-1], w.shape[0])
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        dx, dw = backward_op(dy.reshape(-1, dy.shape[-1]), *ctx.saved_tensors, ctx.dw_dtype)
+        return dx.view(*dy.shape[:-1], dx.shape[-1]), dw
+
+
+def float8_linear(x: Tensor, w: Tensor) -> Tensor:
+    """x wᵀ with all three products in fp8; differentiable in both. On a CPU, rounded alike and multiplied in fp32.
+
+    Args:
+        x: (…, K) fp32, fp16 or bf16; all its other dimensions together a multiple of 16.
+        w: (N, K), of these dtypes; N and K multiples of 16.
+
+    Raises:
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+    """
+    check("x", x, 2)
+    check("w", w, 2)
+    if w.dim() != 2 or w.shape[1] != x.shape[-1]:
+        raise ValueError(f"w has shape {tuple(w.shape)}; (N, {x.shape[-1]}) fits x of shape {tuple(x.shape)}")
+    for name, size in {"rows of x": x.shape[:-1].numel(), "K": x.shape[-1], "N": w.shape[0]}.items():
+        if size % MULTIPLE:
+            raise ValueError(f"{name} = {size}: fp8's tensor cores take multiples of {MULTIPLE}")
+    return Float8Linear.apply(x, w)
+
+
+@register_flop_formula(torch.ops.distlab_kernels.float8_linear)
+def flops(x, w, *_, out_shape=None, **__) -> int:
+    """Count the product only, as FlopCounterMode does."""
+    return 2 * x[0] * x[1] * w[0]
+
+
+@register_flop_formula(torch.ops.distlab_kernels.float8_linear_backward)
+def backward_flops(dy, x_transposed, *_, out_shape=None, **__) -> int:
+    """Count both products."""
+    return 4 * dy[0] * dy[1] * x_transposed[0]
+
+
+def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
+    """Least FLOPs and bytes for (M, K, N): a factor is read twice and cast twice, and read by each of its products."""
+    m, k, n = shape
+    factors, outer, cast_bytes = m * k + n * k, m * n, 2 * dtype.itemsize + 2
+    if backward:
+        return Cost(4 * m * n * k, (cast_bytes + 2) * outer + (1 + dtype.itemsize) * factors)
+    return Cost(2 * m * n * k, (cast_bytes + 1) * factors + dtype.itemsize * outer)
