@@ -31,6 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
+from distlab.parallel import order
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import UsedFlags
 from distlab.parallel.guards import module as module_guard
@@ -171,6 +172,7 @@ class DataParallel(ParallelModel):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        order.begun.pop(self, None)
         self.guard.close()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
+from distlab.parallel import order
 from distlab.parallel.buckets import view_like
-from distlab.parallel.guards import order
 from distlab.parallel.shard import Spread
 
 Orthogonalize = Callable[[Tensor], Tensor]

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from distlab.comm import collectives
+from distlab.parallel import order
 from distlab.parallel.buckets import GradientBucket
 from distlab.parallel.gathering import Gathering
-from distlab.parallel.guards import order
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.shard import Shard, plain_name
 

@@ -20,8 +20,8 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel import order
 from distlab.parallel.base import LocalOptimizer, to_cpu
-from distlab.parallel.guards import order
 from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
 from distlab.parallel.shard import Shard
 
@@ -68,7 +68,8 @@ class ShardedOptimizer(LocalOptimizer):
         """
         self._copy_options_inwards()
         loss = self.local.step(closure, **kwargs)
-        order.send_begun(self._group)
+        if order.begun:
+            order.send_begun(self._group)
         in_flight = []
         for rank in range(self._group.size()):
             # A frozen parameter whose gradient is still there is stepped, as by any optimizer.

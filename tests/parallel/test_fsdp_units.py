@@ -13,8 +13,8 @@ from distlab.model import preset
 from distlab.parallel.fsdp import layout as planning
 from distlab.parallel.fsdp.entry import list_entries
 from distlab.parallel.fsdp.layout import ALIGNMENT, WORTH_A_BUFFER, RowLayout, plan_buffers
+from distlab.parallel.fsdp.not_gathered import NotGathered
 from distlab.parallel.fsdp.units import plan_units
-from distlab.parallel.guards.shards import NotGathered
 from distlab.theory.model_shape import ModelShape
 
 SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
+from distlab.parallel import order
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.fsdp.casts import hook_casts, plan_casts
 from distlab.parallel.fsdp.entry import Entry, list_entries
@@ -33,7 +34,6 @@ from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
 from distlab.parallel.fsdp.unit import Unit
 from distlab.parallel.fsdp.units import is_called, plan_units
 from distlab.parallel.guards import module as module_guard
-from distlab.parallel.guards import order
 from distlab.parallel.guards import shards as shard_guard
 from distlab.parallel.guards.assignments import refuse_assigned
 from distlab.parallel.guards.shards import ShardGuard
@@ -186,7 +186,7 @@ class FSDP(ParallelModel):
         self._runtime.finish()
         if self._replicated.trainable:
             self._replicated.average()
-        self.guard.end_finish()
+        self.guard.note(finished=True)
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
@@ -279,7 +279,8 @@ class FSDP(ParallelModel):
         super().zero_grad(set_to_none)
         for param in self.flat_params:
             param.drop_gradients()
-        self.guard.forget()
+        self.guard.unfinished = False
+        self.guard.note()
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from distlab.parallel import order
 from distlab.parallel.fsdp.order import UnitOrder
 from distlab.parallel.fsdp.outputs import copied, tensors_in
 from distlab.parallel.fsdp.unit import State, Unit
-from distlab.parallel.guards import order
 from distlab.parallel.guards.shards import (
     ShardGuard,
     refuse_copy_of_shards,
@@ -131,8 +131,9 @@ class Runtime:
             # Recomputation, whose early stop may skip this hook: nothing must depend on it.
             refuse_reentrant_checkpoint(unit, map(made_by, outputs), lambda: self.backward_task)
             return output
-        if any(full._version for param in unit.params for full in param.full):
-            refuse_written(unit)
+        for entry, full in unit.full:
+            if full._version:  # else that of its construction
+                refuse_written(entry)
         while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
             pass
         if unit not in self._running:  # else it runs inside itself
@@ -264,8 +265,9 @@ class Runtime:
             RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned;
                 or none has.
         """
-        if any(full.grad is not None for unit in self.units for full in unit.trained):
-            refuse_lost_gradients(self.units)
+        for unit in self.units:
+            if any(full.grad is not None for full in unit.trained):
+                refuse_lost_gradients(unit)
         if not self.arrived and lead_to(self._reached, (p for unit in self.units for p in unit.trained)):
             refuse_no_gradient()
         self.arrived = self._keeping = False

@@ -25,8 +25,8 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
 from distlab.parallel.fsdp.entry import Entry
 from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
+from distlab.parallel.fsdp.not_gathered import NotGathered
 from distlab.parallel.fsdp.units import UnitPlan
-from distlab.parallel.guards.shards import NotGathered
 
 
 class FlatParam:
@@ -230,6 +230,7 @@ class Unit:
     Attributes:
         state: of the full parameters.
         uses: forwards whose backward has not run yet.
+        full: every entry with its full parameter.
         trained: full parameters that get gradients.
         touched: backward has reached it since its gradients were last accumulated.
     """
@@ -248,10 +249,10 @@ class Unit:
         self.trainable = [param for param in self.params if param.trainable]
         self.trained = [full for param in self.trainable for full in param.full]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
+        self.full = [pair for param in self.params for pair in zip(param.entries, param.full, strict=True)]
         self._places = [  # of the parameters, what is found there when they are gathered, and when they are not
             (owner, attribute, full, not_gathered)
-            for param in self.params
-            for entry, full in zip(param.entries, param.full, strict=True)
+            for entry, full in self.full
             for not_gathered in [
                 NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry))
             ]

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from distlab.parallel.guards import hooks, order
+from distlab.parallel import order
+from distlab.parallel.guards import hooks
 from distlab.parallel.guards.module import Guard
 
 if TYPE_CHECKING:
@@ -42,20 +43,12 @@ class GradientGuard(Guard):
 
     def __init__(self, wrapper: DataParallel, frozen: list[tuple[str, nn.Parameter]]):
         super().__init__(wrapper, list(zip(wrapper.trainable_names, wrapper.trainable, strict=True)))
-        self._strategy = type(wrapper).__name__
         self._trainable, self._frozen = wrapper.trainable, frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self._pending = False  # a synchronised forward was not finished
         self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
         self._in_backward = False  # stays True after a backward that raised
-        self._overtaken = False  # another wrapper let this one send what backward had not brought
-        self._ahead: list[GradientGuard] = []  # those that this backward came to before, and which send first
-
-    def close(self) -> None:
-        """Watch nothing any more."""
-        order.begun.pop(self, None)
-        super().close()
 
     # -- forward and backward ------------------------------------------------------------------------------
 
@@ -85,10 +78,7 @@ class GradientGuard(Guard):
                 f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
                 "build the embedding with sparse=False"
             )
-        if not self._ready:
-            self._ahead = [guard for guard in list(order.begun) if guard.process_group is self.process_group]
-            order.begun[self] = None
-        if self._overtaken:
+        if order.begun.setdefault(self._wrapper(), False):
             raise RuntimeError(
                 f"the gradient of '{name}' came after its message had left, as another wrapper on these ranks has sent "
                 "since, and ranks must send alike: call finish_gradient_synchronization() of all wrappers when the "
@@ -117,16 +107,7 @@ class GradientGuard(Guard):
         """Note the gradient that is about to be sent; returns whether the wrappers ahead have sent all of theirs."""
         gradient = self._trainable[index].grad  # a view of a bucket, where the strategy has packed it
         self._ready[index] = gradient, gradient._version
-        return not self._ahead or not any(getattr(guard._wrapper(), "unsent", None) for guard in self._ahead)
-
-    def send_rest(self) -> None:
-        """Let the wrapper send what backward did not bring, where messages need not wait for its finish."""
-        wrapper = self._wrapper()
-        if wrapper is not None:
-            self._refuse_sending_again()
-            self._overtaken |= bool(wrapper.unsent)
-            with torch.no_grad():
-                wrapper.send_rest()
+        return len(order.begun) == 1 or order.may_send(self._wrapper())
 
     def _backward_ended(self) -> None:
         """Autograd calls this when a backward ends. If it was nested (in a reentrant checkpoint), wait for the outer
@@ -185,7 +166,7 @@ class GradientGuard(Guard):
         if len(order.begun) > 1:
             order.send_begun(self.process_group)
         if len(self._ready) < len(self._trainable):
-            self._refuse_sending_again()
+            self.refuse_sending_again()
         return True
 
     def end_finish(self) -> None:
@@ -193,10 +174,10 @@ class GradientGuard(Guard):
         for parameter in self._trainable:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
-        self._pending = self._in_backward = self._overtaken = False
+        self._pending = self._in_backward = False
         self._ready.clear()
         self._unsent.clear()
-        order.begun.pop(self, None)
+        order.begun.pop(self._wrapper(), None)
 
     # -- step ----------------------------------------------------------------------------------------------
 
@@ -206,9 +187,9 @@ class GradientGuard(Guard):
         """
         if self._ready or any(self._trainable[index].grad is not None for index in self._unsent):
             raise RuntimeError(
-                f"{self._strategy}: this step would use gradients that are not averaged over the ranks yet: "
-                "call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes under "
-                "no_sync() are sent by the next one outside it"
+                f"{type(self._wrapper()).__name__}: this step would use gradients that are not averaged over the ranks "
+                "yet: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
+                "under no_sync() are sent by the next one outside it"
             )
         if self._optimizer is not None and optimizer is not None and self._optimizer() is not optimizer:
             raise RuntimeError(
@@ -237,7 +218,7 @@ class GradientGuard(Guard):
             self._wrapper().adopt_gradients()
             self.end_finish()
 
-    def _refuse_sending_again(self) -> None:
+    def refuse_sending_again(self) -> None:
         """Raise RuntimeError for a gradient that backward has not reached, and that was averaged and not zeroed."""
         for index, (name, parameter) in enumerate(self.named if self.shards_gradients else ()):
             noted = getattr(parameter.grad, "synchronized_version", None)

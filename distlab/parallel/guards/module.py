@@ -68,7 +68,7 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
             strides or `requires_grad`.
     """
     mine = [
-        (name, tuple(t.shape), str(t.dtype), t.stride(), t.requires_grad)
+        f"'{name}' {tuple(t.shape)} {t.dtype} strides {t.stride()} {'' if t.requires_grad else 'not '}trainable"
         for name, t in [*module.named_parameters(), *module.named_buffers()]
     ]
     theirs = collectives.gather_objects(mine, group)
@@ -76,8 +76,9 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
         for index, (first, here) in enumerate(zip_longest(theirs[0], other)):
             if first != here:
                 raise ValueError(
-                    f"ranks hold different models: entry {index} is {_describe(theirs[0], index)} on rank 0 and "
-                    f"{_describe(other, index)} on rank {rank}; build the same model on every rank"
+                    f"ranks hold different models: entry {index} is {first or 'missing'} on rank 0, of "
+                    f"{len(theirs[0])} tensors, and {here or 'missing'} on rank {rank}, of {len(other)}; build the "
+                    "same model on every rank"
                 )
 
 
@@ -117,11 +118,11 @@ class Guard:
         self._editing = False  # inside elementwise_edits()
         hooks.watch(self, [parameter for _, parameter in named])
         self._registrations = hooks.registrations
-        self._on_loading = refuse_loaded_by_assignment(self, wrapper.module)
+        self._stop_checking_loads = weakref.finalize(self, check_loads(wrapper.module, named).remove)
 
     def close(self) -> None:
         """Watch nothing any more."""
-        self._on_loading.remove()
+        self._stop_checking_loads()
         hooks.release(self)
 
     def check_step(self, optimizer: Optimizer | None = None) -> None:
@@ -178,14 +179,12 @@ class Attached:
         return Attached, ()
 
 
-def refuse_loaded_by_assignment(guard: Guard, module: nn.Module) -> RemovableHandle:
+def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
     """Hook `load_state_dict`: with assign=True it swaps parameters, and their hooks would be lost."""
-    reference = weakref.ref(guard)
 
     def check(module: nn.Module, _: Any) -> None:
-        guard = reference()
         now = {id(parameter) for parameter in module.parameters()}
-        for name, parameter in () if guard is None else guard.named:
+        for name, parameter in named:
             if id(parameter) not in now:
                 raise RuntimeError(
                     f"load_state_dict replaced '{name}' (assign=True), so its gradient would no longer be "
@@ -219,10 +218,3 @@ def refuse_copy(wrapper: nn.Module) -> NoReturn:
 def _kind_of(tensor: Tensor) -> str:
     strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""  # where memory formats differ
     return f"{tensor.dtype} on {tensor.device}{strides}"
-
-
-def _describe(entries: list[tuple], index: int) -> str:
-    if index >= len(entries):
-        return f"missing ({len(entries)} tensors)"
-    name, shape, dtype, stride, requires_grad = entries[index]
-    return f"'{name}' {shape} {dtype} strides {stride} {'trainable' if requires_grad else 'not trainable'}"

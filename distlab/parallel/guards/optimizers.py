@@ -90,8 +90,8 @@ def group_of(parameters: Sequence[nn.Parameter], given: ProcessGroup | None) -> 
     """
     wrapping = [guard.process_group for guard in hooks.guards_of(parameters)]
     group = collectives.resolve_group(given or next(iter(wrapping), None))
-    for other in wrapping:
-        theirs, ours = dist.get_process_group_ranks(other), dist.get_process_group_ranks(group)
+    ours = dist.get_process_group_ranks(group)
+    for theirs in map(dist.get_process_group_ranks, wrapping):
         if theirs != ours:
             raise ValueError(
                 f"ShardedOptimizer: the parameters belong to a wrapper on ranks {theirs}, and this would share their "

@@ -9,9 +9,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from distlab.parallel.guards import hooks
@@ -171,16 +170,14 @@ class ShardGuard(Guard):
         """
         _refuse_edited(self._sharded)
 
-    def note(self, vectors_alone: bool = False) -> None:
-        """Note that the gradients are as they should be now."""
-        for _, parameter in self._replicated if vectors_alone else self.named:
+    def note(self, finished: bool = False) -> None:
+        """Note that the gradients are as they should be now; if `finished`, also that the wrapper has finished."""
+        # Without a backward the shards' gradients are those of before, and an edit of them is one still.
+        for _, parameter in self._replicated if finished and not self.unfinished else self.named:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
-
-    def forget(self) -> None:
-        """Note that the gradients are dropped."""
-        self.unfinished = False
-        self.note()
+        if finished:
+            self.pending = self.unfinished = False
 
     def begin_finish(self) -> bool:
         """Return whether there is anything to finish.
@@ -208,12 +205,6 @@ class ShardGuard(Guard):
         if self.unfinished:
             _refuse_edited(self.named)
         return True
-
-    def end_finish(self) -> None:
-        """Note that the wrapper has finished."""
-        # Without a backward the shards' gradients are those of before, and an edit of them is one still.
-        self.note(vectors_alone=not self.unfinished)
-        self.pending = self.unfinished = False
 
     def check_step(self, optimizer: Optimizer | None = None) -> None:
         """Check the gradients, before every step of an optimizer that holds parameters of the wrapper that optimizer,
@@ -285,25 +276,20 @@ def refuse_matrices(optimizer: Optimizer) -> None:
 # -- in forward and backward -----------------------------------------------------------------------------------
 
 
-def refuse_lost_gradients(units: Iterable[Unit]) -> None:
-    """Raises RuntimeError for a parameter with a gradient that backward did not bring through its unit's outputs."""
-    for unit in units:
-        if any(full.grad is not None for full in unit.trained):
-            raise RuntimeError(
-                f"FSDP: backward reached parameters of unit '{unit.name}' past its outputs, so their gradients "
-                "would be lost: return every tensor that the loss needs from the unit's forward"
-            )
+def refuse_lost_gradients(unit: Unit) -> NoReturn:
+    """Raises RuntimeError: parameters have gradients that backward did not bring through their unit's outputs."""
+    raise RuntimeError(
+        f"FSDP: backward reached parameters of unit '{unit.name}' past its outputs, so their gradients "
+        "would be lost: return every tensor that the loss needs from the unit's forward"
+    )
 
 
-def refuse_written(unit: Unit) -> None:
-    """Raises RuntimeError if forward wrote to a gathered parameter: else it has the version of its construction."""
-    for param in unit.params:
-        for entry, full in zip(param.entries, param.full, strict=True):
-            if full._version:
-                raise RuntimeError(
-                    f"FSDP: forward writes to '{entry.name}' in place (an embedding's max_norm does), and what it "
-                    "writes is freed with its unit: write to fsdp.parameters(), after optimizer.step()"
-                )
+def refuse_written(entry: Entry) -> NoReturn:
+    """Raises RuntimeError: forward wrote to a gathered parameter."""
+    raise RuntimeError(
+        f"FSDP: forward writes to '{entry.name}' in place (an embedding's max_norm does), and what it "
+        "writes is freed with its unit: write to fsdp.parameters(), after optimizer.step()"
+    )
 
 
 def refuse_copy_of_shards() -> NoReturn:
@@ -360,47 +346,3 @@ def refuse_reentrant_checkpoint(
 
     for node in chain(*nodes):
         node.register_prehook(refuse)
-
-
-class NotGathered(Tensor):
-    """What a module's attribute finds in forward while its unit is sharded: the gathered parameter's shape, strides,
-    dtype and device, and an error.
-
-    A rank's shard has the dimensions of its parameter, so that an operator might well compute with it: a head that
-    reads `embedding.weight` would give logits of a part of the vocabulary, without a word.
-
-    Args:
-        like: any tensor of that shape and these strides.
-        dtype, device: of the gathered parameter.
-        message: what any operator on it, or asking for its address, raises as RuntimeError.
-    """
-
-    _message: str
-
-    @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype, device: torch.device, message: str) -> NotGathered:
-        stand_in = Tensor._make_wrapper_subclass(
-            cls,
-            like.shape,
-            strides=like.stride(),
-            storage_size=0,
-            dtype=dtype,
-            device=device,
-            requires_grad=like.requires_grad,
-        )
-        stand_in._message = message
-        return stand_in
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
-        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
-        raise RuntimeError(found._message)
-
-    def data_ptr(self) -> NoReturn:
-        """Raises RuntimeError: a kernel that is given addresses would read where nothing is."""
-        raise RuntimeError(self._message)
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"

@@ -13,7 +13,7 @@ def refuse_shared_memory(module: nn.Module) -> None:
     Raises:
         ValueError: names two that overlap.
     """
-    on_storage: dict[int, list[tuple[int, int, str, nn.Parameter]]] = {}
+    on_storage: dict[int, list[tuple]] = {}
     for name, parameter in module.named_parameters():  # a tied parameter is listed once
         if parameter.numel() > 0:
             first, width = parameter.storage_offset(), parameter.element_size()
