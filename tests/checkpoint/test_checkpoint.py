@@ -17,6 +17,7 @@ from distlab.comm import RankContext
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.loop import Trainer
+from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
 
 # The norm over pieces is a sum in another order than the norm over whole gradients: its last bit may differ.
@@ -132,18 +133,15 @@ def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path)
     assert_continued(written, 2, [("bucketed pp4", "zero1"), ("fsdp", "naive pp2")], str(tmp_path), changes)
 
 
-def generators(context: RankContext, folder: str) -> None:
-    run = Run(context, folder)
+@on_two_ranks
+def test_every_generator_is_restored(context, tmp_path):
+    run = Run(context, tmp_path)
     random.gauss(0, 1)  # leaves a second number waiting inside Python's generator
     run.save(steps=1)
     expected = draw_from_all_generators()
-    other = Run(context, folder)
+    other = Run(context, tmp_path)
     other.trainer.resume()
     assert draw_from_all_generators() == expected
-
-
-def test_every_generator_is_restored(tmp_path):
-    run_ranks(generators, 2, str(tmp_path))
 
 
 def stored_content(context: RankContext, folder: str, strategy: str, shard_size: int | None) -> dict:
@@ -261,21 +259,14 @@ def test_a_hundredth_checkpoint_is_put_aside_as_the_others(tmp_path):
     assert last.name == "rejected-step_00000004-100" and store.steps() == []
 
 
-def load_into_another(context: RankContext, folder: str) -> tuple[str, str]:
-    """What is said of a model of another size, and of another run."""
-    trainer = Run(context, folder, vocab=37, lr=0.5).trainer
-    with pytest.raises(ValueError) as model:
+@on_two_ranks
+def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
+    """RELIABILITY 50; and what differs from another run."""
+    trainer = Run(context, two, vocab=37, lr=0.5).trainer
+    with pytest.raises(ValueError, match=r"another model.*embedding\.weight has shape \(31, 32\) .* \(37, 32\) here"):
         trainer.checkpoints.load(trainer.checkpoints.newest(), trainer.wrapper, trainer.optimizer)
-    with pytest.raises(ValueError) as run:
+    with pytest.raises(ValueError, match=r"lr is 0\.001 there and 0\.5 here.*vocab_size is 31 there and 37 here"):
         trainer.resume()
-    return str(model.value), str(run.value)
-
-
-def test_a_checkpoint_of_another_model_lists_what_differs(two):
-    """RELIABILITY 50."""
-    for model, run in run_ranks(load_into_another, 2, str(two)):
-        assert "another model" in model and "embedding.weight has shape (31, 32) there and (37, 32) here" in model
-        assert "lr is 0.001 there and 0.5 here" in run and "model.vocab_size is 31 there and 37 here" in run
 
 
 # -- writing that fails ------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankContext, collectives
 from distlab.testing import run_ranks
+from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
 TIMEOUT_S = 1.5
 
@@ -63,12 +64,9 @@ class JustInTime(dist.Work):
         return self.ended
 
 
-def waits_for_what_ends_just_in_time(context: RankContext) -> None:
+@on_one_rank
+def test_what_ends_as_the_first_half_second_does_has_not_failed(context):
     collectives.wait(JustInTime(), context.group, "averaging gradients")
-
-
-def test_what_ends_as_the_first_half_second_does_has_not_failed():
-    run_ranks(waits_for_what_ends_just_in_time, 1)
 
 
 def elsewhere(context: RankContext) -> str:
@@ -110,7 +108,8 @@ def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does():
     assert "rank 0 was averaging gradients, and rank 1 did not come" in answers[0]
 
 
-def long_but_successful(context: RankContext) -> list[str]:
+@on_two_ranks
+def test_a_wait_that_ended_is_taken_back(context):
     """A rank that was late once is not taken for one that waits later."""
     for late in (0, 1):
         if context.rank == late:
@@ -119,8 +118,4 @@ def long_but_successful(context: RankContext) -> list[str]:
         collectives.wait(work, context.group, "averaging gradients")
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    return [store.get(f"waits/{rank}").decode() for rank in (0, 1)]
-
-
-def test_a_wait_that_ended_is_taken_back():
-    assert run_ranks(long_but_successful, 2) == [["", ""]] * 2
+    assert [store.get(f"waits/{rank}") for rank in (0, 1)] == [b"", b""]

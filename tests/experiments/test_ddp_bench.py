@@ -26,7 +26,7 @@ from experiments import ddp_bench
 from experiments.ddp_bench import VIEW, DDPBenchConfig, view
 from experiments.ddp_bench.view import draw_step_times, unexplained_rows
 from launch.__main__ import _to_end
-from tests.commands import ROOT, on_terminal, python, shown
+from tests.commands import ROOT, children, on_terminal, python, shown
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
 SMOKE_ARGUMENTS = ["--preset=smoke", "--steps=3", "--rounds=2"]
@@ -213,13 +213,6 @@ def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
     assert "one rank: nothing is communicated. For more: --nproc 2" in said
 
 
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children, oldest first."""
-    listed = f"/proc/{pid}/task/{pid}/children"
-    with open(listed) as file:
-        return [int(child) for child in file.read().split()]
-
-
 def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_path):
     """RELIABILITY's fault table: SIGKILL of a rank mid-run."""
     command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
@@ -256,14 +249,6 @@ def test_a_comparison_inside_its_interval_prints_as_a_tie():
     assert (found["÷ torch"], found["overhead ms"]) == ("1.013 tie", "4.0 tie")
     found = cells(compared("bucketed", **ratio | {"vs_torch_ddp_low": 1.001, "vs_local_low": 1.01}))
     assert (found["÷ torch"], found["overhead ms"]) == ("1.013", "4.0")
-
-
-def test_each_row_has_its_own_noise():
-    """The headline gave local's to all, and a row of p80 = 2.5 × p20 stood under 5 %."""
-    quiet = compared("local", step_p20_ms=59.0, noise_floor_pct=5.0)
-    wide = compared("flat", step_p20_ms=40.0, step_p80_ms=100.0, noise_floor_pct=5.0)
-    assert "noise by row 5.0 to 50.0 %" in VIEW.headline([quiet, wide])
-    assert (cells(quiet)["± %"], cells(wide)["± %"]) == ("5.0", "50.0")
 
 
 def test_rows_that_are_not_explained():

@@ -143,8 +143,12 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("factor", [3.0, float("inf"), float("nan")])
 def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, factor, either):
-    """Loss scaling overflows now and then: rows that count nothing stay out of it. A loss may be changed in place."""
-    z, t = draw(3, 40).requires_grad_(), targets_for(3, 40, ignored=(1,))
+    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold. A loss may be
+    changed in place.
+    """
+    z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
+    z[1] = float("-inf")
+    z.requires_grad_()
     loss = LOSSES[name](z, t)
     loss /= 2
     expected, = torch.autograd.grad(LOSSES[name](z, t).sum() * (factor / 2), z)
@@ -189,14 +193,6 @@ def test_linear_cross_entropy_goes_backward_once():
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="call it again"):
         loss.backward()
-
-
-@pytest.mark.parametrize("name", LOSSES)
-def test_ignored_rows_have_no_gradient_whatever_they_hold(name, either):
-    z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
-    z[1] = float("-inf")
-    grad, = torch.autograd.grad(LOSSES[name](z.requires_grad_(), t).sum(), z)
-    assert not grad[1].any() and grad.isfinite().all()
 
 
 def error_of_chunks(dtype, chunks, rows=32):

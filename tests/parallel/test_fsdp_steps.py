@@ -7,7 +7,7 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
 from tests.parallel.test_fsdp import own_loss, own_model
 
 UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
@@ -27,7 +27,8 @@ def finished(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
     fsdp.finish_gradient_synchronization()
 
 
-def compiled_step(context: RankContext) -> None:
+@on_one_rank
+def test_a_compiled_step_is_checked_each_time(context):
     fsdp = wrapped(context)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
@@ -43,11 +44,9 @@ def compiled_step(context: RankContext) -> None:
         step()
 
 
-def test_a_compiled_step_is_checked_each_time():
-    run(compiled_step, 1)
-
-
-def two_optimizers(context: RankContext) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_two_ranks
+def test_several_optimizers_and_steps_work(context, backend):
     fsdp = wrapped(context)
     matrices = [p for p in fsdp.parameters() if p.ndim > 1]
     # Nesterov's momentum is added to the gradients themselves.
@@ -68,12 +67,14 @@ def two_optimizers(context: RankContext) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_several_optimizers_and_steps_work(backend):
-    run(two_optimizers, 2, backend=backend)
+@pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
+@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
+@on_two_ranks
+def test_zero_grad_drops_a_backward_that_was_not_finished(context, kept, zeroed, backend):
+    """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync().
 
-
-def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> None:
-    """A step as if a backward before it, which nobody finished, had never been."""
+    A step as if a backward before it, which nobody finished, had never been.
+    """
     fsdp, plain = wrapped(context), wrapped(context)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (fsdp, plain)]
     for step in range(2):
@@ -97,15 +98,8 @@ def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> N
         backward(fsdp, context)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
-@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
-def test_zero_grad_drops_a_backward_that_was_not_finished(kept, zeroed, backend):
-    """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync()."""
-    run(dropped_by_the_optimizer, 2, kept, zeroed, backend=backend)
-
-
-def dropped_then_finished(context: RankContext) -> None:
+@on_two_ranks
+def test_what_was_dropped_is_not_sent_by_finish_either(context):
     fsdp = wrapped(context)
     with fsdp.no_sync():
         (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
@@ -113,7 +107,3 @@ def dropped_then_finished(context: RankContext) -> None:
     own_loss(fsdp, context.rank, 0, context.device)  # a forward alone
     fsdp.finish_gradient_synchronization()
     assert all(p.grad is None or not p.grad.any() for p in fsdp.parameters())
-
-
-def test_what_was_dropped_is_not_sent_by_finish_either():
-    run(dropped_then_finished, 2)

@@ -23,6 +23,7 @@ from distlab.testing import run_ranks
 from distlab.theory import volume
 from distlab.train.step import TrainStep, next_token_loss
 from tests.parallel.cases import CASES, build
+from tests.parallel.test_contract import on_four_ranks
 from tests.parallel.test_fsdp import own_loss, own_model
 
 CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
@@ -122,7 +123,8 @@ def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
         assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
 
 
-def refused_meshes(context: RankContext) -> None:
+@on_four_ranks
+def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
     two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
     linear = torch.nn.Linear(2, 2)
     mistakes = [
@@ -142,10 +144,6 @@ def refused_meshes(context: RankContext) -> None:
     for words, mistake in mistakes:
         with pytest.raises((ValueError, TypeError), match=words):
             mistake()
-
-
-def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give():
-    run_ranks(refused_meshes, 4)
 
 
 def hosts_of_different_sizes(context: RankContext, names: list[str]) -> int | str:

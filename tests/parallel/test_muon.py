@@ -10,7 +10,7 @@ from distlab.comm import RankContext
 from distlab.optim import Muon, orthogonalize
 from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
 from distlab.parallel.shard import spread_of
-from tests.parallel.test_contract import run
+from tests.parallel.test_contract import on_two_ranks, run
 
 STEPS = 5
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -96,16 +96,13 @@ def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
     assert run(unequal, world_size) == [[]] * world_size
 
 
-def stored(context: RankContext) -> None:
+@on_two_ranks
+def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own(context):
+    """By `torch.load` as it comes, which takes few classes, and no group of ranks."""
     file = io.BytesIO()
     torch.save(FSDP(nn.Linear(4, 4), process_group=context.group).module.weight, file)
     file.seek(0)
     assert spread_of(torch.load(file)) is None
-
-
-def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own():
-    """By `torch.load` as it comes, which takes few classes, and no group of ranks."""
-    run(stored, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
@@ -164,7 +161,8 @@ def test_mistakes_are_refused(message, options):
         Muon([torch.ones(3)], **options)
 
 
-def refusals(context: RankContext) -> None:
+@on_two_ranks
+def test_where_no_rank_could_put_matrices_together_is_refused(context):
     model = nn.ModuleList([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match=r"not known to be element-wise.*layout tp"):
         STRATEGIES["naive"].build(model, context.group, Muon, layout=Layout(tensor=2))
@@ -172,7 +170,3 @@ def refusals(context: RankContext) -> None:
         STRATEGIES["fsdp2"].build(nn.Sequential(model), context.group, Muon)
     with pytest.raises(ValueError, match="has a matrix"):
         Muon.split(nn.Linear(2, 2))
-
-
-def test_where_no_rank_could_put_matrices_together_is_refused():
-    run(refusals, 2)

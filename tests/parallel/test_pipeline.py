@@ -29,6 +29,7 @@ from tests.parallel.axes import (
     one_process,
     trained,
 )  # fmt: skip
+from tests.parallel.test_contract import on_four_ranks
 
 CONFIG = ModelConfig(
     d_model=16, d_ff=32, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=32, context_length=8
@@ -101,7 +102,8 @@ def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def observed(context: RankContext) -> None:
+@on_four_ranks
+def test_what_runs_is_the_list(context):
     for name in SCHEDULES:
         layout = Layout(pipeline=context.world_size, schedule=name)
         _, model, _ = build_training(
@@ -112,10 +114,6 @@ def observed(context: RankContext) -> None:
         model.pipeline.observe = partial(noted, ran)
         model.pipeline.run(model, loss_function(CONFIG, layout), TRAINING.batches(0))
         assert ran == SCHEDULES[name](context.world_size, MICRO_BATCHES)[context.rank], name
-
-
-def test_what_runs_is_the_list():
-    run_ranks(observed, 4)
 
 
 COUNTED = [

@@ -16,7 +16,7 @@ from distlab.parallel import BucketedDDP, NaiveDDP, get_strategy
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.testing import run_ranks
 from tests.parallel.cases import OneProcess
-from tests.parallel.test_contract import STRATEGIES
+from tests.parallel.test_contract import STRATEGIES, on_one_rank, on_two_ranks
 
 
 def message_of(make) -> str:
@@ -53,7 +53,8 @@ def test_ranks_with_different_models_all_get_the_same_error():
         assert "rank 0" in text and "rank 1" in text and "build the same model on every rank" in text
 
 
-def mistakes(context: RankContext) -> None:
+@on_two_ranks
+def test_mistakes_are_named_with_what_to_do_instead(context):
     """RELIABILITY 5, 13, 17, 18: each error says what to do instead."""
     frozen, complex_, wrapped = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Linear(2, 2)
     complex_.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
@@ -86,10 +87,6 @@ def mistakes(context: RankContext) -> None:
     assert first.to(torch.float32).cpu().float() is first  # changes nothing
     first.close()
     naive(wrapped)  # after close() the same module can be wrapped again
-
-
-def test_mistakes_are_named_with_what_to_do_instead():
-    run_ranks(mistakes, 2)
 
 
 class Holding(nn.Module):
@@ -145,7 +142,9 @@ def penalised(critic: nn.Module, rank: int) -> Tensor:
     return out.mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
-def gradient_penalties(context: RankContext) -> None:
+@on_two_ranks
+def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(context):
+    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
     def critic() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -165,12 +164,9 @@ def gradient_penalties(context: RankContext) -> None:
         wrapper.zero_grad()
 
 
-def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward():
-    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
-    run_ranks(gradient_penalties, 2)
-
-
-def unfrozen_later(context: RankContext) -> None:
+@on_one_rank
+def test_a_parameter_unfrozen_after_wrapping_is_named(context):
+    """A hook cannot be there for it, so its gradient would silently differ between ranks."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     wrapper = NaiveDDP(model, process_group=context.group)
@@ -178,11 +174,6 @@ def unfrozen_later(context: RankContext) -> None:
     wrapper(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="'bias' was frozen"):
         wrapper.finish_gradient_synchronization()
-
-
-def test_a_parameter_unfrozen_after_wrapping_is_named():
-    """A hook cannot be there for it, so its gradient would silently differ between ranks."""
-    run_ranks(unfrozen_later, 1)
 
 
 def test_wrapping_without_a_process_group_says_how_to_get_one():

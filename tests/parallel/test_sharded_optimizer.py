@@ -11,7 +11,7 @@ from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_two_ranks, run
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -81,8 +81,12 @@ def groups(model: nn.Sequential) -> list[dict]:
     ]
 
 
-def schedule(context: RankContext) -> None:
-    """A late group beside a scheduler, and the learning rate after loading."""
+@on_two_ranks
+def test_groups_schedulers_and_late_groups(context):
+    """RELIABILITY 24.
+
+    A late group beside a scheduler, and the learning rate after loading.
+    """
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
     reference = torch.optim.AdamW(groups(plain), lr=0.01)
@@ -98,12 +102,9 @@ def schedule(context: RankContext) -> None:
     assert_equal_parameters(model, plain)
 
 
-def test_groups_schedulers_and_late_groups():
-    """RELIABILITY 24."""
-    run(schedule, 2)
-
-
-def inputs(context: RankContext) -> None:
+@on_two_ranks
+def test_parameters_come_as_generators_and_mistakes_are_refused(context):
+    """RELIABILITY 25."""
     model = nn.Linear(2, 2)
     ShardedOptimizer((p for p in model.parameters()), torch.optim.SGD, process_group=context.group, lr=0.1)
     with pytest.raises(ValueError, match="empty parameter list"):
@@ -120,8 +121,12 @@ def inputs(context: RankContext) -> None:
         optimizer.load_state_dict(torch.optim.SGD([model.weight], lr=0.1).state_dict())
 
 
-def changed_from_outside(context: RankContext) -> None:
-    """Under both sharded optimizers."""
+@on_two_ranks
+def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
+    """A local optimizer would not learn of it.
+
+    Under both sharded optimizers.
+    """
     for make in (
         lambda wrapper: ShardedOptimizer(groups(wrapper.module), torch.optim.SGD, context.group, lr=0.1, momentum=0.9),
         lambda wrapper: ZeroOptimizer(wrapper, torch.optim.SGD, params=groups(wrapper.module), lr=0.1, momentum=0.9),
@@ -143,16 +148,6 @@ def changed_from_outside(context: RankContext) -> None:
             with pytest.raises(ValueError, match="hold other parameters than it was given: build another"):
                 optimizer.step()
             assert torch.equal(removed, before)
-
-
-def test_groups_and_state_that_are_changed_from_outside_are_refused():
-    """A local optimizer would not learn of it."""
-    run(changed_from_outside, 2)
-
-
-def test_parameters_come_as_generators_and_mistakes_are_refused():
-    """RELIABILITY 25."""
-    run(inputs, 2)
 
 
 def with_scale(seed: int) -> nn.Sequential:

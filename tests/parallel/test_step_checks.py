@@ -14,7 +14,7 @@ from distlab.comm import RankContext
 from distlab.parallel import FSDP, BucketedDDP, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, OneProcess, build
-from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
+from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, on_two_ranks, run
 
 
 @contextmanager
@@ -44,7 +44,9 @@ def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.M
     return averaging_and_its_optimizer(context, (*AVERAGING, "fsdp"))
 
 
-def forgotten_finish(context: RankContext) -> None:
+@on_two_ranks
+def test_a_step_before_finish_raises_under_every_strategy(context):
+    """Else the ranks would drift apart."""
     unfinished = pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward")
     for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with unchanged(wrapper):
@@ -82,11 +84,6 @@ def forgotten_finish(context: RankContext) -> None:
                 optimizer.step()  # of what were shards: nobody watches it any more
 
 
-def test_a_step_before_finish_raises_under_every_strategy():
-    """Else the ranks would drift apart."""
-    run(forgotten_finish, 2)
-
-
 def backward_of(module: nn.Module) -> None:
     module(torch.ones(2, 6)).square().mean().backward()
 
@@ -97,7 +94,9 @@ CHANGES = (
 )
 
 
-def changed_modules(context: RankContext) -> None:
+@on_two_ranks
+def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy(context):
+    """Its new parameters would never be averaged, and the ranks would drift apart."""
     for change in CHANGES:
         for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
             for _ in range(2):  # the second step compares nothing unless something was registered
@@ -112,12 +111,8 @@ def changed_modules(context: RankContext) -> None:
                 wrapper.finish_gradient_synchronization()
 
 
-def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy():
-    """Its new parameters would never be averaged, and the ranks would drift apart."""
-    run(changed_modules, 2)
-
-
-def unchanged_modules(context: RankContext) -> None:
+@on_two_ranks
+def test_new_names_and_frozen_layers_are_no_change(context):
     for wrapper, _ in averaging_and_its_optimizer(context):
         torch.nn.utils.spectral_norm(wrapper.module[2])  # the same parameter under another name
         wrapper.module.append(nn.Linear(3, 3).requires_grad_(False))
@@ -125,15 +120,13 @@ def unchanged_modules(context: RankContext) -> None:
         wrapper.finish_gradient_synchronization()
 
 
-def test_new_names_and_frozen_layers_are_no_change():
-    run(unchanged_modules, 2)
-
-
 def halve(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.grad * 0.5
 
 
-def early_edits(context: RankContext) -> None:
+@on_two_ranks
+def test_gradients_edited_before_finish_raise_under_every_strategy(context):
+    """Some are on their way already: half of an edit would be averaged, or none of it."""
     for edit in ("clipped", "one dropped", "in a hook"):
         for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
             if isinstance(wrapper, FSDP) and edit != "clipped":
@@ -154,12 +147,8 @@ def early_edits(context: RankContext) -> None:
                     optimizer.step()
 
 
-def test_gradients_edited_before_finish_raise_under_every_strategy():
-    """Some are on their way already: half of an edit would be averaged, or none of it."""
-    run(early_edits, 2)
-
-
-def only_no_sync(context: RankContext) -> None:
+@on_two_ranks
+def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy(context):
     for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with wrapper.no_sync():
             loss_of(wrapper, context.rank).backward()
@@ -172,10 +161,6 @@ def only_no_sync(context: RankContext) -> None:
         wrapper.finish_gradient_synchronization()
         optimizer.step()
         assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
-
-
-def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy():
-    run(only_no_sync, 2)
 
 
 def with_scalar() -> nn.Module:
@@ -268,8 +253,12 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(ranks):
     run(every_row, ranks, edits, [("zero1",), ("fsdp",)])
 
 
-def scaled_steps(context: RankContext) -> None:
-    """In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing of it."""
+@on_two_ranks
+def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded(context):
+    """Else the rank that overflowed would skip a step that the others take.
+
+    In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing of it.
+    """
     zero = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
     fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)
     optimizers = (
@@ -287,8 +276,3 @@ def scaled_steps(context: RankContext) -> None:
         loss_of(wrapper, context.rank).backward()
         wrapper.finish_gradient_synchronization()
         cls(context.device.type, enabled=False).step(optimizer)
-
-
-def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded():
-    """Else the rank that overflowed would skip a step that the others take."""
-    run(scaled_steps, 2)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.fuzz import Late, late_arrivals
-from tests.parallel.test_contract import run
+from tests.parallel.test_contract import on_one_rank, run
 
 SMALL = 80 / 2**20  # MiB: a bucket for each linear layer of 4 × 4
 
@@ -105,7 +105,9 @@ def stepped(context: RankContext, module: nn.Module) -> tuple[BucketedDDP, ZeroO
     return wrapper, optimizer, [parameter.detach() for parameter in plain.parameters()]
 
 
-def every_reader(context: RankContext) -> None:
+@on_one_rank
+def test_every_way_to_read_a_parameter_in_python_waits_for_it(context):
+    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
     for name, read in READERS.items():
         model = make(Blocks)
         _, _, expected = stepped(context, model)
@@ -119,12 +121,9 @@ def every_reader(context: RankContext) -> None:
     assert torch.equal(linear.weight.data, expected[2]) and type(linear.weight) is Logged
 
 
-def test_every_way_to_read_a_parameter_in_python_waits_for_it():
-    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
-    run(every_reader, 1)
-
-
-def loaded_and_waited_for(context: RankContext) -> None:
+@on_one_rank
+def test_values_are_loaded_when_they_have_arrived_and_two_calls_wait_for_what_reads_unseen(context):
+    """`load_state_dict`; `synchronize()` and `close()`."""
     model = make(Blocks)
     _, _, expected = stepped(context, model)
     loaded = {name: torch.full_like(value, 3.0) for name, value in make(Blocks).state_dict().items()}
@@ -146,12 +145,9 @@ def loaded_and_waited_for(context: RankContext) -> None:
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-def test_values_are_loaded_when_they_have_arrived_and_two_calls_wait_for_what_reads_unseen():
-    """`load_state_dict`; `synchronize()` and `close()`."""
-    run(loaded_and_waited_for, 1)
-
-
-def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
+@pytest.mark.parametrize("compile_blocks", [False, True])
+@on_one_rank
+def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks):
     model = make(Blocks)
     if compile_blocks:
         for index, block in enumerate(model.blocks):
@@ -187,11 +183,6 @@ def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
         with torch.no_grad():
             model.blocks[0](batch(0, 0))
         assert len(waited) == 3  # torch's modules take shortcuts without autograd
-
-
-@pytest.mark.parametrize("compile_blocks", [False, True])
-def test_gathers_stay_under_the_forward_module_by_module(compile_blocks):
-    run(waits_before_each_block, 1, compile_blocks)
 
 
 compiled = partial(torch.compile, backend="aot_eager")  # the frames are the same under every backend

@@ -15,6 +15,7 @@ from distlab.train.config import TRAINABLE
 from distlab.train.data import TokenWindows
 from distlab.train.evaluate import validation_loss
 from distlab.train.metrics import NonFiniteLoss
+from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run, digest
 
 
@@ -143,13 +144,17 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(tmp_path):
     assert stopped_by == signal.SIGTERM and stored == last and 3 < last < 7
 
 
-def descriptors_and_threads(context: RankContext, folder: str, strategy: str) -> list[list[int]]:
+@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
+@on_two_ranks
+def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(context, tmp_path, strategy):
+    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
+
     def held() -> list[int]:
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
 
     found = []
     for number in range(3):
-        run = Run(context, f"{folder}/{number}", strategy=strategy, steps=1)
+        run = Run(context, tmp_path / str(number), strategy=strategy, steps=1)
         run.trainer.run()
         run.trainer.close()
         del run
@@ -158,18 +163,11 @@ def descriptors_and_threads(context: RankContext, folder: str, strategy: str) ->
         while found and more(held(), found[0]) and time.monotonic() < deadline:
             time.sleep(0.02)
         found.append(held())
-    return found
+    assert not more(found[1], found[0]) and not more(found[2], found[0]), found
 
 
 def more(held: list[int], before: list[int]) -> bool:
     return any(now > then for now, then in zip(held, before, strict=True))
-
-
-@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
-def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(tmp_path, strategy):
-    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
-    for found in run_ranks(descriptors_and_threads, 2, str(tmp_path), strategy):
-        assert not more(found[1], found[0]) and not more(found[2], found[0]), found
 
 
 def ragged_validation(context: RankContext, strategy: str) -> float:

@@ -2,10 +2,6 @@
 
 import ast
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +13,9 @@ from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
 from kernels import _dispatch, _triton
+from tests.commands import ROOT, python
 from tests.experiments.frame import measured
 
-ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
 
 
@@ -107,8 +103,7 @@ def test_the_catalogue_has_every_kernel():
     there = {node.name for path in files for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
              and "jit" in ast.unparse(node.decorator_list[0])}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", LAUNCHED], env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=ROOT,
-                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    done = python("-c", LAUNCHED, timeout=200, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     missing = there - set(done.stdout.split())
     assert not missing, f"add a launch of {', '.join(missing)} to experiments/lessons/ir/catalogue.py"
