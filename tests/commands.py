@@ -89,11 +89,6 @@ def children(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
-def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """`torchrun --standalone arguments…` in the repository's root."""
-    return python("-m", "torch.distributed.run", "--standalone", *arguments, timeout=timeout)
-
-
 def on_terminal(*command: str | os.PathLike) -> tuple[subprocess.Popen, TextIO]:
     """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines."""
     ours, its = pty.openpty()

@@ -109,10 +109,11 @@ def context():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is marked `ranks(N)` on so many ranks; its parameter `backend` is theirs, too."""
+    """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`; its `backend` is theirs, too."""
     if mark := pyfuncitem.get_closest_marker("ranks"):
         given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames if name != "context"}
-        run_ranks(partial(pyfuncitem.function, **given), *mark.args, backend=given.get("backend", "gloo"))
+        ranks = mark.args or [given["world_size"]]
+        run_ranks(partial(pyfuncitem.function, **given), *ranks, backend=given.get("backend", "gloo"))
         return True
     return None
 

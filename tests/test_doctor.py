@@ -34,7 +34,7 @@ def test_it_examines_this_machine():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "command"), [(0, "--backend gloo"), (1, "--backend gloo"), (2, "distlab run ddp_bench")]
+    "gpus, command", [(0, "--backend gloo"), (1, "--backend gloo"), (2, "distlab run ddp_bench")]
 )
 def test_the_first_command_suits_the_hardware(gpus, command):
     able = doctor.abilities(healthy(gpus))

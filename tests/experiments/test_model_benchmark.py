@@ -129,7 +129,7 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("attention", "dtype", "context"), [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)]
+    "attention, dtype, context", [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)]
 )
 def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(one_rank, tmp_path, attention, dtype, context):
     """Within 3 %: of a step the CPU's norms keep two tensors more; naive attention, with its scores, needs 10 %."""

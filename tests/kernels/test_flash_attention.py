@@ -109,7 +109,7 @@ def test_losses_of_one_result(function):
 
 # RELIABILITY 38: no keys, no queries, no batch
 @BOTH
-@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
+@pytest.mark.parametrize("batch, queries, keys", [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
 def test_empty(function, batch, queries, keys):
     q, k, v, do = inputs(batch, 2, 1, queries, keys, 16)
     o, lse, *gradients = with_gradients(apply(function, return_lse=True), q, k, v, do, do.sum(-1))
@@ -180,7 +180,7 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     assert o.stride(-2) == 16
 
 
-@pytest.mark.parametrize(("layout", "length", "head_dim"),
+@pytest.mark.parametrize("layout, length, head_dim",
                          [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
 def test_tensor_descriptors(layout, length, head_dim):
     """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.

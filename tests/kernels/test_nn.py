@@ -128,7 +128,7 @@ def test_compiles_in_one_graph(name):
     same_bits(run(module, inputs), expected)
 
 
-@pytest.mark.parametrize(("call", "message"), [
+@pytest.mark.parametrize("call, message", [
     (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weight is given, which no kernel"),
     (lambda: nn.LinearCrossEntropyLoss(8, 3, bias=True), "bias is given, which no kernel"),
     (lambda: nn.LinearCrossEntropyLoss(8, 3, weight=torch.ones(3)), "weight is given, which no kernel"),

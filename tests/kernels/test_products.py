@@ -30,7 +30,7 @@ def test_relu_of_what_is_not_positive(either):
     assert not y[:2].signbit().any()
 
 
-@pytest.mark.parametrize(("epilogue", "value"), [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
+@pytest.mark.parametrize("epilogue, value", [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
                                                   ("relu", 1e-4), ("leaky_relu", 1e-4)])
 def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
     """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1; or it is ∓2e-8, which fp16 rounds to 0."""
@@ -59,7 +59,7 @@ def test_strides_beyond_32_bits():
 
 
 # Regression: a group order with a fixed group size skips tiles where the last group is smaller
-@pytest.mark.parametrize(("row_tiles", "col_tiles"), [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
+@pytest.mark.parametrize("row_tiles, col_tiles", [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
 def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
     a = torch.arange(1.0, row_tiles * 32 + 1, device=DEVICE)[:, None]
     y = torch.full((row_tiles * 32, col_tiles * 32), float("nan"), device=DEVICE)
@@ -195,11 +195,11 @@ def test_linear_cross_entropy_goes_backward_once():
         loss.backward()
 
 
-def error_of_chunks(dtype, chunks, rows=32):
+def error_of_chunks(dtype, chunks):
     """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
-    x, w, t = draw(rows, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(rows, 20)
+    x, w, t = draw(32, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(32, 20)
     leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
-    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=rows // chunks * 20 * 2), leaf)
+    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=32 // chunks * 20 * 2), leaf)
     expected, = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
     assert dw.dtype == dtype
     return ((dw.double() - expected).norm() / expected.norm()).item()

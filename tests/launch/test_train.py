@@ -228,8 +228,7 @@ def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
 
 

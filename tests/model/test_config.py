@@ -30,7 +30,7 @@ def test_unknown_names_list_the_known_ones():
 
 
 @pytest.mark.parametrize(
-    ("field", "value", "message"),
+    "field, value, message",
     [
         ("d_model", 0, "d_model=0"),
         ("num_heads", 3, "not a multiple of num_heads=3"),
@@ -49,7 +49,7 @@ def test_refusals_say_what_is_allowed(field, value, message):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    "changes, message",
     [
         ({"size": "huge"}, "size='huge': 'huge' is unknown; allowed: tiny, small"),
         ({"dtype": "int8"}, "allowed: fp32, bf16, fp16"),

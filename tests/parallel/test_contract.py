@@ -180,7 +180,7 @@ def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
     run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
+@pytest.mark.parametrize("backend, world_size, shard_size", MESHES)
 @pytest.mark.parametrize("strategy", ON_A_MESH)
 def test_gradients_are_the_mean_over_a_mesh(strategy, backend, world_size, shard_size):
     """The same in two levels: inside shard groups, between them, and inside again."""

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import OneProcess, build
 from tests.parallel.test_contract import full_gradients, on_two_ranks
@@ -78,6 +79,16 @@ def own_model(seed: int, device: torch.device, **options) -> OwnModel:
     return OwnModel(**options).to(device)
 
 
+def wrapped(context: RankContext, *dtype: torch.dtype | None, **options) -> FSDP:
+    """The model under FSDP; the ranks begin with different ones."""
+    return FSDP(own_model(context.rank, context.device), *dtype, process_group=context.group, **options)
+
+
+def backward_and_finish(fsdp: FSDP, context: RankContext, number: int = 0) -> None:
+    own_loss(fsdp, context.rank, number, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+
+
 @on_two_ranks
 def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context):
     """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
@@ -117,7 +128,7 @@ def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
 @on_two_ranks
 def test_a_retained_graph_gives_the_same_gradients_again(context):
     """The contract's 9."""
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    fsdp = wrapped(context)
     for step in range(0, 4, 2):  # the second time the order is known and units are fetched ahead
         loss = sum(own_loss(fsdp, context.rank, step + i, context.device) for i in range(2))
         found = []

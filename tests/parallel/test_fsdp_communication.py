@@ -6,33 +6,16 @@ from unittest import mock
 import pytest
 import torch
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.unit import FlatParam, State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, TwoBranches, build
-from tests.parallel.test_contract import BACKENDS, on_two_ranks, run
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, on_two_ranks
+from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
 TIMEOUT_S = 3.0
-
-
-def step(fsdp: FSDP, context: RankContext, number: int) -> None:
-    own_loss(fsdp, context.rank, number, context.device).backward()
-    fsdp.finish_gradient_synchronization()
-
-
-def record_a_step(context: RankContext, dtype: torch.dtype | None) -> list[tuple]:
-    fsdp = FSDP(own_model(context.rank, context.device), dtype, process_group=context.group)
-    step(fsdp, context, 0)  # learns the order, with one exchange per unit
-    fsdp.zero_grad()
-    with CollectiveRecorder() as recorder:
-        step(fsdp, context, 1)
-    calls = [(call.op, call.numel, call.dtype) for call in recorder.calls]
-    assert not recorder.others  # nothing like a barrier
-    assert all(other == calls for other in collectives.gather_objects(calls, context.group))
-    return calls
 
 
 # Elements of the flat buffers at two ranks. Embedding and head: 11 rows of 7 → 6 rows for each rank. A block: 13
@@ -42,12 +25,19 @@ E, B = 84, 364
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
-def test_collectives_of_a_usual_step(dtype, backend):
+@on_two_ranks
+def test_collectives_of_a_usual_step(context, dtype, backend):
     """RELIABILITY 33: two all-gathers and one reduce-scatter per unit, each gather one unit ahead, same everywhere.
 
     Parameters travel in the compute type, gradients in fp32, all norms and biases in one all-reduce.
     """
-    calls = run(record_a_step, 2, dtype, backend=backend)[0]
+    fsdp = wrapped(context, dtype)
+    backward_and_finish(fsdp, context)  # learns the order, with one exchange per unit
+    fsdp.zero_grad()
+    with CollectiveRecorder() as recorder:
+        backward_and_finish(fsdp, context, 1)
+    calls = [(call.op, call.numel, call.dtype) for call in recorder.calls]
+    assert not recorder.others  # nothing like a barrier
     gathered, reduced = dtype or torch.float32, torch.float32
     forward = [("all_gather", n, gathered) for n in (E, B, B, B, E)]
     backward = [
@@ -74,14 +64,14 @@ def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its
     """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what memory stays."""
     found = []
     for keep in (False, True):
-        fsdp = FSDP(own_model(0, context.device), process_group=context.group, keep_gathered=keep)
+        fsdp = wrapped(context, keep_gathered=keep)
         for _ in range(2):
             fsdp.zero_grad()
             with CollectiveRecorder() as recorder:
                 with fsdp.no_sync():
                     own_loss(fsdp, context.rank, 0, context.device).backward()
                 held = [size > 0 for size in bytes_held(fsdp)]
-                step(fsdp, context, 1)
+                backward_and_finish(fsdp, context, 1)
         assert held == [keep] * 5 and bytes_held(fsdp) == [0] * 5
         with torch.no_grad():
             own_loss(fsdp, context.rank, 0, context.device)
@@ -104,7 +94,7 @@ def test_at_most_two_units_are_gathered(context, backend):
 
     Counted are the units that hold memory, whenever a unit runs forward and whenever it runs backward.
     """
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    fsdp = wrapped(context)
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
@@ -139,9 +129,9 @@ def test_at_most_two_units_are_gathered(context, backend):
 @on_two_ranks
 def test_outside_forward_a_module_holds_its_shard(context):
     """A freed buffer read by an operator would end the process; attributes therefore find the shard."""
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    fsdp = wrapped(context)
     down = fsdp.module.blocks[0].down
-    step(fsdp, context, 0)
+    backward_and_finish(fsdp, context)
     shard = fsdp.get_parameter("module.blocks.0.down.weight")
     assert down.weight is shard and shard.shape == ((6, 13), (1, 13))[context.rank]
     with pytest.raises(RuntimeError, match=r"unit 'blocks\.0' runs outside the forward"):

@@ -13,7 +13,7 @@ from torch import nn
 from distlab.parallel import BucketedDDP, ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_fsdp import backward_and_finish, wrapped
 from tests.parallel.test_zero1 import Said, Scaled
 
 
@@ -155,11 +155,10 @@ def test_a_graph_of_the_backward(context):
 @on_two_ranks
 def test_what_is_not_elementwise_is_refused_before_its_first_step(context, backend):
     """FSDP never sees the optimizer's construction; nothing is stepped, and people's own are."""
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+    fsdp = wrapped(context)
     matrices = [p for p in fsdp.parameters() if p.dim() >= 2]
     before = fsdp.gather_full_params()
-    own_loss(fsdp, context.rank, 0, context.device).backward()
-    fsdp.finish_gradient_synchronization()
+    backward_and_finish(fsdp, context)
     for name, optimizer in (
         ("Scaled", Scaled(fsdp.parameters(), lr=0.1)),
         ("ShardedOptimizer", ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, context.group, lr=0.1)),

@@ -8,23 +8,14 @@ import torch
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
 UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
 
 
-def wrapped(context: RankContext) -> FSDP:
-    return FSDP(own_model(context.rank, context.device), process_group=context.group)
-
-
 def backward(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
     own_loss(fsdp, context.rank, step, context.device).backward()
-
-
-def finished(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
-    backward(fsdp, context, step)
-    fsdp.finish_gradient_synchronization()
 
 
 @on_one_rank
@@ -32,7 +23,7 @@ def test_a_compiled_step_is_checked_each_time(context):
     fsdp = wrapped(context)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
-    finished(fsdp, context)
+    backward_and_finish(fsdp, context)
     step()
     optimizer.zero_grad()
     backward(fsdp, context)
@@ -54,7 +45,7 @@ def test_several_optimizers_and_steps_work(context, backend):
         torch.optim.SGD(matrices, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
         torch.optim.AdamW([p for p in fsdp.parameters() if p.ndim < 2], lr=0.1),
     ]
-    finished(fsdp, context)
+    backward_and_finish(fsdp, context)
     for _ in range(2):  # the second step without a new backward
         for optimizer in optimizers:
             optimizer.step()
@@ -70,7 +61,7 @@ def test_several_optimizers_and_steps_work(context, backend):
 @pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
 @pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
 @on_two_ranks
-def test_zero_grad_drops_a_backward_that_was_not_finished(context, kept, zeroed, backend):
+def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(context, kept, zeroed, backend):
     """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync().
 
     A step as if a backward before it, which nobody finished, had never been.
@@ -84,7 +75,7 @@ def test_zero_grad_drops_a_backward_that_was_not_finished(context, kept, zeroed,
         for each, optimizer in zip((fsdp, plain), optimizers, strict=True):
             with each.no_sync():
                 backward(each, context, step)
-            finished(each, context, step + 10)
+            backward_and_finish(each, context, step + 10)
             optimizer.step()
             optimizer.zero_grad()
     for mine, expected in zip(fsdp.parameters(), plain.parameters(), strict=True):

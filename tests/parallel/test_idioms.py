@@ -14,6 +14,7 @@ from distlab.comm import RankContext, collectives
 from distlab.measure import CollectiveRecorder
 from distlab.parallel import FSDP, get_strategy
 from distlab.parallel.base import ParallelModel
+from tests.parallel.cases import drawn
 from tests.parallel.test_contract import on_two_ranks
 
 Made = tuple[ParallelModel, torch.optim.Optimizer]
@@ -30,7 +31,7 @@ def wrapped(context: RankContext, kind: str, module: nn.Module | None = None) ->
 
 def step(forward: Callable, made: Made, context: RankContext, number: int, update: Callable | None = None) -> None:
     wrapper, optimizer = made
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + context.rank))
+    x = drawn(10 * number + context.rank, 4, 6)
     optimizer.zero_grad()
     forward(x).square().mean().backward()
     wrapper.finish_gradient_synchronization()
@@ -87,7 +88,7 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context
 @on_two_ranks
 def test_gradients_that_were_assigned_are_averaged(context):
     """Of `autograd.grad`, or of an evolution strategy."""
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+    x = drawn(context.rank, 4, 6)
     for kind in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
         wrapper, optimizer = wrapped(context, kind)
         parameters = list(wrapper.parameters())
@@ -119,7 +120,7 @@ class OnVectors(nn.Module):
 
 @on_two_ranks
 def test_a_loss_on_vectors_alone_and_an_early_finish_are_right(context):
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+    x = drawn(context.rank, 4, 6)
 
     def ends(kind: str, loss: Callable, module: nn.Module) -> list[Tensor]:
         made = wrapper, optimizer = wrapped(context, kind, module)

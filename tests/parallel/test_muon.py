@@ -10,7 +10,7 @@ from distlab.comm import RankContext
 from distlab.optim import Muon, orthogonalize
 from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
 from distlab.parallel.shard import spread_of
-from tests.parallel.test_contract import on_two_ranks, run
+from tests.parallel.test_contract import on_two_ranks
 
 STEPS = 5
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -79,21 +79,16 @@ def train(context: RankContext, strategy: str, placement: str) -> tuple[Parallel
     return model, optimizer
 
 
-def unequal(context: RankContext) -> list[str]:
-    expected, found = in_one_process(context.world_size), []
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_every_placement_and_strategy_is_bit_for_bit_one_process(context, world_size):
+    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
+    expected = in_one_process(world_size)
     for strategy, placement in CELLS:
         model, _ = train(context, strategy, placement)
         for (name, mine), other in zip(model.full_parameters().items(), expected, strict=True):
-            if not torch.equal(mine, other):
-                found.append(f"{strategy} {placement} {name}: {(mine - other).abs().max()}")
+            assert torch.equal(mine, other), f"{strategy} {placement} {name}: {(mine - other).abs().max()}"
         model.close(restore=False)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
-    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
-    assert run(unequal, world_size) == [[]] * world_size
 
 
 @on_two_ranks
@@ -148,7 +143,7 @@ def test_a_matrix_tied_to_the_head_is_the_heads():
 
 
 @pytest.mark.parametrize(
-    ("message", "options"),
+    "message, options",
     [
         (r"shape \(3,\) is no matrix.*orthogonalize=False", {}),
         ("ns_steps=0", {"ns_steps": 0}),

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, get_strategy
 from distlab.parallel.base import ParallelModel
-from tests.parallel.cases import OneProcess
+from tests.parallel.cases import OneProcess, drawn
 from tests.parallel.test_contract import on_two_ranks, run
 
 SMALL = 1e-4  # MiB: a bucket for each matrix
@@ -32,7 +32,7 @@ def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[Paralle
 
 
 def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
-    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(context.world_size)]
+    inputs = [drawn(rank, 3, 4) for rank in range(context.world_size)]
 
     def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> Iterator[Tensor]:
         """The second forward comes after what is done with the first loss."""
@@ -83,7 +83,7 @@ def test_a_layer_that_one_rank_does_not_use_mixes_no_messages(context):
 
 @on_two_ranks
 def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages(context):
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(context.rank))
+    x = drawn(context.rank, 3, 4)
     for kind in ("zero1", "sharded-optimizer"):
         ends = []
         for late in (False, True):

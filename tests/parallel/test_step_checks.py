@@ -13,8 +13,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from distlab.comm import RankContext
 from distlab.parallel import FSDP, BucketedDDP, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
-from tests.parallel.cases import CASES, OneProcess, build
-from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, on_two_ranks, run
+from tests.parallel.cases import CASES, OneProcess, build, drawn
+from tests.parallel.test_contract import assert_same_on_all_ranks, on_two_ranks
 
 
 @contextmanager
@@ -32,16 +32,12 @@ def loss_of(wrapper: nn.Module, rank: int, step: int = 0) -> Tensor:
 AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1")
 
 
-def averaging_and_its_optimizer(
-    context: RankContext, names: Iterable[str] = AVERAGING
+def every_wrapper_and_its_optimizer(
+    context: RankContext, names: Iterable[str] = (*AVERAGING, "fsdp")
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
     for name in names:
         module = build("plain", 0, context.device)
         yield get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4)
-
-
-def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    return averaging_and_its_optimizer(context, (*AVERAGING, "fsdp"))
 
 
 @on_two_ranks
@@ -113,7 +109,7 @@ def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy(co
 
 @on_two_ranks
 def test_new_names_and_frozen_layers_are_no_change(context):
-    for wrapper, _ in averaging_and_its_optimizer(context):
+    for wrapper, _ in every_wrapper_and_its_optimizer(context, AVERAGING):
         torch.nn.utils.spectral_norm(wrapper.module[2])  # the same parameter under another name
         wrapper.module.append(nn.Linear(3, 3).requires_grad_(False))
         backward_of(wrapper)
@@ -170,7 +166,7 @@ def with_scalar() -> nn.Module:
 
 
 def scalar_loss(model: nn.Module, rank: int, number: int) -> Tensor:
-    return model(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean()
+    return model(drawn(10 * number + rank, 4, 3)).square().mean()
 
 
 Parameters = Iterable[nn.Parameter]
@@ -185,7 +181,14 @@ def replaced(parameters: Parameters) -> None:
         parameter.grad = parameter.grad.sign()
 
 
-def edits(context: RankContext, kind: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.ranks
+def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size):
+    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
+
+    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
+    """
     make = get_strategy(kind).build
     wrapper, optimizer = make(with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5)
     one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
@@ -242,15 +245,6 @@ def edits(context: RankContext, kind: str) -> None:
         other = torch.optim.SGD(wrapper.parameters(), lr=0.5)
         with unchanged(wrapper), pytest.raises(RuntimeError, match=r"ZeroOptimizer that was made.*not with SGD"):
             other.step()
-
-
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_edits_of_gradients_reach_the_step_or_stop_it(ranks):
-    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
-
-    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
-    """
-    run(every_row, ranks, edits, [("zero1",), ("fsdp",)])
 
 
 @on_two_ranks

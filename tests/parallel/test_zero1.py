@@ -5,25 +5,18 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import on_two_ranks
 
-SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
-
-
-def zero(model: nn.Module, context: RankContext, cls=torch.optim.SGD, size: float | None = SMALL, **options):
-    wrapper = BucketedDDP(model, size, process_group=context.group)
-    return wrapper, ZeroOptimizer(wrapper, cls, **options)
-
 
 @on_two_ranks
 def test_a_step_between_forward_and_backward_raises(context):
     """As under any optimizer: the gather overwrites what autograd has saved."""
-    wrapper, optimizer = zero(build("plain", 0, context.device), context, lr=0.1)
+    wrapper = BucketedDDP(build("plain", 0, context.device), 1e-4, process_group=context.group)  # several buckets
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
     CASES["plain"].loss(wrapper, 0, 0, context.device).backward()
     wrapper.finish_gradient_synchronization()
     loss = CASES["plain"].loss(wrapper, 0, 1, context.device)

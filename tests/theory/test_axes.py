@@ -80,7 +80,7 @@ def _error(config: ModelConfig, strategy: str, layout: str, dtype: str, **keeps:
     return (planned.peak.total - CUBLAS_WORKSPACES) / seen - 1
 
 
-@pytest.mark.parametrize(("strategy", "dtype"), [("bucketed", "fp32"), ("zero1", "bf16"), ("fsdp", "bf16")])
+@pytest.mark.parametrize("strategy, dtype", [("bucketed", "fp32"), ("zero1", "bf16"), ("fsdp", "bf16")])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
     """Within 2.5 %, as without a layout; the states alone are most of a rank's under tensor parallelism."""
@@ -88,7 +88,7 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
 
 
 @pytest.mark.parametrize(
-    ("strategy", "dtype", "layouts"),
+    "strategy, dtype, layouts",
     [("bucketed", "fp32", ("pp2-gpipe", "pp2")), ("zero1", "bf16", ("pp2,tp2",)),
      ("fsdp", "bf16", ("pp2-interleaved",))],
 )  # fmt: skip
@@ -154,7 +154,7 @@ EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally l
 
 
 @pytest.mark.parametrize(
-    ("layout", "share"),
+    "layout, share",
     [("pp4", 3 / 8), ("pp4-gpipe", 3 / 8), ("pp4-interleaved", 3 / 16), ("pp4-zero-bubble", 1 / 8), ("pp4,tp2", 3 / 8)],
 )
 def test_a_pipeline_waits_as_its_schedule_says(layout, share):

@@ -68,7 +68,7 @@ LASTING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), LASTING.items())
+@pytest.mark.parametrize("name, value", LASTING.items())
 def test_what_decides_the_losses_must_be_repeated(name, value):
     with pytest.raises(ValueError, match=f"{name}.* is .* there and {value!r} here"):
         refuse_other_run(tiny().identity({}), tiny(**{name: value}).identity({}), "a checkpoint")

@@ -20,7 +20,7 @@ def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("micro_batches", "limit", "scale"),
+    "micro_batches, limit, scale",
     [
         ([2.0, 4.0], 0.5, None),  # the mean gradient is 3
         ([3.0], 0.5, 1024.0),

@@ -35,7 +35,7 @@ def test_every_step_is_attention_across_several_tiles(number):
 
 
 @ON_CPU
-@pytest.mark.parametrize(("m", "n", "split", "fused"), [(16, 32, False, True), (32, 16, True, False)])
+@pytest.mark.parametrize("m, n, split, fused", [(16, 32, False, True), (32, 16, True, False)])
 def test_tiles_need_not_be_square(m, n, split, fused):
     tile = lesson.Tile(m, n)
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
@@ -53,7 +53,7 @@ def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     assert attention_steps.EXPERIMENT.wrong(records) == [f"{last.name} is wrong"]
 
 
-@pytest.mark.parametrize(("m", "n"), [(64, 32), (32, 64)])
+@pytest.mark.parametrize("m, n", [(64, 32), (32, 64)])
 def test_visited_tiles_are_those_with_something_to_see(m, n):
     tile = lesson.Tile(m, n)
     step, length = lesson.Step("", tile, tile, tile, skip=True), 256
