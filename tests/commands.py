@@ -25,17 +25,17 @@ def environment() -> dict[str, str]:
 
 
 def python(
-    *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT
+    *arguments: str | os.PathLike, timeout: float = 120, cwd: Path = ROOT, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
 
-    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter.
+    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter, which may have other variables.
     """
     command = [*map(str, arguments)]
     if cwd != ROOT or command[0] == "-c":
         return subprocess.run(
             [sys.executable, *command], capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
-            env=environment() | {"PYTHONPATH": str(cwd)},
+            env=environment() | {"PYTHONPATH": str(cwd)} | variables,
         )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
@@ -84,9 +84,9 @@ def _be(
     be(command)
 
 
-def torchrun(*arguments: str | os.PathLike, timeout: float = 120) -> subprocess.CompletedProcess[str]:
-    """`torchrun --standalone arguments…` in the repository's root."""
-    return python("-m", "torch.distributed.run", "--standalone", *arguments, timeout=timeout)
+def children(pid: int) -> list[int]:
+    """The process ids of a process's children, oldest first."""
+    return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
 def on_terminal(*command: str | os.PathLike) -> tuple[subprocess.Popen, TextIO]:

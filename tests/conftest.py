@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from collections import defaultdict
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -29,7 +30,7 @@ if not torch.cuda.is_available():
         patch_once_per_launch()
 
 from distlab.comm import rank_context
-from distlab.testing import shut_down
+from distlab.testing import run_ranks, shut_down
 
 torch.set_num_threads(1)
 sys.dont_write_bytecode = False  # as the variable above, which this process has read by now
@@ -99,6 +100,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     children = cpu_seconds(resource.RUSAGE_CHILDREN)
     total, started = cpu_seconds(resource.RUSAGE_SELF) + children, sum(CPU_S_OF_WORKERS) or children
     terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")
+
+
+@pytest.fixture
+def context():
+    """The context of a rank, for a test that is marked `ranks(N)`."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`; its `backend` is theirs, too."""
+    if mark := pyfuncitem.get_closest_marker("ranks"):
+        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames if name != "context"}
+        ranks = mark.args or [given["world_size"]]
+        run_ranks(partial(pyfuncitem.function, **given), *ranks, backend=given.get("backend", "gloo"))
+        return True
+    return None
 
 
 @pytest.fixture

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from distlab.train.metrics import read_journal
 from tests.comm.test_parent_death import ends_within, is_alive
-from tests.commands import ROOT, environment
+from tests.commands import ROOT, children, environment
 
 STRATEGIES = ("bucketed", "naive", "flat", "overlap", "zero1", "sharded-optimizer", "fsdp", "torch-ddp", "fsdp2")
 STEPS = 40
@@ -148,8 +148,7 @@ def losses(folder: Path) -> dict[int, float]:
 
 def ranks_of(launcher: int) -> list[int]:
     try:
-        children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        lines = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+        lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children(launcher)}
         return [pid for pid, line in lines.items() if re.search(rb"train(\.py)?\0", line)]
     except FileNotFoundError:
         return []

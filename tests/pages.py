@@ -35,9 +35,8 @@ def commands_of(page: Path) -> list[Command]:
     text = page.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
     blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if match[1] in SHELLS:
-            found += _lines(match[2], match.start(2))
+    for match in _shell_fences(text):
+        found += _lines(match[2], match.start(2))
     prose = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)
     for match in re.finditer(r"(?:^ {4,}\S.*\n)+", prose, re.MULTILINE):
         found += _lines(match[0], match.start())
@@ -51,12 +50,16 @@ def commands_of(page: Path) -> list[Command]:
 def fenced_lines(page: Path) -> list[str]:
     """Every line of a page's fenced blocks of shell, comments and continuations resolved, drawings left out."""
     found = []
-    text = page.read_text(encoding="utf-8")
-    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
-        if match[1] in SHELLS and not DRAWN.search(match[2]):
+    for match in _shell_fences(page.read_text(encoding="utf-8")):
+        if not DRAWN.search(match[2]):
             joined = re.sub(r"\\\n\s*", " ", match[2])
             found += [text for line in joined.splitlines() if (text := _without_comment(line))]
     return found
+
+
+def _shell_fences(text: str) -> list[re.Match[str]]:
+    found = re.finditer(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [match for match in found if match[1] in SHELLS]
 
 
 def _without_comment(line: str) -> str:

@@ -210,7 +210,7 @@ def test_every_folder_of_tests_is_a_package():
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    "module, source",
     [
         ("distlab.parallel.flat", "from distlab import model"),
         ("distlab.parallel.fsdp.unit", "from ...model import ops"),
@@ -230,7 +230,7 @@ def test_the_checker_sees(module: str, source: str):
 
 
 @pytest.mark.parametrize(
-    ("module", "source"),
+    "module, source",
     [
         ("distlab.parallel.flat", "import torch\nfrom distlab.comm import collectives\nfrom .base import X"),
         ("distlab.model.ops", "def f():\n    from kernels.rope import rope"),

@@ -309,7 +309,7 @@ def a_copy(module: nn.Module, group: ProcessGroup) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("model", "wrap", "message"),
+    "model, wrap, message",
     [
         (no_module, ddp, "it returned NoneType"),
         (random_in_forward, "flat", r"random in forward.*call random.seed"),

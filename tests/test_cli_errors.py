@@ -80,24 +80,11 @@ def test_an_error_around_one_about_memory_is_one(link, hidden, fits):
     assert is_out_of_memory(error) is not fits
 
 
-def stopped_in(work, number=signal.SIGTERM):
-    """`until_stopped` of work that is sent a signal by itself."""
-
-    def sends() -> int:
-        os.kill(os.getpid(), number)
-        return work()
-
-    return until_stopped("bench", sends)
-
-
 NAMES = {number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)}
 
 
 @pytest.mark.parametrize("number, by", [*NAMES.items(), (signal.SIGINT, "Ctrl-C")])
 def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
-    def work() -> int:
-        raise AssertionError("goes on")
-
     folder = make_folder(tmp_path, "bench", "now")
 
     def saves() -> int:
@@ -106,7 +93,7 @@ def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
         with atomic_path(joined / "half.json") as temporary:
             temporary.write_text("half")
             os.kill(os.getpid(), number)
-        return work()
+        raise AssertionError("goes on")
 
     before = signal.signal(number, signal.default_int_handler)
     try:
@@ -139,9 +126,7 @@ def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
     assert re.fullmatch(r"bench: stopped by SIGTERM after \d+ s; nothing was saved\n", capsys.readouterr().err)
 
 
-def test_a_folder_in_which_nothing_was_saved_goes(tmp_path, capsys):
-    assert stopped_in(lambda: 0) == 143
-    assert capsys.readouterr().err.endswith("nothing was saved\n")
+def test_a_folder_in_which_nothing_was_saved_goes(tmp_path):
     folder = make_folder(tmp_path, "bench")
     assert what_is_saved(folder) == "nothing was saved" and not folder.exists()
 
@@ -182,18 +167,23 @@ sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}
 """
 
 
-@pytest.mark.parametrize("where, number", [("call", signal.SIGTERM), ("callback", signal.SIGINT)])
-def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(where, number):
+def sent_a_signal(number, *code):
+    """What `python -c` of this says when it is ready and gets a signal, which ends it within two seconds."""
     process = subprocess.Popen(
-        [sys.executable, "-c", STUCK, where], cwd=ROOT, env=environment(), text=True,
+        [sys.executable, "-c", *code], cwd=ROOT, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
     begin = time.monotonic()
     process.send_signal(number)
     _, errors = process.communicate(timeout=30)
-    assert time.monotonic() - begin < 2
-    assert process.returncode == 128 + number
+    assert time.monotonic() - begin < 2 and process.returncode == 128 + number
+    return errors
+
+
+@pytest.mark.parametrize("where, number", [("call", signal.SIGTERM), ("callback", signal.SIGINT)])
+def test_a_main_thread_that_does_not_see_the_signal_is_ended_within_two_seconds(where, number):
+    errors = sent_a_signal(number, STUCK, where)
     assert errors.startswith("bench: stopped by") and "Traceback" not in errors
 
 
@@ -212,16 +202,8 @@ with ended_at_once("bench"):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
-    process = subprocess.Popen(
-        [sys.executable, "-c", IMPORTING], cwd=ROOT, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
     by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert process.returncode == 128 + number
-    assert errors == f"bench: stopped by {by} while starting; nothing was saved\n"
+    assert sent_a_signal(number, IMPORTING) == f"bench: stopped by {by} while starting; nothing was saved\n"
 
 
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):

@@ -25,6 +25,7 @@ def test_known_devices(name):
     assert lookup(name.removeprefix("NVIDIA ")) is spec  # older drivers leave the maker out
     assert spec.source
     hash(spec)
+    figures_fit_each_other(spec)
 
 
 def test_peaks_of_the_datasheets():
@@ -48,17 +49,12 @@ def test_unknown_dtypes_have_no_peak():
     assert peak_flops("NVIDIA H200", torch.int8) is None
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_figures_fit_each_other(name):
-    spec = lookup(name)
+def figures_fit_each_other(spec):
     assert spec.shared_memory_per_block < spec.shared_memory_per_sm < spec.l1_bytes
     # Tensor cores halve with each doubling of the width.
     assert spec.peak["tf32"] <= spec.peak["bf16"] / 2 * 1.001
     assert spec.peak["bf16"] == spec.peak["fp16"]
     assert spec.peak["fp32"] < spec.peak["tf32"]
-    # FLOP/s = SMs × FLOP per SM and cycle × clock: a slip of a power of ten shows as an absurd clock.
-    per_cycle = 128 * 2 if spec.peak["fp32"] > 20e12 else 64 * 2
-    assert 1.2e9 < spec.peak["fp32"] / (spec.sms * per_cycle) < 2.1e9
     assert hardware.GB * 1000 < spec.hbm_bandwidth < hardware.GB * 10_000
 
 
@@ -68,7 +64,7 @@ def test_bandwidth_grows_towards_the_core():
         assert spec.l2_bandwidth is None or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
         assert spec.shared_bandwidth > 3 * spec.hbm_bandwidth
         assert 4 * spec.registers_per_sm == 256 * hardware.KIB
-        assert 1.2e9 < spec.clock < 2.1e9
+        assert 1.2e9 < spec.clock < 2.1e9  # from peak and SMs: a slip of a power of ten shows
     assert lookup("NVIDIA A100-SXM4-80GB").clock == pytest.approx(1.41e9, rel=2e-3)
     assert lookup("NVIDIA H100 80GB HBM3").shared_bandwidth == pytest.approx(33.4e12, rel=2e-2)
 

@@ -41,7 +41,7 @@ FILE = "value = 1\n"
 TEST = "from code_under_test import value\n\ndef test_value():\n    assert value == 1\n"
 
 
-@pytest.mark.parametrize(("replacement", "code"), [("value = 2", 0), ("value = 1 ", 1)], ids=["seen", "not-seen"])
+@pytest.mark.parametrize("replacement, code", [("value = 2", 0), ("value = 1 ", 1)], ids=["seen", "not-seen"])
 def test_the_command_tells_survivors(monkeypatch, tmp_path, capsys, replacement, code):
     def copy_tree(target) -> None:
         target.mkdir()

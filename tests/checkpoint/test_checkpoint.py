@@ -17,6 +17,7 @@ from distlab.comm import RankContext
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.loop import Trainer
+from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
 
 # The norm over pieces is a sum in another order than the norm over whole gradients: its last bit may differ.
@@ -132,18 +133,15 @@ def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path)
     assert_continued(written, 2, [("bucketed pp4", "zero1"), ("fsdp", "naive pp2")], str(tmp_path), changes)
 
 
-def generators(context: RankContext, folder: str) -> None:
-    run = Run(context, folder)
+@on_two_ranks
+def test_every_generator_is_restored(context, tmp_path):
+    run = Run(context, tmp_path)
     random.gauss(0, 1)  # leaves a second number waiting inside Python's generator
     run.save(steps=1)
     expected = draw_from_all_generators()
-    other = Run(context, folder)
+    other = Run(context, tmp_path)
     other.trainer.resume()
     assert draw_from_all_generators() == expected
-
-
-def test_every_generator_is_restored(tmp_path):
-    run_ranks(generators, 2, str(tmp_path))
 
 
 def stored_content(context: RankContext, folder: str, strategy: str, shard_size: int | None) -> dict:
@@ -261,34 +259,29 @@ def test_a_hundredth_checkpoint_is_put_aside_as_the_others(tmp_path):
     assert last.name == "rejected-step_00000004-100" and store.steps() == []
 
 
-def load_into_another(context: RankContext, folder: str) -> tuple[str, str]:
-    """What is said of a model of another size, and of another run."""
-    trainer = Run(context, folder, vocab=37, lr=0.5).trainer
-    with pytest.raises(ValueError) as model:
+@on_two_ranks
+def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
+    """RELIABILITY 50; and what differs from another run."""
+    trainer = Run(context, two, vocab=37, lr=0.5).trainer
+    with pytest.raises(ValueError, match=r"another model.*embedding\.weight has shape \(31, 32\) .* \(37, 32\) here"):
         trainer.checkpoints.load(trainer.checkpoints.newest(), trainer.wrapper, trainer.optimizer)
-    with pytest.raises(ValueError) as run:
+    with pytest.raises(ValueError, match=r"lr is 0\.001 there and 0\.5 here.*vocab_size is 31 there and 37 here"):
         trainer.resume()
-    return str(model.value), str(run.value)
-
-
-def test_a_checkpoint_of_another_model_lists_what_differs(two):
-    """RELIABILITY 50."""
-    for model, run in run_ranks(load_into_another, 2, str(two)):
-        assert "another model" in model and "embedding.weight has shape (31, 32) there and (37, 32) here" in model
-        assert "lr is 0.001 there and 0.5 here" in run and "model.vocab_size is 31 there and 37 here" in run
 
 
 # -- writing that fails ------------------------------------------------------------------------------------
 
 
-def full_disk(context: RankContext, folder: str) -> str:
-    run = Run(context, folder, steps=4)
+@on_two_ranks
+def test_a_full_disk_on_one_rank_is_an_error_on_all_that_names_it(context, tmp_path):
+    """RELIABILITY 48 and 50: the checkpoint before stays, and nothing half-written gets a final name."""
+    run = Run(context, tmp_path, steps=4)
     run.save(steps=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if context.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
     try:
-        with pytest.raises(CheckpointError) as caught:
+        with pytest.raises(CheckpointError, match=r"step 2 could not be written \(rank 1: .*too large.*1 is intact"):
             run.save(steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -296,14 +289,6 @@ def full_disk(context: RankContext, folder: str) -> str:
     assert run.trainer.checkpoints.newest().step == 1
     run.save()  # the disk has room again
     assert run.trainer.checkpoints.newest().step == 2
-    return str(caught.value)
-
-
-def test_a_full_disk_on_one_rank_is_an_error_on_all_that_names_it(tmp_path):
-    """RELIABILITY 48 and 50: the checkpoint before stays, and nothing half-written gets a final name."""
-    for message in run_ranks(full_disk, 2, str(tmp_path)):
-        assert "step 2 could not be written (rank 1: " in message and "step 1 is intact" in message
-        assert "File too large" in message
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
 

@@ -33,7 +33,7 @@ def written(folder: CheckpointFolder, ranks: int, threads: int) -> Stored:
     return folder.open(1)
 
 
-@pytest.mark.parametrize(("ranks", "threads"), [(1, 1), (5, 20)])
+@pytest.mark.parametrize("ranks, threads", [(1, 1), (5, 20)])
 def test_every_dtype_and_part_comes_back(tmp_path, ranks, threads):
     stored = written(CheckpointFolder(tmp_path), ranks, threads)
     files.check_files(stored)

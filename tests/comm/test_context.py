@@ -11,7 +11,7 @@ import torch.distributed as dist
 from distlab.comm import RankContext, rank_context
 from distlab.comm.context import choose_device
 from distlab.testing import run_ranks
-from tests.commands import torchrun
+from tests.commands import python
 
 
 def test_without_torchrun_the_world_is_one_rank():
@@ -30,7 +30,7 @@ def test_the_group_is_left_after_an_exception_too():
 
 
 @pytest.mark.parametrize(
-    ("gpus", "asked", "refusal"),
+    "gpus, asked, refusal",
     [
         (0, ("mpi", 0, 1), "'mpi' is unknown; allowed: gloo, nccl"),
         (0, ("nccl", 0, 1), "use backend='gloo'"),
@@ -94,7 +94,7 @@ def outside(monkeypatch):
     return put
 
 
-@pytest.mark.parametrize(("variables", "expected"), OUTSIDE.items())
+@pytest.mark.parametrize("variables, expected", OUTSIDE.items())
 def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(outside, variables, expected):
     outside(variables)
     begin = time.monotonic()
@@ -110,9 +110,7 @@ def by_hand(rank: int, port: int) -> str:
 @pytest.fixture
 def silent_port():
     """A port at which something listens that is no store and says nothing."""
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        listening.listen()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         yield listening.getsockname()[1]
 
 
@@ -151,12 +149,10 @@ def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s):
         pass
 
 
-def places(context: RankContext) -> tuple:
-    return context.rank, context.local_rank, context.world_size, context.device.type, context.backend
-
-
-def test_every_rank_knows_its_place():
-    assert run_ranks(places, 3) == [(r, r, 3, "cpu", "gloo") for r in range(3)]
+@pytest.mark.ranks(3)
+def test_every_rank_knows_its_place(context):
+    assert context.local_rank == context.rank == dist.get_rank()
+    assert (context.world_size, context.device.type, context.backend) == (3, "cpu", "gloo")
 
 
 def join_late(context: RankContext, path: str) -> tuple[float, float]:
@@ -201,5 +197,5 @@ def test_finished_gloo_jobs_exit_with_zero(tmp_path):
     """RELIABILITY §0 C: a work object destroyed at interpreter shutdown aborts a job that had succeeded."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB))
-    done = torchrun("--nproc_per_node=2", script)
+    done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script)
     assert done.returncode == 0, done.stderr

@@ -8,6 +8,7 @@ from distlab.comm.copy_engine import CopyEngineAllReduce
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import CopyEngineDDP, ZeroOptimizer
 from distlab.testing import run_ranks
+from tests.parallel.test_contract import on_two_ranks
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -26,13 +27,10 @@ def test_every_rank_doing_its_part_leaves_the_mean_everywhere(world_size):
     assert recorder.by_op() == {"all_reduce": (world_size, world_size * 5 * world_size * 4)}
 
 
-def refuses_cpus(context: RankContext) -> None:
+@on_two_ranks
+def test_cpu_ranks_are_refused(context):
     with pytest.raises(ValueError, match="copy engines reach the memory of NVIDIA GPUs of one host"):
         CopyEngineDDP(torch.nn.Linear(2, 2), process_group=context.group)
-
-
-def test_cpu_ranks_are_refused():
-    run_ranks(refuses_cpus, 2)
 
 
 def sums_many(context: RankContext) -> None:

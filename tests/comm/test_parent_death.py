@@ -17,7 +17,7 @@ print(child.pid, flush=True)
 time.sleep(60)
 """
 # Computes without ever giving Python a chance, as a rank in a long kernel or in a collective does.
-BUSY = "print('armed', flush=True); hash_all = sum(range(10**12))"
+BUSY = "print('ready', flush=True); hash_all = sum(range(10**12))"
 
 
 def is_alive(pid: int) -> bool:
@@ -34,18 +34,21 @@ def ends_within(pid: int, seconds: float) -> bool:
     return not is_alive(pid)
 
 
+def parent_and_child(code: str) -> tuple[subprocess.Popen[str], int]:
+    """A parent, and the process id of its child, which runs this code and has said that it is ready."""
+    command = [sys.executable, "-c", PARENT, code]
+    pipe = subprocess.PIPE
+    parent = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    child = int(parent.stdout.readline())
+    assert parent.stdout.readline() == "ready\n"
+    return parent, child
+
+
 @pytest.mark.parametrize("function", ["end_with_parent", "end_with_agent"])
 def test_a_child_ends_when_its_parent_is_killed(function):
-    child_code = f"from distlab.comm.parent_death import {function}; {function}(); {BUSY}"
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, child_code],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    child = int(parent.stdout.readline())
-    assert parent.stdout.readline() == "armed\n" and is_alive(child)
+    code = f"from distlab.comm.parent_death import {function}; {function}(); {BUSY}"
+    parent, child = parent_and_child(code)
+    assert is_alive(child)
     parent.kill()
     assert ends_within(child, 2)
     parent.wait()
@@ -56,7 +59,7 @@ def test_a_rank_whose_agent_died_before_it_could_ask_ends_itself(tmp_path):
     go = tmp_path / "go"
     child_code = f"""
 import os, time
-print("waiting", flush=True)
+print("ready", flush=True)
 while not os.path.exists({str(go)!r}):
     time.sleep(0.01)
 from distlab.comm.parent_death import end_with_agent
@@ -64,12 +67,7 @@ end_with_agent()
 open({str(tmp_path / "trained")!r}, "w").close()
 time.sleep(60)
 """
-    parent = subprocess.Popen(
-        [sys.executable, "-c", PARENT, child_code], cwd=ROOT, env=environment(), stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    child = int(parent.stdout.readline())
-    assert parent.stdout.readline() == "waiting\n"
+    parent, child = parent_and_child(child_code)
     parent.kill()
     parent.wait()
     go.touch()

@@ -7,13 +7,14 @@ from torch import Tensor
 from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import MeshGroups, hybrid_mesh
 from distlab.comm.two_level import TwoLevelAllReduce
+from tests.parallel.cases import drawn
 from tests.parallel.test_contract import run
 
 SHAPES = [(8,), (3,), (1,), (0,), (2, 5), (1000,), (7, 3)]  # two ranks do not divide them all
 
 
 def values(rank: int, message: int, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(100 * rank + message))
+    return drawn(100 * rank + message, *shape)
 
 
 def means(context: RankContext, shard_size: int, first: int) -> None:
@@ -34,7 +35,7 @@ def means(context: RankContext, shard_size: int, first: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "ranks", "shard_size"),
+    "backend, ranks, shard_size",
     [
         ("gloo", 4, 2),
         ("gloo", 6, 3),

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankContext, collectives
 from distlab.testing import run_ranks
+from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
 TIMEOUT_S = 1.5
 
@@ -63,31 +64,28 @@ class JustInTime(dist.Work):
         return self.ended
 
 
-def waits_for_what_ends_just_in_time(context: RankContext) -> None:
+@on_one_rank
+def test_what_ends_as_the_first_half_second_does_has_not_failed(context):
     collectives.wait(JustInTime(), context.group, "averaging gradients")
 
 
-def test_what_ends_as_the_first_half_second_does_has_not_failed():
-    run_ranks(waits_for_what_ends_just_in_time, 1)
-
-
-def elsewhere(context: RankContext) -> str:
+@on_two_ranks
+def test_a_rank_that_waits_for_something_else_is_told_where(context):
     mine = [impatient(context) for _ in range(2)][context.rank]
     with pytest.raises(RuntimeError) as caught:
         work = collectives.all_reduce_mean(torch.ones(3), mine)
         collectives.wait(work, mine, ("averaging gradients", "broadcasting tensors")[context.rank])
     time.sleep(1.0)  # the other notices a moment later
-    return str(caught.value)
+    doing = ("broadcasting tensors", "averaging gradients")[context.rank]
+    assert f"rank {1 - context.rank} waits elsewhere ({doing})" in str(caught.value)
 
 
-def test_a_rank_that_waits_for_something_else_is_told_where():
-    answers = run_ranks(elsewhere, 2)
-    assert "rank 1 waits elsewhere (broadcasting tensors)" in answers[0]
-    assert "rank 0 waits elsewhere (averaging gradients)" in answers[1]
+@on_two_ranks
+def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(context):
+    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch.
 
-
-def absent_with_a_thread(context: RankContext) -> str:
-    """Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of its own."""
+    Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of its own.
+    """
     group, of_thread = impatient(context), impatient(context, longer_s=2)
     if context.rank == 1:
 
@@ -98,19 +96,13 @@ def absent_with_a_thread(context: RankContext) -> str:
         thread = threading.Thread(target=exchange)
         thread.start()
         thread.join()
-        return ""
-    with pytest.raises(RuntimeError) as caught:
+        return
+    with pytest.raises(RuntimeError, match="rank 0 was averaging gradients, and rank 1 did not come"):
         collectives.wait(collectives.all_reduce_mean(torch.ones(3), group), group, "averaging gradients")
-    return str(caught.value)
 
 
-def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does():
-    """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch."""
-    answers = run_ranks(absent_with_a_thread, 2)
-    assert "rank 0 was averaging gradients, and rank 1 did not come" in answers[0]
-
-
-def long_but_successful(context: RankContext) -> list[str]:
+@on_two_ranks
+def test_a_wait_that_ended_is_taken_back(context):
     """A rank that was late once is not taken for one that waits later."""
     for late in (0, 1):
         if context.rank == late:
@@ -119,8 +111,4 @@ def long_but_successful(context: RankContext) -> list[str]:
         collectives.wait(work, context.group, "averaging gradients")
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
-    return [store.get(f"waits/{rank}").decode() for rank in (0, 1)]
-
-
-def test_a_wait_that_ended_is_taken_back():
-    assert run_ranks(long_but_successful, 2) == [["", ""]] * 2
+    assert [store.get(f"waits/{rank}") for rank in (0, 1)] == [b"", b""]

@@ -28,7 +28,7 @@ def test_exact_is_attention_of_the_last_key_head(text):
 
 
 @pytest.mark.parametrize(
-    ("variant", "text"),
+    "variant, text",
     [*itertools.product(("naive", "sdpa", "ours"), SHAPES), ("ours-ieee", SHAPES[0]), ("ours-deterministic", SHAPES[2])]
 )  # fmt: skip
 def test_variants_are_the_same_function(variant, text):

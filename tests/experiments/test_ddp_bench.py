@@ -26,7 +26,7 @@ from experiments import ddp_bench
 from experiments.ddp_bench import VIEW, DDPBenchConfig, view
 from experiments.ddp_bench.view import draw_step_times, unexplained_rows
 from launch.__main__ import _to_end
-from tests.commands import ROOT, on_terminal, python, shown
+from tests.commands import ROOT, children, on_terminal, python, shown
 
 SMOKE = DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("smoke", on_gpu=False))
 SMOKE_ARGUMENTS = ["--preset=smoke", "--steps=3", "--rounds=2"]
@@ -52,14 +52,11 @@ def test_every_row_is_complete_checked_and_written(smoke):
     assert {path.name for path in folder.iterdir()} >= pictures | {f"trace_naive_rank{rank}.json.gz" for rank in (0, 1)}
 
 
-def replicas_of_a_pipeline(context: RankContext) -> float:
-    row = Variant("bucketed-pp2", get_strategy("bucketed"), layout=Layout(pipeline=2))
-    return parameter_difference(context, row, steps=1)
-
-
-def test_stages_of_a_replica_have_the_same_sequences():
+@pytest.mark.ranks(4)
+def test_stages_of_a_replica_have_the_same_sequences(context):
     """Those of one replica are not neighbours: the pipeline is the outermost axis."""
-    assert run_ranks(replicas_of_a_pipeline, 4)[0] < 1e-6
+    row = Variant("bucketed-pp2", get_strategy("bucketed"), layout=Layout(pipeline=2))
+    assert parameter_difference(context, row, steps=1) < 1e-6
 
 
 def out_of_memory_on_one_rank(context: RankContext, where: str) -> tuple[dict[str, int], str]:
@@ -213,13 +210,6 @@ def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
     assert "one rank: nothing is communicated. For more: --nproc 2" in said
 
 
-def children(pid: int) -> list[int]:
-    """Process ids of a process's children, oldest first."""
-    listed = f"/proc/{pid}/task/{pid}/children"
-    with open(listed) as file:
-        return [int(child) for child in file.read().split()]
-
-
 def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_path):
     """RELIABILITY's fault table: SIGKILL of a rank mid-run."""
     command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
@@ -258,14 +248,6 @@ def test_a_comparison_inside_its_interval_prints_as_a_tie():
     assert (found["÷ torch"], found["overhead ms"]) == ("1.013", "4.0")
 
 
-def test_each_row_has_its_own_noise():
-    """The headline gave local's to all, and a row of p80 = 2.5 × p20 stood under 5 %."""
-    quiet = compared("local", step_p20_ms=59.0, noise_floor_pct=5.0)
-    wide = compared("flat", step_p20_ms=40.0, step_p80_ms=100.0, noise_floor_pct=5.0)
-    assert "noise by row 5.0 to 50.0 %" in VIEW.headline([quiet, wide])
-    assert (cells(quiet)["± %"], cells(wide)["± %"]) == ("5.0", "50.0")
-
-
 def test_rows_that_are_not_explained():
     open_account = {"overhead_closes": False, "overhead_unexplained_ms": -30.0, "noise_pct": 10.0}
     assert unexplained_rows([compared("naive", **open_account), compared("flat", **open_account)]) == ["naive", "flat"]
@@ -274,7 +256,7 @@ def test_rows_that_are_not_explained():
     assert unexplained_rows(by_the_host) == []
 
 
-@pytest.mark.parametrize(("backend", "noise", "lines"), [("nccl", 9.0, 1), ("gloo", 9.0, 0), ("nccl", 11.0, 0)])
+@pytest.mark.parametrize("backend, noise, lines", [("nccl", 9.0, 1), ("gloo", 9.0, 0), ("nccl", 11.0, 0)])
 def test_an_open_account_is_one_line_on_a_terminal_where_it_could_have_closed(backend, noise, lines):
     record = compared("naive", overhead_closes=False, overhead_unexplained_ms=-30.0, noise_pct=noise)
     record.config["backend"] = backend

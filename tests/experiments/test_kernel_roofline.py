@@ -1,10 +1,6 @@
 """The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +13,8 @@ from experiments.kernel_roofline import cases as rows
 from experiments.kernel_roofline.prediction import naive_bytes, predicted
 from experiments.kernel_roofline.timing import fits
 from experiments.kernel_roofline.view import compare, headline, verdicts, wall_notes
+from tests.commands import python
 from tests.experiments.frame import measured
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_operations_are_right_in_the_smoke_run(smoke):
@@ -156,7 +151,5 @@ with compile_for(90), mock.patch.object(_triton, "runs_triton", lambda x: True):
 
 
 def test_registers_of_a_call_that_has_a_program():
-    environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-c", PLANNED]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    done = python("-c", PLANNED, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0 and int(done.stdout) > 8, done.stderr[-2000:]

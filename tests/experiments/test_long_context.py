@@ -1,7 +1,6 @@
 """The scaled model, rounds that later runs add, comparisons of rows, and what is wrong."""
 
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -19,6 +18,7 @@ from experiments.long_context import (
     worth_timing,
     wrong_rows,
 )
+from tests.commands import ROOT
 from tests.experiments.frame import measured
 
 
@@ -33,7 +33,7 @@ def test_the_model_is_the_presets_or_a_fraction_of_it():
 @pytest.mark.parametrize("case", ["full", "selective", "short", "gqa"])
 def test_the_plan_is_what_was_measured(case):
     """Within 2 %, on two H200s."""
-    for record in read_json(Path(__file__).parents[2] / f"records/long_context/h200x2-{case}.json"):
+    for record in read_json(ROOT / f"records/long_context/h200x2-{case}.json"):
         row = LongContextConfig.of(record.config).variant(record.variant, checkpointing=record.metrics["keeps"])
         planned = row.options.planned(ROWS[record.variant][0]).memory(world_size=2, on_gpu=True).peak.total
         assert planned == pytest.approx(record.metrics["peak_alloc_bytes"], rel=0.02), record.variant
@@ -66,10 +66,9 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
 
 def test_rows_are_held_against_the_fastest_of_torchs():
     rows = [
-        Record("long_context", name, {}, {"status": "ok", "step_p50_ms": ms, "step_samples_ms": [ms, ms + 0.1] * 3,
-                                          "loss_after_steps": loss}, {}, None)
+        row(name, status="ok", step_p50_ms=ms, step_samples_ms=[ms, ms + 0.1] * 3, loss_after_steps=loss)
         for name, ms, loss in (("fsdp", 9.0, 2.0), ("fsdp2 block", 12.0, 2.0), ("fsdp2 qkv", 10.0, 2.1))
-    ]  # fmt: skip
+    ]
     compare(rows)
     assert [round(r.metrics["vs_peer"], 2) for r in rows] == [0.9, 1.2, 1.0]
     assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]

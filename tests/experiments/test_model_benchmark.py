@@ -1,7 +1,6 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
-from contextlib import contextmanager
 from unittest.mock import patch
 
 import pytest
@@ -45,23 +44,17 @@ def measured_here(context, root, /, **fields):
     return run
 
 
-@contextmanager
 def memory_runs_out_once(here):
     """In this rank's first optimizer step, which takes the memory of the optimizer's state."""
     real, calls = torch.optim.AdamW.step, []
 
     def step(self, *args, **kwargs):
         calls.append(1)
-        if len(calls) == 1:
+        if here and len(calls) == 1:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return real(self, *args, **kwargs)
 
-    if here:
-        torch.optim.AdamW.step = step
-    try:
-        yield
-    finally:
-        torch.optim.AdamW.step = real
+    return patch.object(torch.optim.AdamW, "step", step)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +129,7 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("attention", "dtype", "context"), [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)]
+    "attention, dtype, context", [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)]
 )
 def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(one_rank, tmp_path, attention, dtype, context):
     """Within 3 %: of a step the CPU's norms keep two tensors more; naive attention, with its scores, needs 10 %."""

@@ -22,7 +22,7 @@ UNUSED = {  # a part of what each says
 
 
 @pytest.mark.parametrize(
-    ("name", "strategies"),
+    "name, strategies",
     [
         ("mixture", strategies_on("cpu")),
         ("bert", ("local", "naive", "bucketed", "zero1", "fsdp2")),
@@ -95,7 +95,7 @@ def test_a_sharded_optimizer_is_predicted_to_hold_a_part():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    "name, said",
     [
         ("fails", r"fails\(\) failed at own_models.py:\d+ \(RuntimeError: no such file of weights\)"),
         ("fails_in_torch", r"loss\(model, batch\) failed at own_models.py:\d+ \(RuntimeError: mat1"),

@@ -9,24 +9,21 @@ from pathlib import Path
 import pytest
 
 from distlab.hardware import cluster
-from distlab.model import ModelConfig, preset
+from distlab.model import ModelConfig
 from distlab.report.record import read_json
 from distlab.runs import described
 from distlab.simulate.choices import STRATEGIES, Choice, estimated, simulated
 from distlab.simulate.estimate import machine_on
-from distlab.simulate.step import simulate_training
-from distlab.theory.memory.peak import CUBLAS_WORKSPACES
 from distlab.train.config import TrainConfig
-from distlab.train.memory_budget import PlannedStep
 from experiments import plan, scaling, simulate_scale
 from experiments.long_context import LongContextConfig
 from experiments.plan import PlanConfig
 from experiments.predict import PredictConfig, compare
 from experiments.scaling import ScalingConfig
 from launch.__main__ import main
+from tests.commands import ROOT
 from tests.experiments.frame import measured, refused
 
-ROOT = Path(__file__).parents[2]
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2-xl-batch8.json")
 COMPARED = ("h200x2-xl-batch2", "h200x2-xl-batch8", "h200x2-medium-batch8", "h200x4-xl-batch2", "h200x4-medium-batch8")
 # On four ranks the medium model waits for its host, which the simulation leaves out.
@@ -142,15 +139,6 @@ def test_how_a_model_computes_decides_what_is_predicted():
     assert compiled < eager and fused < eager
     with pytest.raises(ValueError, match="its time has no closed form"):
         plan._time(naive, choice, naive.machine())
-
-
-@pytest.mark.parametrize(("ops", "keep"), [("triton", "none"), ("auto", "qkv"), ("triton", "block")])
-def test_a_simulated_step_of_fused_kernels_takes_the_memory_of_the_plan(ops, keep):
-    """Some 2 % off: on a CPU these kernels are replaced by torch's operators, whose temporaries differ."""
-    model = preset("small", context_length=256, ops=ops, num_layers=3)
-    seen = simulate_training(model, "fsdp", batch=2, world_size=8, checkpointing=keep).peak.total
-    planned = PlannedStep(model, 2, "fsdp", "bf16", checkpointing=keep).memory(8).peak.total - CUBLAS_WORKSPACES
-    assert seen == pytest.approx(planned, rel=0.025)
 
 
 WAYS = ("naive", "overlap", "bucketed", "zero1", "fsdp")

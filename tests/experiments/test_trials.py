@@ -66,7 +66,7 @@ def test_errors_tell_rounding_from_another_model(one_rank, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "message"),
+    "wrong, message",
     [
         ({"dtype": "int8"}, "fp32, bf16, fp16"),
         ({"compile": "fast"}, "off, model, blocks"),

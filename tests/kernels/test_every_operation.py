@@ -71,7 +71,7 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
     assert all(t.is_meta for t in metas)
 
 
-@pytest.mark.parametrize(("name", "flops"), [("matmul", 6 * 3 * 8 * 5), ("linear_cross_entropy", 6 * 3 * 8 * 5),
+@pytest.mark.parametrize("name, flops", [("matmul", 6 * 3 * 8 * 5), ("linear_cross_entropy", 6 * 3 * 8 * 5),
                                              ("attention", (4 + 10) * 8 * 6)])
 def test_flops_of_forward_and_backward_are_counted(name, flops):
     """By torch's counter; of causal attention over three rows the six pairs."""

@@ -5,8 +5,6 @@ fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each rounde
 float64 reference.
 """
 
-import subprocess
-import sys
 from dataclasses import replace
 
 import pytest
@@ -23,6 +21,7 @@ from kernels.flash_attention import (
     ops,
 )
 from kernels.flash_attention.configs import Tile
+from tests.commands import python
 
 from .attention_reference import DEVICE, in_float64, inputs, with_gradients
 from .near import near, same_bits
@@ -84,26 +83,18 @@ def test_results_and_gradients(function, name, poisoned):
     check(function, (q, k, v, do, do.sum(-1)), **options)
 
 
-def each(change):
-    return lambda *tensors: tuple(map(change, tensors))
-
-
-def heads_innermost(x):
-    return x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
-
-# RELIABILITY 40: any strides, also of do. RELIABILITY 39: nothing outside the tensors is read
+# RELIABILITY 40: any strides, also of do (expanded ones: test_every_operation.py). RELIABILITY 39: nothing outside the
+# tensors is read
 LAYOUTS = {
-    "heads innermost": each(heads_innermost),  # as an einsum may leave them
-    "expanded gradient": lambda *t: (*t[:3], t[3][:1, :1, :1, :1].expand_as(t[3])),
-    "NaN all around": each(lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8]),
+    "heads innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),  # as an einsum may leave them
+    "NaN all around": lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8],
 }
 
 
 @BOTH
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts(function, layout):
-    check(function, LAYOUTS[layout](*inputs(2, 2, 2, 20, 33, 20)), causal=True)
+    check(function, [*map(LAYOUTS[layout], inputs(2, 2, 2, 20, 33, 20))], causal=True)
 
 
 @BOTH
@@ -118,7 +109,7 @@ def test_losses_of_one_result(function):
 
 # RELIABILITY 38: no keys, no queries, no batch
 @BOTH
-@pytest.mark.parametrize(("batch", "queries", "keys"), [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
+@pytest.mark.parametrize("batch, queries, keys", [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
 def test_empty(function, batch, queries, keys):
     q, k, v, do = inputs(batch, 2, 1, queries, keys, 16)
     o, lse, *gradients = with_gradients(apply(function, return_lse=True), q, k, v, do, do.sum(-1))
@@ -189,7 +180,7 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     assert o.stride(-2) == 16
 
 
-@pytest.mark.parametrize(("layout", "length", "head_dim"),
+@pytest.mark.parametrize("layout, length, head_dim",
                          [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
 def test_tensor_descriptors(layout, length, head_dim):
     """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.
@@ -258,8 +249,8 @@ expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=T
 torch.testing.assert_close(o, expected)
 assert "kernels.flash_attention.forward" not in sys.modules
 """
-    environment = {"PATH": "", "TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run([sys.executable, "-c", script], check=True, env=environment, timeout=120)
+    done = python("-c", script, TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.skipif(not interpreted(), reason="bfloat16 is only refused by the interpreter")

@@ -93,13 +93,13 @@ RANDOM = [
 
 
 # RELIABILITY 35, 36
-@pytest.mark.parametrize(("head_dim", "dtype", "fixed", "count"), RANDOM, ids=str)
+@pytest.mark.parametrize("head_dim, dtype, fixed, count", RANDOM, ids=str)
 def test_random_shapes(head_dim, dtype, fixed, count):
     for seed, (sizes, options) in enumerate(random_cases(f"{head_dim} {dtype} {fixed}", count)):
         check_beside_eager(inputs(*sizes, head_dim, dtype, seed), **options, **fixed)
 
 
-@pytest.mark.parametrize(("head_dim", "precision"), [(136, "tf32x3"), (256, "ieee")])
+@pytest.mark.parametrize("head_dim, precision", [(136, "tf32x3"), (256, "ieee")])
 def test_wide_heads_in_fp32(head_dim, precision):
     for causal in (False, True):
         check_beside_eager(inputs(1, 2, 1, 200, 177, head_dim, torch.float32), causal=causal, precision=precision)
@@ -128,7 +128,7 @@ def check_beside_sdpa(tensors, causal, **arithmetic):
     judge(ours, peer, in_float64(*tensors, causal=causal))
 
 
-@pytest.mark.parametrize(("head_dim", "dtype", "causal"), [
+@pytest.mark.parametrize("head_dim, dtype, causal", [
     *((head_dim, dtype, True) for head_dim in (32, 64, 128) for dtype in DTYPES),
     *zip((32, 64, 128), DTYPES, (False,) * 3, strict=True),
 ], ids=str)
@@ -143,7 +143,7 @@ def test_accuracy_of_long_calls_in_fp32_beside_sdpa(head_dim):
     check_beside_sdpa(inputs(1, 1, 1, 16384, 16384, head_dim, torch.float32), True)
 
 
-@pytest.mark.parametrize(("head_dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize("head_dim, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)])
 def test_documents(head_dim, dtype):
     tensors = inputs(2, 2, 1, 700, 700, head_dim, dtype)
     ids = torch.randint(0, 2, (2, 700), device="cuda").cumsum(1) // 50
@@ -179,7 +179,7 @@ def test_every_shipped_configuration(key):
 
 # RELIABILITY 41
 @pytest.mark.parametrize(
-    ("batch", "length", "head_dim", "dtype"),
+    "batch, length, head_dim, dtype",
     [(60, 300, 64, torch.bfloat16), (1, 512, 16, torch.bfloat16), (1, 512, 32, torch.bfloat16),
      (1, 512, 128, torch.bfloat16), (1, 512, 64, torch.float32), (1, 8192, 128, torch.float32)],
 )
@@ -205,7 +205,7 @@ def test_more_than_two_to_the_31_elements():
         near(x[-8:], y, 1e-2, 1.6e-2)  # bf16; the two sizes may use different tiles
 
 
-@pytest.mark.parametrize(("length", "width"), [(2**16, 2**15 + 64), (2**16 - 24, 2**15 + 64), (65, 2**26)],
+@pytest.mark.parametrize("length, width", [(2**16, 2**15 + 64), (2**16 - 24, 2**15 + 64), (65, 2**26)],
                          ids=["descriptors", "pointers", "within a tile"])
 def test_rows_more_than_two_to_the_31_elements_apart(length, width):
     """One head whose last row lies beyond 2³¹ elements; a window keeps the arithmetic small."""

@@ -30,7 +30,7 @@ def ids(*shape, dtype=torch.int64):
 
 # RELIABILITY 44: the message names the argument and what is allowed
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    "arguments, error, message",
     [
         ({"v": K.to("meta")}, ValueError, "v is on meta, q on cpu"),
         ({"k": K.half()}, ValueError, "k has dtype torch.float16, q torch.float32"),
@@ -82,7 +82,7 @@ def test_the_least_and_the_largest_scale_can_be_computed_with(function):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    "arguments, error, message",
     [
         ({}, ValueError, "either document_ids or cu_seqlens"),
         ({"document_ids": torch.zeros(3).long()}, ValueError, r"document_ids has shape \(3,\); allowed: \(batch"),

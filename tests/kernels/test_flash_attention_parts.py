@@ -48,7 +48,7 @@ def multiply(a, b, acc, precision):
     return out
 
 
-CHAINS = pytest.mark.parametrize(("k", "n"), [(64, 16), (16, 64)], ids=["three short chains", "one long chain"])
+CHAINS = pytest.mark.parametrize("k, n", [(64, 16), (16, 64)], ids=["three short chains", "one long chain"])
 
 
 @CHAINS

@@ -38,7 +38,7 @@ def limit(dtype, rows=8):
 ROWS = ("add", "gelu", "swiglu", "rope", "softmax", "weighted_sum", "rms_norm", "add_rms_norm_silu", "layer_norm")
 
 
-@pytest.mark.parametrize(("cols", "dtype"), [
+@pytest.mark.parametrize("cols, dtype", [
     *((cols, torch.bfloat16) for cols in WIDTHS), *((cols, torch.float32) for cols in WIDTHS[1::2]),
     *((cols, torch.float16) for cols in WIDTHS[2::4]),
 ], ids=str)
@@ -142,7 +142,7 @@ def test_matmul_over_many_seeds():
             assert ((ours.double() - exact).abs().max() / exact.abs().max()) < 2**-7
 
 
-@pytest.mark.parametrize(("options", "dtype", "offset"), [
+@pytest.mark.parametrize("options, dtype, offset", [
     ({}, torch.float16, 2.0**15), ({}, torch.bfloat16, 2.0**22), ({"reduction": "none"}, torch.bfloat16, 2.0**22),
 ], ids=str)
 def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
@@ -185,7 +185,7 @@ OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_c
           "seeded_dropout")
 
 
-@pytest.mark.parametrize(("name", "dtype"), [
+@pytest.mark.parametrize("name, dtype", [
     *((name, torch.float32) for name in sorted(OPERATIONS.keys() - ELSEWHERE)),
     *((name, torch.bfloat16) for name in ("swiglu", "rms_norm", "softmax", "matmul_gelu", "linear_cross_entropy")),
 ], ids=str)

@@ -89,7 +89,7 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("q", "k", "programs", "group"),
+    "q, k, programs, group",
     [
         ((4, 32, 1024, 64), None, 132, 128),  # the L2 holds all keys and values
         ((2, 32, 2048, 128), None, 132, 1),

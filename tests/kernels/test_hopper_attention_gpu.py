@@ -75,7 +75,7 @@ def test_random_shapes(monkeypatch, head_dim, dtype):
         check_beside_eager(inputs(*sizes, head_dim, dtype, seed), **options)
 
 
-@pytest.mark.parametrize(("head_dim", "key_count"), [
+@pytest.mark.parametrize("head_dim, key_count", [
     (64, 1), (80, 3), (96, 127), (128, 128), (64, 129), (128, 4097), (80, 65537), (128, 65537),
 ])
 def test_key_lengths(key_count, head_dim):

@@ -1,13 +1,11 @@
 """The modules of `kernels.nn` beside torch's: values, gradients, weights that go both ways, refusals."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from kernels import nn
+from tests.commands import python
 
 from .attention_reference import attention
 from .fused import DEVICE, TOLERANCE, draw
@@ -130,7 +128,7 @@ def test_compiles_in_one_graph(name):
     same_bits(run(module, inputs), expected)
 
 
-@pytest.mark.parametrize(("call", "message"), [
+@pytest.mark.parametrize("call, message", [
     (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weight is given, which no kernel"),
     (lambda: nn.LinearCrossEntropyLoss(8, 3, bias=True), "bias is given, which no kernel"),
     (lambda: nn.LinearCrossEntropyLoss(8, 3, weight=torch.ones(3)), "weight is given, which no kernel"),
@@ -145,4 +143,4 @@ def test_what_no_kernel_computes_is_refused(call, message):
 def test_importing_imports_no_kernel():
     """Whether kernels are interpreted is decided when one is first needed."""
     code = "import sys, kernels.nn; assert not [m for m in sys.modules if m.startswith(('triton', 'kernels._'))]"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0

@@ -174,7 +174,7 @@ def test_adamw_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
     assert torch.equal(p, before) and not optimizer.state
 
 
-@pytest.mark.parametrize(("options", "error", "message"), [
+@pytest.mark.parametrize("options, error, message", [
     ({"lr": torch.tensor(1e-3)}, TypeError, "lr is tensor"),
     ({"betas": (torch.tensor(0.9), 0.99)}, TypeError, "betas is tensor.*number each"),
     ({"betas": 0.9}, ValueError, "betas is 0.9"),

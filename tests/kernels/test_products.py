@@ -30,7 +30,7 @@ def test_relu_of_what_is_not_positive(either):
     assert not y[:2].signbit().any()
 
 
-@pytest.mark.parametrize(("epilogue", "value"), [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
+@pytest.mark.parametrize("epilogue, value", [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
                                                   ("relu", 1e-4), ("leaky_relu", 1e-4)])
 def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
     """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1; or it is ∓2e-8, which fp16 rounds to 0."""
@@ -59,7 +59,7 @@ def test_strides_beyond_32_bits():
 
 
 # Regression: a group order with a fixed group size skips tiles where the last group is smaller
-@pytest.mark.parametrize(("row_tiles", "col_tiles"), [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
+@pytest.mark.parametrize("row_tiles, col_tiles", [(1, 1), (9, 3), (15, 2), (16, 5), (3, 7)])
 def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
     a = torch.arange(1.0, row_tiles * 32 + 1, device=DEVICE)[:, None]
     y = torch.full((row_tiles * 32, col_tiles * 32), float("nan"), device=DEVICE)
@@ -143,8 +143,12 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("factor", [3.0, float("inf"), float("nan")])
 def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, factor, either):
-    """Loss scaling overflows now and then: rows that count nothing stay out of it. A loss may be changed in place."""
-    z, t = draw(3, 40).requires_grad_(), targets_for(3, 40, ignored=(1,))
+    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold. A loss may be
+    changed in place.
+    """
+    z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
+    z[1] = float("-inf")
+    z.requires_grad_()
     loss = LOSSES[name](z, t)
     loss /= 2
     expected, = torch.autograd.grad(LOSSES[name](z, t).sum() * (factor / 2), z)
@@ -191,19 +195,11 @@ def test_linear_cross_entropy_goes_backward_once():
         loss.backward()
 
 
-@pytest.mark.parametrize("name", LOSSES)
-def test_ignored_rows_have_no_gradient_whatever_they_hold(name, either):
-    z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
-    z[1] = float("-inf")
-    grad, = torch.autograd.grad(LOSSES[name](z.requires_grad_(), t).sum(), z)
-    assert not grad[1].any() and grad.isfinite().all()
-
-
-def error_of_chunks(dtype, chunks, rows=32):
+def error_of_chunks(dtype, chunks):
     """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
-    x, w, t = draw(rows, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(rows, 20)
+    x, w, t = draw(32, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(32, 20)
     leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
-    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=rows // chunks * 20 * 2), leaf)
+    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=32 // chunks * 20 * 2), leaf)
     expected, = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
     assert dw.dtype == dtype
     return ((dw.double() - expected).norm() / expected.norm()).item()

@@ -22,7 +22,7 @@ X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
 
 
 # RELIABILITY 44. Shape, dtype and device are asked of a weight or bias by one function, of which each call has a row.
-@pytest.mark.parametrize(("call", "error", "message"), [
+@pytest.mark.parametrize("call, error, message", [
     (lambda: rms_norm(X, W[:3]), ValueError, r"weight has shape \(3,\).*allowed: \(8,\)"),
     (lambda: rms_norm(X.double(), W), ValueError, "x has dtype.*allowed: float32"),
     (lambda: rms_norm(X, W, 0.0), ValueError, "eps is 0"),

@@ -22,7 +22,7 @@ from distlab.train.metrics import read_journal
 from distlab.train.sample import newest_usable
 from launch import ranks, trainer
 from tests.comm.test_parent_death import ends_within
-from tests.commands import be_python, forked, python
+from tests.commands import be_python, children, forked, python
 
 REPORT = ("records.json", "records.csv", "table.md", "report.html")
 STEPS = 30
@@ -69,8 +69,7 @@ class Running:
             time.sleep(0.02)
 
     def workers(self) -> list[int]:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        return [*map(int, children.split())]
+        return children(self.process.pid)
 
     def text(self) -> str:
         return self.log.read_text()
@@ -229,8 +228,7 @@ def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
 
 
 def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
 
 

@@ -12,7 +12,6 @@ from distlab.measure import clock, statistics
 from distlab.measure.clock import PhaseTimer, measure, slowest_rank
 from distlab.measure.memory import peak_memory
 from distlab.measure.statistics import noise_floor, own_noise_floor, paired_ratio, percentiles
-from distlab.testing import run_ranks
 
 
 def test_percentiles_interpolate():
@@ -113,14 +112,11 @@ def test_a_series_has_a_noise_floor_of_its_own():
     assert own_noise_floor([1.0] * 10 + [2.0] * 10) == 0  # neighbours share a drift, halves do not
 
 
-def gather_slowest(context):
+@pytest.mark.ranks(2)
+def test_the_slowest_rank_counts_and_a_nan_is_not_lost(context):
     samples = [1.0 + context.rank, 10.0 - context.rank, math.nan if context.rank == 1 else 0.0]
-    return slowest_rank(samples, context.group, context.device)
-
-
-def test_the_slowest_rank_counts_and_a_nan_is_not_lost():
-    for found in run_ranks(gather_slowest, 2):
-        assert found[:2] == [2.0, 10.0] and math.isnan(found[2])
+    found = slowest_rank(samples, context.group, context.device)
+    assert found[:2] == [2.0, 10.0] and math.isnan(found[2])
 
 
 def test_pairs_cancel_the_drift_that_hits_both():

@@ -1,6 +1,6 @@
 """The recorder sees every strategy's collectives alike: op, bytes, dtype, order."""
 
-
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -58,16 +58,12 @@ def test_every_collective_is_counted_once_by_its_payload():
     assert others == ["barrier"]
 
 
-def functional_collectives(context):
+@pytest.mark.ranks(2)
+def test_functional_collectives_count_by_the_same_rule(context):
     from torch.distributed import _functional_collectives as functional
 
     with CollectiveRecorder() as recorder:
         functional.all_gather_tensor(torch.ones(3), 0, context.group)
         functional.reduce_scatter_tensor(torch.ones(6), "sum", 0, context.group)
         functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", context.group))
-    return recorder.by_op()
-
-
-def test_functional_collectives_count_by_the_same_rule():
-    expected = {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}
-    assert run_ranks(functional_collectives, 2) == [expected, expected]
+    assert recorder.by_op() == {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}

@@ -6,7 +6,6 @@ import torch
 from distlab.measure.nvtx import Emitter, named_ranges
 from distlab.model import TransformerLM, cross_entropy, preset
 from distlab.parallel import BucketedDDP
-from distlab.testing import run_ranks
 
 
 def tiny(attention="naive", device="cpu"):
@@ -72,7 +71,8 @@ def test_an_exception_closes_the_ranges_and_detaches():
     assert log.depth == 0 and not model._forward_pre_hooks
 
 
-def messages(context):
+@pytest.mark.ranks(2)
+def test_buckets_are_numbered_ranges_of_their_size(context):
     model, tokens = tiny("sdpa")
     wrapper = BucketedDDP(model, bucket_size_mb=2.0, process_group=context.group)
     log = Log()
@@ -84,11 +84,7 @@ def messages(context):
     train(wrapper, tokens)
     wrapper.finish_gradient_synchronization()
     wrapper.close()
-    return [name for _, name in log.names], inside
-
-
-def test_buckets_are_numbered_ranges_of_their_size():
-    names, inside = run_ranks(messages, 2)[0]
+    names = [name for _, name in log.names]
     assert len(names) == inside  # nothing was noted after it was taken off
     sent = [name for name in names if name.startswith("message")]
     half = len(sent) // 2

@@ -116,6 +116,14 @@ def assembled(held: Sequence[list[Piece]], shapes: dict[str, torch.Size]) -> dic
     return whole
 
 
+def built(context: RankContext, config: ModelConfig, layout: Layout, strategy: str = "local", **options: Any) -> tuple:
+    """A rank's part of a model without training: shape, model and optimizer."""
+    return build_training(
+        config, get_strategy(strategy), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
+        layout=layout, **options,
+    )  # fmt: skip
+
+
 def _rows(context: RankContext, training: Training, rows: Sequence[Row]) -> list[tuple]:
     return [train(context, training, Layout.parse(layout), get_strategy(strategy)) for layout, strategy in rows]
 
@@ -148,10 +156,9 @@ def assert_as_one_process(training: Training, ranks: int, rows: Sequence[Row]) -
 
 
 def assert_near_fp64(
-    training: Training, ranks: int, rows: Sequence[Row], compute: torch.dtype | None = None, *, alone: str = "cpu",
-    **where: Any,
-) -> None:  # fmt: skip
-    """In fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square.
+    training: Training, rows: Sequence[Row], compute: torch.dtype | None = None, *, alone: str = "cpu", **where: Any
+) -> None:
+    """On two ranks in fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square.
 
     Args:
         alone: the device of the one process.
@@ -164,7 +171,7 @@ def assert_near_fp64(
         return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
 
     allowed = errors(one_process(training, device=alone)[1])
-    for row, (_, gradients, _) in zip(rows, trained(training, ranks, rows, **where), strict=True):
+    for row, (_, gradients, _) in zip(rows, trained(training, 2, rows, **where), strict=True):
         error = errors(gradients)
         worst = max(error, key=lambda name: error[name] / allowed[name])
         assert error[worst] <= 1.5 * allowed[worst], f"{row} {compute}: {worst} {error[worst]} {allowed[worst]}"

@@ -81,8 +81,12 @@ def _batch_norm() -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
+def drawn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
 def _inputs(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return drawn(1000 * rank + step, 4, 6)
 
 
 def _square_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:

@@ -6,11 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
 from tests.parallel.cases import build
-from tests.parallel.test_contract import BACKENDS, STRATEGIES, run
+from tests.parallel.test_contract import BACKENDS, STRATEGIES, on_two_ranks
 
 
 class WithBuffers(nn.Module):
@@ -28,7 +27,9 @@ class WithBuffers(nn.Module):
         return self.linear(x)
 
 
-def buffers_from_rank_0(context: RankContext) -> None:
+@on_two_ranks
+def test_construction_takes_over_the_buffers_of_rank_0(context):
+    """Of every strategy, torch's peers too; the ranks begin with different ones."""
     for name in strategies_on("cpu"):
         entry = get_strategy(name)
         if not entry.synchronizes:
@@ -42,11 +43,6 @@ def buffers_from_rank_0(context: RankContext) -> None:
             assert torch.equal(mine, theirs), (name, label)
 
 
-def test_construction_takes_over_the_buffers_of_rank_0():
-    """Of every strategy, torch's peers too; the ranks begin with different ones."""
-    run(buffers_from_rank_0, 2)
-
-
 class Scaled(nn.Module):
     """Its gradient is `factor` everywhere."""
 
@@ -58,25 +54,25 @@ class Scaled(nn.Module):
         return (self.weight * factor).sum()
 
 
-def large_half_gradients(context: RankContext, strategy: str) -> float:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@on_two_ranks
+def test_half_precision_is_divided_before_it_is_summed(context, strategy, backend):
+    """RELIABILITY 14: 40000 + 40000 exceeds fp16's 65504; the mean does not."""
     model = Scaled(torch.float16).to(context.device)
     wrapper = STRATEGIES[strategy](model, process_group=context.group)
     wrapper(torch.tensor(40000.0, dtype=torch.float16, device=context.device)).backward()
     wrapper.finish_gradient_synchronization()
-    return model.weight.grad[0].item()
+    assert model.weight.grad[0].item() == 40000.0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_half_precision_is_divided_before_it_is_summed(strategy, backend):
-    """RELIABILITY 14: 40000 + 40000 exceeds fp16's 65504; the mean does not."""
-    assert run(large_half_gradients, 2, strategy, backend=backend) == [40000.0, 40000.0]
-
-
-def in_a_subgroup(context: RankContext, strategy: str) -> float | None:
+@pytest.mark.ranks(3)
+def test_a_subgroup_averages_among_itself(context, strategy):
+    """RELIABILITY 17."""
     pair = dist.new_group([1, 2])
     if context.rank == 0:
-        return None
+        return
     torch.manual_seed(context.rank)
     model = Scaled(torch.float32)
     model.weight.data.fill_(context.rank)
@@ -84,32 +80,27 @@ def in_a_subgroup(context: RankContext, strategy: str) -> float | None:
     assert model.weight[0].item() == 1.0  # from the group's first rank, which is global rank 1
     wrapper(torch.tensor(float(context.rank))).backward()
     wrapper.finish_gradient_synchronization()
-    return model.weight.grad[0].item()
+    assert model.weight.grad[0].item() == 1.5
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_subgroup_averages_among_itself(strategy):
-    """RELIABILITY 17."""
-    assert run(in_a_subgroup, 3, strategy) == [None, 1.5, 1.5]
-
-
-def dropped_wrapper(context: RankContext, strategy: str) -> int:
+@on_two_ranks
+def test_a_dropped_wrapper_communicates_no_more(context, strategy):
+    """Hooks hold their wrapper weakly: a model outlives a wrapper that nobody closed."""
     model = build("plain", 0, context.device)
     wrapper = STRATEGIES[strategy](model, process_group=context.group)
     del wrapper
     with CollectiveRecorder() as recorder:
         model(torch.ones(1, 6)).sum().backward()
-    return recorder.count
+    assert recorder.count == 0
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_dropped_wrapper_communicates_no_more(strategy):
-    """Hooks hold their wrapper weakly: a model outlives a wrapper that nobody closed."""
-    assert run(dropped_wrapper, 2, strategy) == [0, 0]
+@on_two_ranks
+def test_messages_leave_while_backward_runs(context):
+    """Of the strategies that overlap: all but the first layer's have left before that layer's gradient is there.
 
-
-def sent_while_backward_runs(context: RankContext) -> None:
-    """Notes what has been sent when the first layer's gradient is computed, the last of all."""
+    Notes what has been sent when the first layer's gradient is computed, the last of all.
+    """
 
     def bucketed(model: nn.Module, **options) -> BucketedDDP:
         return BucketedDDP(model, 1e-4, **options)
@@ -135,8 +126,3 @@ def sent_while_backward_runs(context: RankContext) -> None:
                 wrapper.finish_gradient_synchronization()
             hook.remove()
             assert messages - 2 <= seen[0] < messages  # what remained was the first layer's weight and bias
-
-
-def test_messages_leave_while_backward_runs():
-    """Of the strategies that overlap: all but the first layer's have left before that layer's gradient is there."""
-    run(sent_while_backward_runs, 2)

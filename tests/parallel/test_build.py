@@ -19,7 +19,7 @@ from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, Reference, build
-from tests.parallel.test_contract import BACKENDS, run
+from tests.parallel.test_contract import BACKENDS, on_two_ranks, run
 
 ON_A_MESH = tuple(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
 CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
@@ -127,8 +127,12 @@ def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_h
         _ = whole("transposed", torch.ones(2, 3).t()).values
 
 
-def most_while_built(context: RankContext) -> None:
-    """Peaks of live bytes while each strategy makes a model from meta, counted storage by storage."""
+@on_two_ranks
+def test_construction_takes_no_more_than_training(context):
+    """Nothing is ever whole under FSDP, and twice under none.
+
+    Peaks of live bytes while each strategy makes a model from meta, counted storage by storage.
+    """
     config = preset("tiny", num_layers=8, vocab_size=64)
     parameters = 4 * config.num_parameters
     for name, state in (("fsdp", 4 * parameters / 2), ("bucketed", 4 * parameters), ("zero1", 3 * parameters)):
@@ -145,11 +149,6 @@ def most_while_built(context: RankContext) -> None:
             assert parameters / 2 < peak < 1.02 * parameters / 2 + unit
         model.close(restore=False)
         del model, optimizer
-
-
-def test_construction_takes_no_more_than_training():
-    """Nothing is ever whole under FSDP, and twice under none."""
-    run_ranks(most_while_built, 2)
 
 
 def test_half_precision_gradients_are_in_the_norm_and_unrounded():

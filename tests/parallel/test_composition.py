@@ -18,7 +18,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import FSDP
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss
-from tests.parallel.test_contract import STRATEGIES, every_row, full_gradients, run
+from tests.parallel.test_contract import STRATEGIES, every_row, full_gradients, on_two_ranks
 
 AVERAGING = ("naive", "flat", "overlap", "bucketed")
 WITH_FSDP = {strategy: STRATEGIES[strategy] for strategy in AVERAGING} | {"fsdp": FSDP}
@@ -52,8 +52,15 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
 }
 
 
-def same_gradients(context: RankContext, transform: str) -> None:
-    """Of three micro-batches under autocast, under each strategy, beside those of one process."""
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@on_two_ranks
+def test_strategies_with_transformed_models(context, transform):
+    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31. What FSDP refuses of these has its own test.
+
+    Without autocast random models have all but compiled ones, and reentrant checkpoints.
+
+    Of three micro-batches under autocast, under each strategy, beside those of one process.
+    """
     torch._dynamo.reset()
 
     def build() -> nn.Module:  # strategies share what is compiled
@@ -85,12 +92,3 @@ def same_gradients(context: RankContext, transform: str) -> None:
 
     wrapped = WITH_FSDP if transform in ("plain", "checkpointed", "compiled-blocks") else AVERAGING
     every_row(context, compare, [(strategy,) for strategy in wrapped])
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_strategies_with_transformed_models(transform):
-    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31. What FSDP refuses of these has its own test.
-
-    Without autocast random models have all but compiled ones, and reentrant checkpoints.
-    """
-    run(same_gradients, 2, transform)

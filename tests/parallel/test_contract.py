@@ -45,6 +45,8 @@ MESHES = [  # backend, ranks, ranks of a shard group
 ON_GPUS = {"bucketed-dma": lambda module, **kw: CopyEngineDDP(module, bucket_size_mb=1e-4, **kw)}
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
 STEPS = 2
+# A test with this mark is what each rank runs, with its context; see tests/conftest.py.
+on_one_rank, on_two_ranks, on_four_ranks = map(pytest.mark.ranks, (1, 2, 4))
 
 
 def run(fn, world_size: int, *args, backend: str = "gloo", **options):
@@ -178,7 +180,7 @@ def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
     run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend=backend)
 
 
-@pytest.mark.parametrize(("backend", "world_size", "shard_size"), MESHES)
+@pytest.mark.parametrize("backend, world_size, shard_size", MESHES)
 @pytest.mark.parametrize("strategy", ON_A_MESH)
 def test_gradients_are_the_mean_over_a_mesh(strategy, backend, world_size, shard_size):
     """The same in two levels: inside shard groups, between them, and inside again."""

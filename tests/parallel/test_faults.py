@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from distlab.comm import RankContext
 from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.cases import CASES, OneProcess, build
-from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, run
+from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, on_two_ranks
 
 TIMEOUT_S = 3.0
 
@@ -85,20 +85,17 @@ def backward_behind_a_reentrant_checkpoint(context: RankContext, strategy: str) 
     wrapper.close()
 
 
-def every_strategy_fails(context: RankContext, failing: tuple[int, ...]) -> None:
-    for strategy in STRATEGIES:
-        for numbers in ((1,), (1, 2, 3)):
-            fail_then_go_on(context, strategy, failing, numbers)
-        backward_behind_a_reentrant_checkpoint(context, strategy)
-
-
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
-def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(failing):
+@on_two_ranks
+def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(context, failing):
     """RELIABILITY 20: the original error surfaces, and no stale handle or gradient reaches the next attempt.
 
     What was accumulated under no_sync() between the exception and the next synchronised backward is kept.
     """
-    run(every_strategy_fails, 2, failing)
+    for strategy in STRATEGIES:
+        for numbers in ((1,), (1, 2, 3)):
+            fail_then_go_on(context, strategy, failing, numbers)
+        backward_behind_a_reentrant_checkpoint(context, strategy)
 
 
 def die_in_backward(context: RankContext) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import OneProcess, build
-from tests.parallel.test_contract import full_gradients, run
+from tests.parallel.test_contract import full_gradients, on_two_ranks
 
 
 class OwnLinear(nn.Module):
@@ -79,7 +79,19 @@ def own_model(seed: int, device: torch.device, **options) -> OwnModel:
     return OwnModel(**options).to(device)
 
 
-def different_buffers(context: RankContext) -> None:
+def wrapped(context: RankContext, *dtype: torch.dtype | None, **options) -> FSDP:
+    """The model under FSDP; the ranks begin with different ones."""
+    return FSDP(own_model(context.rank, context.device), *dtype, process_group=context.group, **options)
+
+
+def backward_and_finish(fsdp: FSDP, context: RankContext, number: int = 0) -> None:
+    own_loss(fsdp, context.rank, number, context.device).backward()
+    fsdp.finish_gradient_synchronization()
+
+
+@on_two_ranks
+def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context):
+    """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
     def write(module: nn.Module) -> None:
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -94,12 +106,9 @@ def different_buffers(context: RankContext) -> None:
     assert len(list(fsdp.buffers())) == 4
 
 
-def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0():
-    """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
-    run(different_buffers, 2)
-
-
-def used_only_under_no_sync(context: RankContext) -> None:
+@on_two_ranks
+def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
+    """The contract's 8."""
     fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
     one = OneProcess(partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD)
 
@@ -116,13 +125,10 @@ def used_only_under_no_sync(context: RankContext) -> None:
         torch.testing.assert_close(gradient, one.model.get_parameter(name).grad)
 
 
-def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too():
-    """The contract's 8."""
-    run(used_only_under_no_sync, 2)
-
-
-def retained_graph(context: RankContext) -> None:
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+@on_two_ranks
+def test_a_retained_graph_gives_the_same_gradients_again(context):
+    """The contract's 9."""
+    fsdp = wrapped(context)
     for step in range(0, 4, 2):  # the second time the order is known and units are fetched ahead
         loss = sum(own_loss(fsdp, context.rank, step + i, context.device) for i in range(2))
         found = []
@@ -132,8 +138,3 @@ def retained_graph(context: RankContext) -> None:
             fsdp.finish_gradient_synchronization()
             found.append([p.grad.clone() for p in fsdp.parameters()])
         assert all(map(torch.equal, *found))
-
-
-def test_a_retained_graph_gives_the_same_gradients_again():
-    """The contract's 9."""
-    run(retained_graph, 2)

@@ -6,33 +6,16 @@ from unittest import mock
 import pytest
 import torch
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.unit import FlatParam, State
 from distlab.testing import run_ranks
 from tests.parallel.cases import CASES, TwoBranches, build
-from tests.parallel.test_contract import BACKENDS, run
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, on_two_ranks
+from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
 TIMEOUT_S = 3.0
-
-
-def step(fsdp: FSDP, context: RankContext, number: int) -> None:
-    own_loss(fsdp, context.rank, number, context.device).backward()
-    fsdp.finish_gradient_synchronization()
-
-
-def record_a_step(context: RankContext, dtype: torch.dtype | None) -> list[tuple]:
-    fsdp = FSDP(own_model(context.rank, context.device), dtype, process_group=context.group)
-    step(fsdp, context, 0)  # learns the order, with one exchange per unit
-    fsdp.zero_grad()
-    with CollectiveRecorder() as recorder:
-        step(fsdp, context, 1)
-    calls = [(call.op, call.numel, call.dtype) for call in recorder.calls]
-    assert not recorder.others  # nothing like a barrier
-    assert all(other == calls for other in collectives.gather_objects(calls, context.group))
-    return calls
 
 
 # Elements of the flat buffers at two ranks. Embedding and head: 11 rows of 7 → 6 rows for each rank. A block: 13
@@ -42,12 +25,19 @@ E, B = 84, 364
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
-def test_collectives_of_a_usual_step(dtype, backend):
+@on_two_ranks
+def test_collectives_of_a_usual_step(context, dtype, backend):
     """RELIABILITY 33: two all-gathers and one reduce-scatter per unit, each gather one unit ahead, same everywhere.
 
     Parameters travel in the compute type, gradients in fp32, all norms and biases in one all-reduce.
     """
-    calls = run(record_a_step, 2, dtype, backend=backend)[0]
+    fsdp = wrapped(context, dtype)
+    backward_and_finish(fsdp, context)  # learns the order, with one exchange per unit
+    fsdp.zero_grad()
+    with CollectiveRecorder() as recorder:
+        backward_and_finish(fsdp, context, 1)
+    calls = [(call.op, call.numel, call.dtype) for call in recorder.calls]
+    assert not recorder.others  # nothing like a barrier
     gathered, reduced = dtype or torch.float32, torch.float32
     forward = [("all_gather", n, gathered) for n in (E, B, B, B, E)]
     backward = [
@@ -68,18 +58,20 @@ def test_collectives_of_a_usual_step(dtype, backend):
     assert calls[-1][0] == "all_reduce" and calls[-1][1] in (56, 57) and calls[-1][2] == torch.float32
 
 
-def kept(context: RankContext) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_two_ranks
+def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(context, backend):
     """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what memory stays."""
     found = []
     for keep in (False, True):
-        fsdp = FSDP(own_model(0, context.device), process_group=context.group, keep_gathered=keep)
+        fsdp = wrapped(context, keep_gathered=keep)
         for _ in range(2):
             fsdp.zero_grad()
             with CollectiveRecorder() as recorder:
                 with fsdp.no_sync():
                     own_loss(fsdp, context.rank, 0, context.device).backward()
                 held = [size > 0 for size in bytes_held(fsdp)]
-                step(fsdp, context, 1)
+                backward_and_finish(fsdp, context, 1)
         assert held == [keep] * 5 and bytes_held(fsdp) == [0] * 5
         with torch.no_grad():
             own_loss(fsdp, context.rank, 0, context.device)
@@ -90,19 +82,19 @@ def kept(context: RankContext) -> None:
     assert all(map(torch.equal, *found))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(backend):
-    run(kept, 2, backend=backend)
-
-
 def bytes_held(fsdp: FSDP) -> list[int]:
     """Bytes of each unit's gathered buffers, freed or not."""
     return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]
 
 
-def watch_memory(context: RankContext) -> tuple[list[int], list[int]]:
-    """The number of units that hold memory, whenever a unit runs forward and whenever it runs backward."""
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_two_ranks
+def test_at_most_two_units_are_gathered(context, backend):
+    """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead.
+
+    Counted are the units that hold memory, whenever a unit runs forward and whenever it runs backward.
+    """
+    fsdp = wrapped(context)
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
     def flat_gradients() -> int:
@@ -131,21 +123,15 @@ def watch_memory(context: RankContext) -> tuple[list[int], list[int]]:
         fsdp.finish_gradient_synchronization()
         fsdp.zero_grad()
     assert set(gradients) == {1}  # one flat gradient at a time
-    return held["forward"], held["backward"]
+    assert held["forward"] == held["backward"] == [1, 1, 1, 2, 2, 2]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_at_most_two_units_are_gathered(backend):
-    """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead."""
-    forward, backward = run(watch_memory, 2, backend=backend)[0]
-    assert forward == [1, 1, 1, 2, 2, 2]
-    assert backward == [1, 1, 1, 2, 2, 2]
-
-
-def freed_weights_are_out_of_reach(context: RankContext) -> None:
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+@on_two_ranks
+def test_outside_forward_a_module_holds_its_shard(context):
+    """A freed buffer read by an operator would end the process; attributes therefore find the shard."""
+    fsdp = wrapped(context)
     down = fsdp.module.blocks[0].down
-    step(fsdp, context, 0)
+    backward_and_finish(fsdp, context)
     shard = fsdp.get_parameter("module.blocks.0.down.weight")
     assert down.weight is shard and shard.shape == ((6, 13), (1, 13))[context.rank]
     with pytest.raises(RuntimeError, match=r"unit 'blocks\.0' runs outside the forward"):
@@ -153,24 +139,13 @@ def freed_weights_are_out_of_reach(context: RankContext) -> None:
     assert down.weight is shard
 
 
-def test_outside_forward_a_module_holds_its_shard():
-    """A freed buffer read by an operator would end the process; attributes therefore find the shard."""
-    run(freed_weights_are_out_of_reach, 2)
-
-
-def different_units_at_once(context: RankContext) -> str:
-    fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
-    with pytest.raises(RuntimeError, match="every rank must run the same units") as caught:
-        CASES["unused-on-some"].loss(fsdp, context.rank, 0, context.device)
-    return str(caught.value)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_ranks_that_run_different_units_are_told_which(backend):
+@on_two_ranks
+def test_ranks_that_run_different_units_are_told_which(context, backend):
     """The contract's line on FSDP: in the first step every rank raises, and names both units."""
-    begin = time.monotonic()
-    for message in run(different_units_at_once, 2, backend=backend):
-        assert "rank 0 runs unit 'left' and rank 1 runs unit 'right'" in message
+    fsdp, begin = FSDP(build("unused-on-some", 0, context.device), process_group=context.group), time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 0 runs unit 'left' and rank 1 runs unit 'right'"):
+        CASES["unused-on-some"].loss(fsdp, context.rank, 0, context.device)
     assert time.monotonic() - begin < 20
 
 
@@ -195,7 +170,9 @@ def test_a_rank_that_changes_the_order_later_raises_before_it_sends():
     assert "gathering unit 'right' failed" in peer and peer_s < TIMEOUT_S + 2  # no hang, and it says where
 
 
-def shorter_pass(context: RankContext) -> None:
+@on_two_ranks
+def test_all_ranks_may_change_the_order_together(context):
+    """After relearn_order() on each."""
     torch.manual_seed(0)
     fsdp = FSDP(TwoBranches(), process_group=context.group)
     x = torch.ones(2, 6)
@@ -207,8 +184,3 @@ def shorter_pass(context: RankContext) -> None:
     fsdp(x, "left").sum().backward()
     fsdp.finish_gradient_synchronization()
     assert all(unit.state is State.SHARDED for unit in fsdp._units)
-
-
-def test_all_ranks_may_change_the_order_together():
-    """After relearn_order() on each."""
-    run(shorter_pass, 2)

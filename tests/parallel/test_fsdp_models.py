@@ -20,7 +20,7 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import layout as planning
 from distlab.parallel.fsdp.unit import State
-from tests.parallel.cases import OneProcess
+from tests.parallel.cases import OneProcess, drawn
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, every_row, full_gradients, run
 from tests.parallel.test_fsdp import OwnModel, own_loss
 
@@ -98,8 +98,7 @@ class Shapes(nn.Module):
 
 
 def numbers_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * rank + step))
-    return model(x.to(device)).square().mean()
+    return model(drawn(10 * rank + step, 4, WIDTH).to(device)).square().mean()
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
 from distlab.model.ops import get_ops
 from distlab.model.transformer import RMSNorm as OurRMSNorm
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, run
+from tests.parallel.test_contract import BACKENDS, on_two_ranks
 from tests.parallel.test_fsdp import OwnRMSNorm
 
 HALVES = [torch.float16, torch.bfloat16]
@@ -40,7 +39,11 @@ class Norms(nn.Module):
         return x
 
 
-def torchs_norms(context: RankContext, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", HALVES)
+@on_two_ranks
+def test_norms_of_all_kinds_compute_in_fp32(context, dtype, backend):
+    """RELIABILITY 31: inputs are cast for the modules that own matrices; BatchNorm stays in fp32."""
     torch.manual_seed(0)
     model = Norms().to(context.device)
     with torch.no_grad():
@@ -68,10 +71,3 @@ def torchs_norms(context: RankContext, dtype: torch.dtype) -> None:
             assert parameter.grad.dtype == torch.float32
             # Nine roundings of activations to 8 or 11 bits, in sums of 160 terms around one.
             torch.testing.assert_close(parameter.grad, expected, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", HALVES)
-def test_norms_of_all_kinds_compute_in_fp32(dtype, backend):
-    """RELIABILITY 31: inputs are cast for the modules that own matrices; BatchNorm stays in fp32."""
-    run(torchs_norms, 2, dtype, backend=backend)

@@ -10,11 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
+from tests.parallel.test_fsdp import backward_and_finish, wrapped
 from tests.parallel.test_zero1 import Said, Scaled
 
 
@@ -22,7 +21,9 @@ def linear() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
 
 
-def wrap_what_cannot_be_wrapped(context: RankContext) -> None:
+@on_one_rank
+def test_modules_that_cannot_be_wrapped(context):
+    """Issue 4's bad input: no parameters, a compute type that is no float, wrapped twice."""
     half_on_meta, alias = linear(), linear()
     half_on_meta[0].to("meta")
     alias[2].weight = nn.Parameter(alias[0].weight.detach()[:2, :3])
@@ -53,12 +54,9 @@ def wrap_what_cannot_be_wrapped(context: RankContext) -> None:
     wrap(module)
 
 
-def test_modules_that_cannot_be_wrapped():
-    """Issue 4's bad input: no parameters, a compute type that is no float, wrapped twice."""
-    run(wrap_what_cannot_be_wrapped, 1)
-
-
-def compiled(context: RankContext) -> None:
+@on_one_rank
+def test_units_inside_a_compiled_graph(context):
+    """The contract's "With the rest": compiled blocks work, a graph around units is refused."""
     in_place = linear()
     in_place[2].compile(backend="aot_eager")
     for module in (torch.compile(linear(), backend="aot_eager"), in_place):
@@ -66,12 +64,9 @@ def compiled(context: RankContext) -> None:
             FSDP(module, process_group=context.group)
 
 
-def test_units_inside_a_compiled_graph():
-    """The contract's "With the rest": compiled blocks work, a graph around units is refused."""
-    run(compiled, 1)
-
-
-def older_optimizer(context: RankContext) -> None:
+@on_one_rank
+def test_an_optimizer_built_before_wrapping(context):
+    """Issue 4: it would step parameters that are in use no more."""
     module = linear()
     optimizers = [torch.optim.AdamW(p for p in module.parameters() if p.ndim == n) for n in (1, 2)]
     wrapper = FSDP(module, process_group=context.group)
@@ -81,12 +76,9 @@ def older_optimizer(context: RankContext) -> None:
     wrapper.close()
 
 
-def test_an_optimizer_built_before_wrapping():
-    """Issue 4: it would step parameters that are in use no more."""
-    run(older_optimizer, 1)
-
-
-def misuse(context: RankContext) -> None:
+@on_one_rank
+def test_what_a_wrapped_module_refuses(context):
+    """Moving, copying, replacing; RELIABILITY 13 for sparse gradients."""
     fsdp = FSDP(linear(), process_group=context.group)
     for change in (fsdp.half, fsdp.double, lambda: fsdp.to("meta")):
         with pytest.raises(TypeError, match="move the module before wrapping it"):
@@ -111,11 +103,6 @@ def misuse(context: RankContext) -> None:
         sparse(torch.tensor([1])).sum().backward()
 
 
-def test_what_a_wrapped_module_refuses():
-    """Moving, copying, replacing; RELIABILITY 13 for sparse gradients."""
-    run(misuse, 1)
-
-
 class Returning(nn.Linear):
     """A unit whose output the test decides."""
 
@@ -134,7 +121,9 @@ class Returning(nn.Linear):
         return x
 
 
-def returned(context: RankContext) -> None:
+@on_one_rank
+def test_units_whose_backward_could_not_be_seen(context):
+    """What a unit returns or keeps without FSDP finding the tensors in it: named, not a crash or a lost gradient."""
     x = torch.ones(2, 4)
     for how, message, error in (
         ("generator", r"unit '1' returns a generator, .*: return tensors", TypeError),
@@ -150,12 +139,9 @@ def returned(context: RankContext) -> None:
         fsdp.finish_gradient_synchronization()
 
 
-def test_units_whose_backward_could_not_be_seen():
-    """What a unit returns or keeps without FSDP finding the tensors in it: named, not a crash or a lost gradient."""
-    run(returned, 1)
-
-
-def gradient_penalty(context: RankContext) -> None:
+@on_two_ranks
+def test_a_graph_of_the_backward(context):
+    """A gradient penalty differentiates the backward, when the parameters that it used are freed."""
     fsdp = FSDP(linear(), process_group=context.group)
     x = torch.ones(2, 4, requires_grad=True)
     out = fsdp(x).sum()
@@ -165,17 +151,14 @@ def gradient_penalty(context: RankContext) -> None:
     fsdp.finish_gradient_synchronization()
 
 
-def test_a_graph_of_the_backward():
-    """A gradient penalty differentiates the backward, when the parameters that it used are freed."""
-    run(gradient_penalty, 2)
-
-
-def try_optimizers(context: RankContext) -> None:
-    fsdp = FSDP(own_model(0, context.device), process_group=context.group)
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_two_ranks
+def test_what_is_not_elementwise_is_refused_before_its_first_step(context, backend):
+    """FSDP never sees the optimizer's construction; nothing is stepped, and people's own are."""
+    fsdp = wrapped(context)
     matrices = [p for p in fsdp.parameters() if p.dim() >= 2]
     before = fsdp.gather_full_params()
-    own_loss(fsdp, context.rank, 0, context.device).backward()
-    fsdp.finish_gradient_synchronization()
+    backward_and_finish(fsdp, context)
     for name, optimizer in (
         ("Scaled", Scaled(fsdp.parameters(), lr=0.1)),
         ("ShardedOptimizer", ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, context.group, lr=0.1)),
@@ -195,13 +178,9 @@ def try_optimizers(context: RankContext) -> None:
     assert_same_on_all_ranks(list(after.values()), context)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_what_is_not_elementwise_is_refused_before_its_first_step(backend):
-    """FSDP never sees the optimizer's construction; nothing is stepped, and people's own are."""
-    run(try_optimizers, 2, backend=backend)
-
-
-def refused_on_meta(context: RankContext) -> None:
+@on_two_ranks
+def test_deferred_initialisation_that_is_not_in_order_is_refused(context):
+    """test_build.py has models that are made in order."""
     def back_and_forth(module: nn.Module) -> None:
         module.head.weight.fill_(0)
         module.embedding.weight.fill_(0)
@@ -216,8 +195,3 @@ def refused_on_meta(context: RankContext) -> None:
             built = nn.Sequential(OrderedDict(embedding=nn.Embedding(9, 4), head=nn.Linear(4, 9)))
         with pytest.raises(RuntimeError, match=message):
             FSDP(built, process_group=context.group, init_fn=init_fn, device=context.device)
-
-
-def test_deferred_initialisation_that_is_not_in_order_is_refused():
-    """test_build.py has models that are made in order."""
-    run(refused_on_meta, 2)

@@ -7,31 +7,23 @@ import torch
 
 from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
+from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
 UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
-
-
-def wrapped(context: RankContext) -> FSDP:
-    return FSDP(own_model(context.rank, context.device), process_group=context.group)
 
 
 def backward(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
     own_loss(fsdp, context.rank, step, context.device).backward()
 
 
-def finished(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
-    backward(fsdp, context, step)
-    fsdp.finish_gradient_synchronization()
-
-
-def compiled_step(context: RankContext) -> None:
+@on_one_rank
+def test_a_compiled_step_is_checked_each_time(context):
     fsdp = wrapped(context)
     optimizer = torch.optim.SGD(fsdp.parameters(), lr=0.1)
     step = torch.compile(lambda: optimizer.step(), backend="eager")
-    finished(fsdp, context)
+    backward_and_finish(fsdp, context)
     step()
     optimizer.zero_grad()
     backward(fsdp, context)
@@ -43,11 +35,9 @@ def compiled_step(context: RankContext) -> None:
         step()
 
 
-def test_a_compiled_step_is_checked_each_time():
-    run(compiled_step, 1)
-
-
-def two_optimizers(context: RankContext) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@on_two_ranks
+def test_several_optimizers_and_steps_work(context, backend):
     fsdp = wrapped(context)
     matrices = [p for p in fsdp.parameters() if p.ndim > 1]
     # Nesterov's momentum is added to the gradients themselves.
@@ -55,7 +45,7 @@ def two_optimizers(context: RankContext) -> None:
         torch.optim.SGD(matrices, lr=0.1, momentum=0.9, nesterov=True, foreach=True),
         torch.optim.AdamW([p for p in fsdp.parameters() if p.ndim < 2], lr=0.1),
     ]
-    finished(fsdp, context)
+    backward_and_finish(fsdp, context)
     for _ in range(2):  # the second step without a new backward
         for optimizer in optimizers:
             optimizer.step()
@@ -68,12 +58,14 @@ def two_optimizers(context: RankContext) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_several_optimizers_and_steps_work(backend):
-    run(two_optimizers, 2, backend=backend)
+@pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
+@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
+@on_two_ranks
+def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(context, kept, zeroed, backend):
+    """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync().
 
-
-def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> None:
-    """A step as if a backward before it, which nobody finished, had never been."""
+    A step as if a backward before it, which nobody finished, had never been.
+    """
     fsdp, plain = wrapped(context), wrapped(context)
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (fsdp, plain)]
     for step in range(2):
@@ -83,7 +75,7 @@ def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> N
         for each, optimizer in zip((fsdp, plain), optimizers, strict=True):
             with each.no_sync():
                 backward(each, context, step)
-            finished(each, context, step + 10)
+            backward_and_finish(each, context, step + 10)
             optimizer.step()
             optimizer.zero_grad()
     for mine, expected in zip(fsdp.parameters(), plain.parameters(), strict=True):
@@ -97,15 +89,8 @@ def dropped_by_the_optimizer(context: RankContext, kept: bool, zeroed: str) -> N
         backward(fsdp, context)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
-@pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
-def test_zero_grad_drops_a_backward_that_was_not_finished(kept, zeroed, backend):
-    """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync()."""
-    run(dropped_by_the_optimizer, 2, kept, zeroed, backend=backend)
-
-
-def dropped_then_finished(context: RankContext) -> None:
+@on_two_ranks
+def test_what_was_dropped_is_not_sent_by_finish_either(context):
     fsdp = wrapped(context)
     with fsdp.no_sync():
         (own_loss(fsdp, context.rank, 7, context.device) * float("nan")).backward()
@@ -113,7 +98,3 @@ def dropped_then_finished(context: RankContext) -> None:
     own_loss(fsdp, context.rank, 0, context.device)  # a forward alone
     fsdp.finish_gradient_synchronization()
     assert all(p.grad is None or not p.grad.any() for p in fsdp.parameters())
-
-
-def test_what_was_dropped_is_not_sent_by_finish_either():
-    run(dropped_then_finished, 2)

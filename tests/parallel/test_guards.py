@@ -12,10 +12,9 @@ from torch.amp import GradScaler
 from torch.nn.modules import module as of_modules
 from torch.optim import optimizer as of_optimizers
 
-from distlab.comm import RankContext
 from distlab.parallel import STRATEGIES
 from distlab.parallel.guards import hooks
-from distlab.testing import run_ranks
+from tests.parallel.test_contract import on_one_rank
 
 IMPORTS = """
 import importlib, os, pkgutil
@@ -57,7 +56,9 @@ def let_go_of_others() -> None:
         guard.close()
 
 
-def hooks_come_and_go(context: RankContext, strategy: str) -> None:
+@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
+@on_one_rank
+def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(context, strategy):
     let_go_of_others()
     untouched = changed_in_torch()
     build = STRATEGIES[strategy].build
@@ -80,8 +81,3 @@ def hooks_come_and_go(context: RankContext, strategy: str) -> None:
     assert changed_in_torch() == watching
     third.close()
     assert changed_in_torch() == untouched
-
-
-@pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])
-def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(strategy):
-    run_ranks(hooks_come_and_go, 1, strategy)

@@ -14,7 +14,8 @@ from distlab.comm import RankContext, collectives
 from distlab.measure import CollectiveRecorder
 from distlab.parallel import FSDP, get_strategy
 from distlab.parallel.base import ParallelModel
-from tests.parallel.test_contract import run
+from tests.parallel.cases import drawn
+from tests.parallel.test_contract import on_two_ranks
 
 Made = tuple[ParallelModel, torch.optim.Optimizer]
 
@@ -30,7 +31,7 @@ def wrapped(context: RankContext, kind: str, module: nn.Module | None = None) ->
 
 def step(forward: Callable, made: Made, context: RankContext, number: int, update: Callable | None = None) -> None:
     wrapper, optimizer = made
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * number + context.rank))
+    x = drawn(10 * number + context.rank, 4, 6)
     optimizer.zero_grad()
     forward(x).square().mean().backward()
     wrapper.finish_gradient_synchronization()
@@ -59,7 +60,9 @@ def _swapped(parameters: list[nn.Parameter]) -> None:
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() / 2))
 
 
-def assigned(context: RankContext) -> None:
+@on_two_ranks
+def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context):
+    """An average swapped in and out: `p.data` that was kept is an alias, which nothing may overwrite."""
     for kind in ("zero1", "fsdp"):
         made = wrapped(context, kind)
         wrapper, parameters = made[0], list(made[0].parameters())
@@ -79,16 +82,13 @@ def assigned(context: RankContext) -> None:
             before = full(made)
 
 
-def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored():
-    """An average swapped in and out: `p.data` that was kept is an alias, which nothing may overwrite."""
-    run(assigned, 2)
-
-
 # -- gradients that no backward of the wrapper made ----------------------------------------------------------
 
 
-def gradients_by_hand(context: RankContext) -> None:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+@on_two_ranks
+def test_gradients_that_were_assigned_are_averaged(context):
+    """Of `autograd.grad`, or of an evolution strategy."""
+    x = drawn(context.rank, 4, 6)
     for kind in ("naive", "flat", "overlap", "bucketed", "sharded-optimizer"):
         wrapper, optimizer = wrapped(context, kind)
         parameters = list(wrapper.parameters())
@@ -106,11 +106,6 @@ def gradients_by_hand(context: RankContext) -> None:
             optimizer.step()
 
 
-def test_gradients_that_were_assigned_are_averaged():
-    """Of `autograd.grad`, or of an evolution strategy."""
-    run(gradients_by_hand, 2)
-
-
 class OnVectors(nn.Module):
     """Forward adds two vectors; one matrix of the three parameters is never used."""
 
@@ -123,8 +118,9 @@ class OnVectors(nn.Module):
         return self.norm(x) + self.bias
 
 
-def matrices_without_gradients(context: RankContext) -> None:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(context.rank))
+@on_two_ranks
+def test_a_loss_on_vectors_alone_and_an_early_finish_are_right(context):
+    x = drawn(context.rank, 4, 6)
 
     def ends(kind: str, loss: Callable, module: nn.Module) -> list[Tensor]:
         made = wrapper, optimizer = wrapped(context, kind, module)
@@ -147,14 +143,12 @@ def matrices_without_gradients(context: RankContext) -> None:
         torch.testing.assert_close(ends("fsdp", loss, make()), ends("bucketed", loss, make()))
 
 
-def test_a_loss_on_vectors_alone_and_an_early_finish_are_right():
-    run(matrices_without_gradients, 2)
-
-
 # -- copies --------------------------------------------------------------------------------------------------
 
 
-def copied(context: RankContext) -> None:
+@on_two_ranks
+def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
+    """Averaged weights by deepcopy, `torch.save(wrapper.module)`; shards are no module by themselves."""
     x = torch.ones(2, 6)
     for kind in ("naive", "flat", "bucketed", "zero1"):
         made = wrapped(context, kind)
@@ -179,15 +173,11 @@ def copied(context: RankContext) -> None:
             duplicate(module)
 
 
-def test_a_copy_of_the_wrapped_module_is_an_ordinary_module():
-    """Averaged weights by deepcopy, `torch.save(wrapper.module)`; shards are no module by themselves."""
-    run(copied, 2)
-
-
 # -- torch.compile -------------------------------------------------------------------------------------------
 
 
-def compiled(context: RankContext) -> None:
+@on_two_ranks
+def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
     def trained(kind: str, part: str, module: nn.Module) -> list[Tensor]:
         made = wrapper, optimizer = wrapped(context, kind, module)
         forward = torch.compile(wrapper, backend="aot_eager") if part == "wrapper" else wrapper
@@ -202,10 +192,6 @@ def compiled(context: RankContext) -> None:
             torch.testing.assert_close(trained(kind, part, copy.deepcopy(module)), expected)
 
 
-def test_a_compiled_step_and_a_compiled_wrapper_train_alike():
-    run(compiled, 2)
-
-
 # -- refused -------------------------------------------------------------------------------------------------
 
 
@@ -213,7 +199,9 @@ def _clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
 
-def refused(context: RankContext) -> None:
+@on_two_ranks
+def test_what_a_strategy_cannot_do_it_names(context):
+    """Hooks on shards, `backward(inputs=…)`, other parameters, clipping in a step's pre-hook, `max_norm`."""
     x = torch.ones(2, 6)
     for hook in (nn.Parameter.register_hook, nn.Parameter.register_post_accumulate_grad_hook):
         wrapper = FSDP(net(), process_group=context.group)
@@ -265,8 +253,3 @@ def refused(context: RankContext) -> None:
     with pytest.raises(RuntimeError, match=r"forward writes to '0\.weight' in place .*: write to fsdp\.parameters"):
         module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5))
         FSDP(module, process_group=context.group)(torch.tensor([1, 2]))
-
-
-def test_what_a_strategy_cannot_do_it_names():
-    """Hooks on shards, `backward(inputs=…)`, other parameters, clipping in a step's pre-hook, `max_norm`."""
-    run(refused, 2)

@@ -21,7 +21,6 @@ from distlab.simulate.step import simulate_training
 from distlab.testing import run_ranks
 from distlab.theory.axes import context_volume, tensor_volume
 from distlab.theory.model_shape import ModelShape
-from distlab.train.build import build_training
 from tests.parallel.axes import (
     ON_GPUS,
     ROWS,
@@ -30,8 +29,10 @@ from tests.parallel.axes import (
     Training,
     assert_as_one_process,
     assert_near_fp64,
+    built,
     trained,
 )  # fmt: skip
+from tests.parallel.test_contract import BACKENDS, on_two_ranks
 
 CONFIG = ModelConfig(
     d_model=32, d_ff=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=64, context_length=24
@@ -56,7 +57,7 @@ def test_gradients_and_steps_are_those_of_one_process(ranks):
 
 
 def test_in_fp32_layouts_round_as_one_process_does():
-    assert_near_fp64(TRAINING, 2, rows_of(dict.fromkeys(TABLE[2], ("bucketed",))))
+    assert_near_fp64(TRAINING, rows_of(dict.fromkeys(TABLE[2], ("bucketed",))))
 
 
 def of_two_halves(model: TransformerLM) -> None:
@@ -115,7 +116,7 @@ def test_two_ranks_are_to_the_bit_one_process_that_adds_the_same_two_halves():
 
 
 @pytest.mark.parametrize(
-    ("row", "options"),
+    "row, options",
     [
         (("tp2", "fsdp"), {"checkpointing": "attention"}),
         (("tp2", "zero1"), {"checkpointing": "every-2"}),
@@ -130,10 +131,7 @@ def test_recomputation_and_compiled_blocks_change_no_gradient(row, options):
 def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any]]:
     found = {}
     for layout in map(Layout.parse, layouts):
-        _, model, _ = build_training(
-            CONFIG, get_strategy("local"), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
-            layout=layout,
-        )  # fmt: skip
+        _, model, _ = built(context, CONFIG, layout)
         shared = layout.axes(context.group).share(TRAINING.batches(0)[0])
         with CollectiveRecorder() as recorder:
             model(*shared).backward()
@@ -157,7 +155,8 @@ def test_messages_and_bytes_are_the_closed_forms():
             assert (len(step.calls), step.comm_bytes) == expected, f"{layout}, simulated"
 
 
-def refused(context: RankContext) -> None:
+@on_two_ranks
+def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
     """What each mistake is told on every rank, before anything is sent."""
     for said, layout, changes, strategy, options in (
         ("cannot share 1 attention heads", "tp2", {"num_heads": 4, "num_kv_heads": 1}, "bucketed", {}),
@@ -172,10 +171,7 @@ def refused(context: RankContext) -> None:
     ):
         stages = options.pop("stages", ())
         with pytest.raises(ValueError, match=said):
-            build_training(
-                replace(CONFIG, **changes), get_strategy(strategy), context.group, torch.optim.SGD, {"lr": 1.0},
-                device="cpu", layout=Layout.parse(layout, stages), **options,
-            )  # fmt: skip
+            built(context, replace(CONFIG, **changes), Layout.parse(layout, stages), strategy, **options)
     for said, layout in ((r"splits\(\)", Layout(tensor=2)), (r"keep_blocks\(\)", Layout(pipeline=2))):
         with pytest.raises(TypeError, match=said):
             get_strategy("naive").build(
@@ -183,10 +179,6 @@ def refused(context: RankContext) -> None:
             )
     with pytest.raises(ValueError, match="a multiple of 4"):
         Layout(context=2).axes(context.group).share(torch.zeros(1, 6))
-
-
-def test_what_does_not_divide_is_one_sentence_on_every_rank():
-    run_ranks(refused, 2)
 
 
 @pytest.mark.parametrize("text", ["tp0", "tp2,tp2", "cp2-tree", "dp2", "tp2 cp2"])
@@ -200,9 +192,9 @@ def test_a_layout_says_itself():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend):
     """In bf16 beside one process's bf16."""
     rows = rows_of(dict.fromkeys(("tp2", "cp2", "cp2-ulysses", "cp2-ring"), STRATEGIES[1:]))
     for compute in (None, torch.bfloat16):
-        assert_near_fp64(TRAINING, 2, rows, compute, alone="cuda:0", **ON_GPUS[backend])
+        assert_near_fp64(TRAINING, rows, compute, alone="cuda:0", **ON_GPUS[backend])

@@ -23,7 +23,8 @@ from distlab.testing import run_ranks
 from distlab.theory import volume
 from distlab.train.step import TrainStep, next_token_loss
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_fsdp import own_loss, own_model
+from tests.parallel.test_contract import on_four_ranks
+from tests.parallel.test_fsdp import own_loss, wrapped
 
 CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
 ON_A_MESH = {
@@ -35,8 +36,10 @@ ON_A_MESH = {
 }
 
 
-def order_of_a_step(context: RankContext) -> list[tuple[str, int]]:
-    fsdp = FSDP(own_model(context.rank, context.device), mesh=hybrid_mesh(context.group, 2))
+@on_four_ranks
+def test_replicas_average_their_shards_behind_backward(context):
+    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit computes."""
+    fsdp = wrapped(context, mesh=hybrid_mesh(context.group, 2))
     for number in range(2):
         fsdp.zero_grad()
         with CollectiveRecorder() as recorder:
@@ -45,12 +48,7 @@ def order_of_a_step(context: RankContext) -> list[tuple[str, int]]:
             fsdp.finish_gradient_synchronization()
     calls = [(call.op, call.numel) for call in recorder.calls]
     assert all(other == calls for other in collectives.gather_objects(calls, context.group))
-    return [("backward ends", 0) if i == in_backward else calls[i - (i > in_backward)] for i in range(len(calls) + 1)]
-
-
-def test_replicas_average_their_shards_behind_backward():
-    """A unit's slice leaves for the other group after its reduce-scatter, while the next unit computes."""
-    calls = run_ranks(order_of_a_step, 4)[0]
+    calls.insert(in_backward, ("backward ends", 0))
     E, B = 84, 364  # elements of the flat buffers at two ranks, see test_fsdp_communication
     assert [call for call in calls if call[0] != "all_gather"] == [
         ("reduce_scatter", E),
@@ -68,18 +66,15 @@ def test_replicas_average_their_shards_behind_backward():
     ]
 
 
-def steps_of_messages(context: RankContext) -> list[tuple[str, int]]:
+@on_four_ranks
+def test_messages_in_two_levels_use_both_kinds_of_links_at_once(context):
+    """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before it on."""
     ddp = OverlapDDP(build("plain", context.rank, context.device), mesh=hybrid_mesh(context.group, 2))
     with CollectiveRecorder() as recorder:
         CASES["plain"].loss(ddp, context.rank, 0, context.device).backward()
     in_backward = [(call.op, call.numel) for call in recorder.calls]
     ddp.finish_gradient_synchronization()
-    return in_backward
-
-
-def test_messages_in_two_levels_use_both_kinds_of_links_at_once():
-    """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before it on."""
-    assert run_ranks(steps_of_messages, 4)[0][:9] == [
+    assert in_backward[:9] == [
         ("reduce_scatter", 4),
         ("reduce_scatter", 24),
         ("all_reduce", 2),
@@ -92,37 +87,34 @@ def test_messages_in_two_levels_use_both_kinds_of_links_at_once():
     ]
 
 
-def sent(context: RankContext, shard_size: int) -> dict[str, tuple[int, int]]:
-    """Calls and bytes of a settled step, by strategy."""
-    found, tokens = {}, torch.zeros(2, 8, dtype=torch.int64)
-    for name, make in ON_A_MESH.items():
-        model = make(TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, shard_size))
-        train = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
-        for _ in range(2):
-            with CollectiveRecorder() as recorder:
-                train([(tokens, tokens)])
-        found[name] = (recorder.count, recorder.total_bytes)
-    return found
-
-
-@pytest.mark.parametrize(("ranks", "size"), [(2, 1), (2, 2), (4, 2)])
-def test_calls_and_bytes_are_those_of_the_closed_form(ranks, size):
+@pytest.mark.parametrize("world_size, size", [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.ranks
+def test_calls_and_bytes_are_those_of_the_closed_form(context, world_size, size):
+    """Of a settled step, by strategy."""
     named = list(TransformerLM(CONFIG, device="meta").named_parameters())
-    numels, mesh = [p.numel() for _, p in named], (ranks // size, size)
+    numels, mesh = [p.numel() for _, p in named], (world_size // size, size)
     assert len(numels) % 2  # so messages with flags are padded
     expected = {
         **dict.fromkeys(("naive", "overlap"), volume.each_gradient(numels, [4] * len(numels), mesh=mesh)),
         "flat": volume.bucketed(numels, [4] * len(numels), None, mesh=mesh),
         "bucketed": volume.model_volume(
-            get_strategy("bucketed-two-level"), named, bucket_size_mb=1e-3, world_size=ranks, shard_size=size
+            get_strategy("bucketed-two-level"), named, bucket_size_mb=1e-3, world_size=world_size, shard_size=size
         ),
-        "hsdp": volume.model_volume(get_strategy("hsdp"), named, world_size=ranks, shard_size=size),
+        "hsdp": volume.model_volume(get_strategy("hsdp"), named, world_size=world_size, shard_size=size),
     }
-    for of_rank in run_ranks(sent, ranks, size):
-        assert of_rank == {name: (form.collectives, form.bytes) for name, form in expected.items()}
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    for name, make in ON_A_MESH.items():
+        model = make(TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, size))
+        train = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
+        for _ in range(2):
+            with CollectiveRecorder() as recorder:
+                train([(tokens, tokens)])
+        form = expected[name]
+        assert (recorder.count, recorder.total_bytes) == (form.collectives, form.bytes), name
 
 
-def refused_meshes(context: RankContext) -> None:
+@on_four_ranks
+def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
     two, pair = init_device_mesh("cpu", (2, 2)), torch.distributed.new_group([0, 1])
     linear = torch.nn.Linear(2, 2)
     mistakes = [
@@ -142,10 +134,6 @@ def refused_meshes(context: RankContext) -> None:
     for words, mistake in mistakes:
         with pytest.raises((ValueError, TypeError), match=words):
             mistake()
-
-
-def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give():
-    run_ranks(refused_meshes, 4)
 
 
 def hosts_of_different_sizes(context: RankContext, names: list[str]) -> int | str:

@@ -10,7 +10,7 @@ from distlab.comm import RankContext
 from distlab.optim import Muon, orthogonalize
 from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
 from distlab.parallel.shard import spread_of
-from tests.parallel.test_contract import run
+from tests.parallel.test_contract import on_two_ranks
 
 STEPS = 5
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
@@ -79,33 +79,25 @@ def train(context: RankContext, strategy: str, placement: str) -> tuple[Parallel
     return model, optimizer
 
 
-def unequal(context: RankContext) -> list[str]:
-    expected, found = in_one_process(context.world_size), []
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.ranks
+def test_every_placement_and_strategy_is_bit_for_bit_one_process(context, world_size):
+    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
+    expected = in_one_process(world_size)
     for strategy, placement in CELLS:
         model, _ = train(context, strategy, placement)
         for (name, mine), other in zip(model.full_parameters().items(), expected, strict=True):
-            if not torch.equal(mine, other):
-                found.append(f"{strategy} {placement} {name}: {(mine - other).abs().max()}")
+            assert torch.equal(mine, other), f"{strategy} {placement} {name}: {(mine - other).abs().max()}"
         model.close(restore=False)
-    return found
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_every_placement_and_strategy_is_bit_for_bit_one_process(world_size):
-    """Tall, wide, square and transposed matrices, cut within rows (ZeRO-1) and by rows (FSDP); some ranks have none."""
-    assert run(unequal, world_size) == [[]] * world_size
-
-
-def stored(context: RankContext) -> None:
+@on_two_ranks
+def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own(context):
+    """By `torch.load` as it comes, which takes few classes, and no group of ranks."""
     file = io.BytesIO()
     torch.save(FSDP(nn.Linear(4, 4), process_group=context.group).module.weight, file)
     file.seek(0)
     assert spread_of(torch.load(file)) is None
-
-
-def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own():
-    """By `torch.load` as it comes, which takes few classes, and no group of ranks."""
-    run(stored, 2)
 
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
@@ -151,7 +143,7 @@ def test_a_matrix_tied_to_the_head_is_the_heads():
 
 
 @pytest.mark.parametrize(
-    ("message", "options"),
+    "message, options",
     [
         (r"shape \(3,\) is no matrix.*orthogonalize=False", {}),
         ("ns_steps=0", {"ns_steps": 0}),
@@ -164,7 +156,8 @@ def test_mistakes_are_refused(message, options):
         Muon([torch.ones(3)], **options)
 
 
-def refusals(context: RankContext) -> None:
+@on_two_ranks
+def test_where_no_rank_could_put_matrices_together_is_refused(context):
     model = nn.ModuleList([nn.Linear(4, 4)])
     with pytest.raises(ValueError, match=r"not known to be element-wise.*layout tp"):
         STRATEGIES["naive"].build(model, context.group, Muon, layout=Layout(tensor=2))
@@ -172,7 +165,3 @@ def refusals(context: RankContext) -> None:
         STRATEGIES["fsdp2"].build(nn.Sequential(model), context.group, Muon)
     with pytest.raises(ValueError, match="has a matrix"):
         Muon.split(nn.Linear(2, 2))
-
-
-def test_where_no_rank_could_put_matrices_together_is_refused():
-    run(refusals, 2)

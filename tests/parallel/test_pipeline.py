@@ -8,15 +8,13 @@ from itertools import product
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import SCHEDULES, Action
-from distlab.testing import run_ranks
 from distlab.theory.axes import layout_volume
 from distlab.theory.volume import CommunicationVolume
-from distlab.train.build import build_training, check_layout
+from distlab.train.build import check_layout
 from distlab.train.memory_budget import rank_parts
 from distlab.train.step import TrainStep, loss_function
 from tests.parallel.axes import (
@@ -26,9 +24,11 @@ from tests.parallel.axes import (
     Training,
     assert_as_one_process,
     assert_near_fp64,
+    built,
     one_process,
     trained,
 )  # fmt: skip
+from tests.parallel.test_contract import BACKENDS, on_four_ranks, on_two_ranks
 
 CONFIG = ModelConfig(
     d_model=16, d_ff=32, num_layers=8, num_heads=4, num_kv_heads=2, vocab_size=32, context_length=8
@@ -76,7 +76,7 @@ def test_all_axes_at_once(request):
 
 
 @pytest.mark.parametrize(
-    ("row", "options"),
+    "row, options",
     [
         (("pp2", "bucketed"), {"compile": "blocks"}),
         (("pp2-interleaved", "zero1"), {"checkpointing": "every-2"}),
@@ -89,11 +89,11 @@ def test_compiled_blocks_and_recomputation_change_no_gradient(row, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("backend", ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)])
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend, compute):
     rows = [("pp2", "bucketed"), ("pp2-gpipe", "zero1"), ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "bucketed")]
-    assert_near_fp64(replace(TRAINING, max_norm=None), 2, rows, compute, alone="cuda:0", **ON_GPUS[backend])
+    assert_near_fp64(replace(TRAINING, max_norm=None), rows, compute, alone="cuda:0", **ON_GPUS[backend])
 
 
 def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
@@ -101,21 +101,15 @@ def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def observed(context: RankContext) -> None:
+@on_four_ranks
+def test_what_runs_is_the_list(context):
     for name in SCHEDULES:
         layout = Layout(pipeline=context.world_size, schedule=name)
-        _, model, _ = build_training(
-            CONFIG, get_strategy("local"), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
-            layout=layout,
-        )  # fmt: skip
+        _, model, _ = built(context, CONFIG, layout)
         ran: list = []
         model.pipeline.observe = partial(noted, ran)
         model.pipeline.run(model, loss_function(CONFIG, layout), TRAINING.batches(0))
         assert ran == SCHEDULES[name](context.world_size, MICRO_BATCHES)[context.rank], name
-
-
-def test_what_runs_is_the_list():
-    run_ranks(observed, 4)
 
 
 COUNTED = [
@@ -126,46 +120,31 @@ COUNTED = [
 ]
 
 
-def counted(context: RankContext, rows: list[Row]) -> list[tuple[bool, str]]:
-    """Whether a step sends what the closed form says of this rank, and both."""
-    found = []
-    for layout, strategy in ((Layout.parse(layout), get_strategy(strategy)) for layout, strategy in rows):
-        _, model, optimizer = build_training(
-            CONFIG, strategy, context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device, layout=layout,
-            bucket_size_mb=0.01,
-        )  # fmt: skip
+@on_four_ranks
+def test_a_step_sends_what_the_closed_form_says(context):
+    """Of each rank."""
+    for text, strategy in COUNTED:
+        layout = Layout.parse(text)
+        _, model, optimizer = built(context, CONFIG, layout, strategy, bucket_size_mb=0.01)
         step = TrainStep(model, optimizer, loss_function(CONFIG, layout))
         step(TRAINING.batches(0))  # an order is learned
         with CollectiveRecorder() as recorder:
             step(TRAINING.batches(1))
         parts = rank_parts(CONFIG, layout, micro_batches=MICRO_BATCHES)
         said = layout_volume(
-            strategy, parts[layout.axes(context.group).pipeline.rank()].shape, batch=ROWS,
+            get_strategy(strategy), parts[layout.axes(context.group).pipeline.rank()].shape, batch=ROWS,
             context=CONFIG.context_length, world_size=context.world_size,
             bucket_size_mb=0.01, micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
         )  # fmt: skip
-        sent = CommunicationVolume(recorder.count, recorder.total_bytes)
-        found.append((sent == said, f"{sent}, closed form {said}"))
+        assert CommunicationVolume(recorder.count, recorder.total_bytes) == said, f"{text} {strategy}"
         model.close(restore=False)
-    return found
 
 
-def test_a_step_sends_what_the_closed_form_says():
-    for rank in run_ranks(counted, 4, COUNTED, deadline_s=120):
-        for row, (equal, both) in zip(COUNTED, rank, strict=True):
-            assert equal, f"{row}: {both}"
-
-
-def uneven(context: RankContext) -> list[str]:
-    layout = Layout.parse("pp2", stages=(5, 3))
-    _, model, _ = build_training(
-        CONFIG, get_strategy("naive"), context.group, torch.optim.SGD, {"lr": 1.0}, device="cpu", layout=layout
-    )  # fmt: skip
-    return sorted({name.split(".")[1] for name, _ in model.module.named_parameters() if "blocks" in name})
-
-
-def test_stages_of_other_sizes_keep_the_names_of_the_whole():
-    assert run_ranks(uneven, 2) == [list("01234"), list("567")]
+@on_two_ranks
+def test_stages_of_other_sizes_keep_the_names_of_the_whole(context):
+    _, model, _ = built(context, CONFIG, Layout.parse("pp2", stages=(5, 3)))
+    blocks = {name.split(".")[1] for name, _ in model.module.named_parameters() if "blocks" in name}
+    assert blocks == set("567" if context.rank else "01234")
 
 
 @pytest.mark.parametrize(

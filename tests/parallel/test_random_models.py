@@ -7,7 +7,7 @@ from tests.fuzz import Case, Part, Regime
 
 
 @pytest.mark.parametrize(
-    ("ranks", "seeds"),
+    "ranks, seeds",
     [(2, range(30, 60)), (3, range(70, 82)), (4, range(100, 108))],
     ids=["2-ranks", "3-ranks", "a-mesh"],
 )

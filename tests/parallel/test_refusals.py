@@ -10,13 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
+from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.parallel import BucketedDDP, NaiveDDP, get_strategy
+from distlab.parallel import BucketedDDP, NaiveDDP
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
-from distlab.testing import run_ranks
-from tests.parallel.cases import OneProcess
-from tests.parallel.test_contract import STRATEGIES
+from tests.parallel.cases import OneProcess, drawn
+from tests.parallel.test_contract import STRATEGIES, on_one_rank, on_two_ranks
 
 
 def message_of(make) -> str:
@@ -26,9 +25,9 @@ def message_of(make) -> str:
     return str(caught.value)
 
 
-def different_models(context: RankContext) -> list[tuple[str, int]]:
-    """Wrap models that differ on rank 1; the errors, and how many broadcasts had been sent by then."""
-    answers = []
+@pytest.mark.ranks(3)
+def test_ranks_with_different_models_all_get_the_same_error(context):
+    """RELIABILITY 3: before any broadcast, on every rank, naming both ranks' tensors."""
     for difference in (
         lambda model: model.append(nn.Linear(1, 1)),
         lambda model: model[0].bias.requires_grad_(False),
@@ -40,20 +39,13 @@ def different_models(context: RankContext) -> list[tuple[str, int]]:
             difference(model)
         with CollectiveRecorder() as recorder:
             text = message_of(lambda model=model: NaiveDDP(model, process_group=context.group))
-        answers.append((text, recorder.by_op().get("broadcast", (0, 0))[0]))
-    return answers
-
-
-def test_ranks_with_different_models_all_get_the_same_error():
-    """RELIABILITY 3: before any broadcast, on every rank, naming both ranks' tensors."""
-    first, second, third = run_ranks(different_models, 3)
-    assert first == second == third
-    for text, broadcasts in first:
-        assert broadcasts == 0
+        assert "broadcast" not in recorder.by_op()
         assert "rank 0" in text and "rank 1" in text and "build the same model on every rank" in text
+        assert {*collectives.gather_objects(text, context.group)} == {text}
 
 
-def mistakes(context: RankContext) -> None:
+@on_two_ranks
+def test_mistakes_are_named_with_what_to_do_instead(context):
     """RELIABILITY 5, 13, 17, 18: each error says what to do instead."""
     frozen, complex_, wrapped = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Linear(2, 2)
     complex_.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
@@ -86,10 +78,6 @@ def mistakes(context: RankContext) -> None:
     assert first.to(torch.float32).cpu().float() is first  # changes nothing
     first.close()
     naive(wrapped)  # after close() the same module can be wrapped again
-
-
-def test_mistakes_are_named_with_what_to_do_instead():
-    run_ranks(mistakes, 2)
 
 
 class Holding(nn.Module):
@@ -139,13 +127,15 @@ def test_parameters_that_only_share_a_storage_are_two_parameters():
 
 def penalised(critic: nn.Module, rank: int) -> Tensor:
     """A loss plus a penalty on the slope in x (Gulrajani et al. 2017)."""
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    x = drawn(rank, 4, 6).requires_grad_()
     out = critic(x)
     (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
     return out.mean() + (slope.norm(dim=1) - 1).square().mean()
 
 
-def gradient_penalties(context: RankContext) -> None:
+@on_two_ranks
+def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(context):
+    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
     def critic() -> nn.Module:
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -165,12 +155,9 @@ def gradient_penalties(context: RankContext) -> None:
         wrapper.zero_grad()
 
 
-def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward():
-    """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
-    run_ranks(gradient_penalties, 2)
-
-
-def unfrozen_later(context: RankContext) -> None:
+@on_one_rank
+def test_a_parameter_unfrozen_after_wrapping_is_named(context):
+    """A hook cannot be there for it, so its gradient would silently differ between ranks."""
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
     wrapper = NaiveDDP(model, process_group=context.group)
@@ -179,16 +166,3 @@ def unfrozen_later(context: RankContext) -> None:
     with pytest.raises(ValueError, match="'bias' was frozen"):
         wrapper.finish_gradient_synchronization()
 
-
-def test_a_parameter_unfrozen_after_wrapping_is_named():
-    """A hook cannot be there for it, so its gradient would silently differ between ranks."""
-    run_ranks(unfrozen_later, 1)
-
-
-def test_wrapping_without_a_process_group_says_how_to_get_one():
-    assert "rank_context" in message_of(lambda: NaiveDDP(nn.Linear(2, 2)))
-
-
-def test_an_unknown_strategy_lists_those_that_exist():
-    text = message_of(lambda: get_strategy("bucket"))
-    assert "'bucket' is unknown" in text and "bucketed" in text

@@ -62,8 +62,8 @@ def test_a_picture():
     assert draw(simulate(one_f_one_b(2, 2), lambda action: WHOLE[action.kind])) == "01..aa.bb\n.0aa1bb.."
 
 
-def broken(ranks: int = 2, batches: int = 2, **changes: list[Action]) -> list[list[Action]]:
-    schedule = one_f_one_b(ranks, batches)
+def broken(**changes: list[Action]) -> list[list[Action]]:
+    schedule = one_f_one_b(2, 2)
     for rank, actions in changes.items():
         schedule[int(rank[1:])] = actions
     return schedule

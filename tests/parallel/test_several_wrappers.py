@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, get_strategy
 from distlab.parallel.base import ParallelModel
-from tests.parallel.cases import OneProcess
-from tests.parallel.test_contract import run
+from tests.parallel.cases import OneProcess, drawn
+from tests.parallel.test_contract import on_two_ranks, run
 
 SMALL = 1e-4  # MiB: a bucket for each matrix
 
@@ -32,7 +32,7 @@ def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[Paralle
 
 
 def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
-    inputs = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)) for r in range(context.world_size)]
+    inputs = [drawn(rank, 3, 4) for rank in range(context.world_size)]
 
     def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> Iterator[Tensor]:
         """The second forward comes after what is done with the first loss."""
@@ -73,19 +73,17 @@ PAIRS = [
 ]  # fmt: skip
 
 
-def pairs(context: RankContext) -> None:
+@on_two_ranks
+def test_a_layer_that_one_rank_does_not_use_mixes_no_messages(context):
+    """Else the bucket that waits for it would be averaged with one of the other wrapper."""
     for kinds in PAIRS:
         for joint in (True, False):
             in_one_backward(context, kinds, joint)
 
 
-def test_a_layer_that_one_rank_does_not_use_mixes_no_messages():
-    """Else the bucket that waits for it would be averaged with one of the other wrapper."""
-    run(pairs, 2)
-
-
-def steps_before_the_other_finishes(context: RankContext) -> None:
-    x = torch.randn(3, 4, generator=torch.Generator().manual_seed(context.rank))
+@on_two_ranks
+def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages(context):
+    x = drawn(context.rank, 3, 4)
     for kind in ("zero1", "sharded-optimizer"):
         ends = []
         for late in (False, True):
@@ -99,10 +97,6 @@ def steps_before_the_other_finishes(context: RankContext) -> None:
             second.step()
             ends.append([*one.full_parameters().values(), *other.full_parameters().values()])
         assert all(map(torch.equal, *ends))
-
-
-def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages():
-    run(steps_before_the_other_finishes, 2)
 
 
 def late(context: RankContext) -> None:
@@ -119,7 +113,9 @@ def test_a_gradient_behind_its_message_is_refused():
     run(late, 2)
 
 
-def subgroups(context: RankContext) -> None:
+@on_two_ranks
+def test_a_sharded_optimizer_takes_the_group_of_its_wrapper(context):
+    """On all ranks it would overwrite one subgroup's model by another's."""
     groups = [torch.distributed.new_group(ranks) for ranks in ([0], [1])]
     group = groups[context.rank]
     torch.manual_seed(context.rank)
@@ -136,8 +132,3 @@ def subgroups(context: RankContext) -> None:
         wrapper.zero_grad()
     with pytest.raises(ValueError, match=r"wrapper on ranks \[\d\], .*among ranks \[0, 1\]: leave process_group"):
         ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, context.group, lr=0.5)
-
-
-def test_a_sharded_optimizer_takes_the_group_of_its_wrapper():
-    """On all ranks it would overwrite one subgroup's model by another's."""
-    run(subgroups, 2)

@@ -2,6 +2,7 @@
 
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from torch import nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
-from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, run
+from tests.parallel.cases import CASES, build, drawn
+from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_two_ranks, run
 
 
 def set_gradients(model: nn.Module, step: int) -> None:
@@ -34,7 +35,12 @@ def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
         assert torch.equal(a, b)
 
 
-def parity(context: RankContext, implementation: str) -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("implementation", ["foreach", "fused"])
+@pytest.mark.ranks
+def test_parity_with_the_unsharded_optimizer(context, implementation, world_size, backend):
+    """RELIABILITY 21: bit for bit, whatever the implementation; random models have other optimizers and models."""
     options = {"lr": 0.01, "weight_decay": 0.1, implementation: True}
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=context.group, **options)
@@ -42,14 +48,6 @@ def parity(context: RankContext, implementation: str) -> None:
     train(plain, torch.optim.AdamW(plain.parameters(), **options), range(5))
     assert_equal_parameters(model, plain)
     assert_same_on_all_ranks(list(model.parameters()), context)
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("implementation", ["foreach", "fused"])
-def test_parity_with_the_unsharded_optimizer(implementation, world_size, backend):
-    """RELIABILITY 21: bit for bit, whatever the implementation; random models have other optimizers and models."""
-    run(parity, world_size, implementation, backend=backend)
 
 
 def shares(context: RankContext) -> list[int]:
@@ -81,8 +79,12 @@ def groups(model: nn.Sequential) -> list[dict]:
     ]
 
 
-def schedule(context: RankContext) -> None:
-    """A late group beside a scheduler, and the learning rate after loading."""
+@on_two_ranks
+def test_groups_schedulers_and_late_groups(context):
+    """RELIABILITY 24.
+
+    A late group beside a scheduler, and the learning rate after loading.
+    """
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
     reference = torch.optim.AdamW(groups(plain), lr=0.01)
@@ -98,30 +100,31 @@ def schedule(context: RankContext) -> None:
     assert_equal_parameters(model, plain)
 
 
-def test_groups_schedulers_and_late_groups():
-    """RELIABILITY 24."""
-    run(schedule, 2)
-
-
-def inputs(context: RankContext) -> None:
+@on_two_ranks
+def test_parameters_come_as_generators_and_mistakes_are_refused(context):
+    """RELIABILITY 25."""
     model = nn.Linear(2, 2)
-    ShardedOptimizer((p for p in model.parameters()), torch.optim.SGD, process_group=context.group, lr=0.1)
+    sgd = partial(ShardedOptimizer, optimizer_cls=torch.optim.SGD, process_group=context.group, lr=0.1)
+    sgd(p for p in model.parameters())
     with pytest.raises(ValueError, match="empty parameter list"):
-        ShardedOptimizer([], torch.optim.SGD, process_group=context.group, lr=0.1)
+        sgd([])
     with pytest.raises(TypeError):
-        ShardedOptimizer([1.0], torch.optim.SGD, process_group=context.group, lr=0.1)
+        sgd([1.0])
     with pytest.raises(ValueError, match="more than one parameter group"):
-        twice = [{"params": model.parameters()}, {"params": model.parameters()}]
-        ShardedOptimizer(twice, torch.optim.SGD, process_group=context.group, lr=0.1)
+        sgd([{"params": model.parameters()}, {"params": model.parameters()}])
     with pytest.raises(ValueError, match=r"L-BFGS steps all parameters together.*without ShardedOptimizer"):
         ShardedOptimizer(model.parameters(), torch.optim.LBFGS, process_group=context.group)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, process_group=context.group, lr=0.1)
+    optimizer = sgd(model.parameters())
     with pytest.raises(ValueError, match=r"saved groups hold \[1\] parameters, this optimizer's \[2\]"):
         optimizer.load_state_dict(torch.optim.SGD([model.weight], lr=0.1).state_dict())
 
 
-def changed_from_outside(context: RankContext) -> None:
-    """Under both sharded optimizers."""
+@on_two_ranks
+def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
+    """A local optimizer would not learn of it.
+
+    Under both sharded optimizers.
+    """
     for make in (
         lambda wrapper: ShardedOptimizer(groups(wrapper.module), torch.optim.SGD, context.group, lr=0.1, momentum=0.9),
         lambda wrapper: ZeroOptimizer(wrapper, torch.optim.SGD, params=groups(wrapper.module), lr=0.1, momentum=0.9),
@@ -145,16 +148,6 @@ def changed_from_outside(context: RankContext) -> None:
             assert torch.equal(removed, before)
 
 
-def test_groups_and_state_that_are_changed_from_outside_are_refused():
-    """A local optimizer would not learn of it."""
-    run(changed_from_outside, 2)
-
-
-def test_parameters_come_as_generators_and_mistakes_are_refused():
-    """RELIABILITY 25."""
-    run(inputs, 2)
-
-
 def with_scale(seed: int) -> nn.Sequential:
     """A parameter without dimensions, whose state has none either, and transposed matrices, whose state is, too."""
     torch.manual_seed(seed)
@@ -165,7 +158,7 @@ def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
     """Every rank on the same data: the mean of equal gradients is exact at any power of two."""
     for step in steps:
         optimizer.zero_grad()
-        model(torch.randn(4, 6, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        model(drawn(step, 4, 6)).square().mean().backward()
         if isinstance(model, BucketedDDP):
             model.finish_gradient_synchronization()
         optimizer.step()

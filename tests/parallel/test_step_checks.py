@@ -13,8 +13,8 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from distlab.comm import RankContext
 from distlab.parallel import FSDP, BucketedDDP, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
-from tests.parallel.cases import CASES, OneProcess, build
-from tests.parallel.test_contract import assert_same_on_all_ranks, every_row, run
+from tests.parallel.cases import CASES, OneProcess, build, drawn
+from tests.parallel.test_contract import assert_same_on_all_ranks, on_two_ranks
 
 
 @contextmanager
@@ -32,19 +32,17 @@ def loss_of(wrapper: nn.Module, rank: int, step: int = 0) -> Tensor:
 AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1")
 
 
-def averaging_and_its_optimizer(
-    context: RankContext, names: Iterable[str] = AVERAGING
+def every_wrapper_and_its_optimizer(
+    context: RankContext, names: Iterable[str] = (*AVERAGING, "fsdp")
 ) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
     for name in names:
         module = build("plain", 0, context.device)
         yield get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4)
 
 
-def every_wrapper_and_its_optimizer(context: RankContext) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
-    return averaging_and_its_optimizer(context, (*AVERAGING, "fsdp"))
-
-
-def forgotten_finish(context: RankContext) -> None:
+@on_two_ranks
+def test_a_step_before_finish_raises_under_every_strategy(context):
+    """Else the ranks would drift apart."""
     unfinished = pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward")
     for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with unchanged(wrapper):
@@ -82,11 +80,6 @@ def forgotten_finish(context: RankContext) -> None:
                 optimizer.step()  # of what were shards: nobody watches it any more
 
 
-def test_a_step_before_finish_raises_under_every_strategy():
-    """Else the ranks would drift apart."""
-    run(forgotten_finish, 2)
-
-
 def backward_of(module: nn.Module) -> None:
     module(torch.ones(2, 6)).square().mean().backward()
 
@@ -97,7 +90,9 @@ CHANGES = (
 )
 
 
-def changed_modules(context: RankContext) -> None:
+@on_two_ranks
+def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy(context):
+    """Its new parameters would never be averaged, and the ranks would drift apart."""
     for change in CHANGES:
         for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
             for _ in range(2):  # the second step compares nothing unless something was registered
@@ -112,28 +107,22 @@ def changed_modules(context: RankContext) -> None:
                 wrapper.finish_gradient_synchronization()
 
 
-def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy():
-    """Its new parameters would never be averaged, and the ranks would drift apart."""
-    run(changed_modules, 2)
-
-
-def unchanged_modules(context: RankContext) -> None:
-    for wrapper, _ in averaging_and_its_optimizer(context):
+@on_two_ranks
+def test_new_names_and_frozen_layers_are_no_change(context):
+    for wrapper, _ in every_wrapper_and_its_optimizer(context, AVERAGING):
         torch.nn.utils.spectral_norm(wrapper.module[2])  # the same parameter under another name
         wrapper.module.append(nn.Linear(3, 3).requires_grad_(False))
         backward_of(wrapper)
         wrapper.finish_gradient_synchronization()
 
 
-def test_new_names_and_frozen_layers_are_no_change():
-    run(unchanged_modules, 2)
-
-
 def halve(parameter: nn.Parameter) -> None:
     parameter.grad = parameter.grad * 0.5
 
 
-def early_edits(context: RankContext) -> None:
+@on_two_ranks
+def test_gradients_edited_before_finish_raise_under_every_strategy(context):
+    """Some are on their way already: half of an edit would be averaged, or none of it."""
     for edit in ("clipped", "one dropped", "in a hook"):
         for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
             if isinstance(wrapper, FSDP) and edit != "clipped":
@@ -154,12 +143,8 @@ def early_edits(context: RankContext) -> None:
                     optimizer.step()
 
 
-def test_gradients_edited_before_finish_raise_under_every_strategy():
-    """Some are on their way already: half of an edit would be averaged, or none of it."""
-    run(early_edits, 2)
-
-
-def only_no_sync(context: RankContext) -> None:
+@on_two_ranks
+def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy(context):
     for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with wrapper.no_sync():
             loss_of(wrapper, context.rank).backward()
@@ -174,10 +159,6 @@ def only_no_sync(context: RankContext) -> None:
         assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
 
 
-def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy():
-    run(only_no_sync, 2)
-
-
 def with_scalar() -> nn.Module:
     """A matrix, a vector and a number."""
     torch.manual_seed(0)
@@ -185,7 +166,7 @@ def with_scalar() -> nn.Module:
 
 
 def scalar_loss(model: nn.Module, rank: int, number: int) -> Tensor:
-    return model(torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * number + rank))).square().mean()
+    return model(drawn(10 * number + rank, 4, 3)).square().mean()
 
 
 Parameters = Iterable[nn.Parameter]
@@ -200,7 +181,14 @@ def replaced(parameters: Parameters) -> None:
         parameter.grad = parameter.grad.sign()
 
 
-def edits(context: RankContext, kind: str) -> None:
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("kind", ["zero1", "fsdp"])
+@pytest.mark.ranks
+def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size):
+    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
+
+    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
+    """
     make = get_strategy(kind).build
     wrapper, optimizer = make(with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5)
     one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
@@ -259,17 +247,12 @@ def edits(context: RankContext, kind: str) -> None:
             other.step()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_edits_of_gradients_reach_the_step_or_stop_it(ranks):
-    """Right element by element, inside the named context: as in one process; all else raises before anything steps.
+@on_two_ranks
+def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded(context):
+    """Else the rank that overflowed would skip a step that the others take.
 
-    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
+    In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing of it.
     """
-    run(every_row, ranks, edits, [("zero1",), ("fsdp",)])
-
-
-def scaled_steps(context: RankContext) -> None:
-    """In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing of it."""
     zero = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
     fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)
     optimizers = (
@@ -287,8 +270,3 @@ def scaled_steps(context: RankContext) -> None:
         loss_of(wrapper, context.rank).backward()
         wrapper.finish_gradient_synchronization()
         cls(context.device.type, enabled=False).step(optimizer)
-
-
-def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded():
-    """Else the rank that overflowed would skip a step that the others take."""
-    run(scaled_steps, 2)

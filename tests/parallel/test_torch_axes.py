@@ -5,23 +5,19 @@ import pytest
 
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Variant
-from distlab.comm import RankContext
 from distlab.parallel import Layout, get_strategy
-from distlab.testing import run_ranks
+from tests.parallel.test_contract import on_four_ranks
 
 
-def difference(context: RankContext) -> float:
-    row = Variant("tp2", get_strategy("fsdp2"), layout=Layout.parse("tp2"))
-    return parameter_difference(context, row, steps=2)
-
-
-def test_tensor_parallelism_under_fsdp2():
+@on_four_ranks
+def test_tensor_parallelism_under_fsdp2(context):
     """The experiment pipeline_schedules checks torch's pipelines in the same way."""
-    assert run_ranks(difference, 4)[0] < 1e-6
+    row = Variant("tp2", get_strategy("fsdp2"), layout=Layout.parse("tp2"))
+    assert parameter_difference(context, row, steps=2) < 1e-6
 
 
 @pytest.mark.parametrize(
-    ("strategy", "layout", "said"),
+    "strategy, layout, said",
     [
         ("fsdp2", "pp2", "without data ranks"),
         ("fsdp2", "cp2", "tpN is measured"),

@@ -5,34 +5,24 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
 from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, build
-from tests.parallel.test_contract import run
-
-SMALL = 1e-4  # MiB: 104 bytes, so that a toy has several buckets
+from tests.parallel.test_contract import on_two_ranks
 
 
-def zero(model: nn.Module, context: RankContext, cls=torch.optim.SGD, size: float | None = SMALL, **options):
-    wrapper = BucketedDDP(model, size, process_group=context.group)
-    return wrapper, ZeroOptimizer(wrapper, cls, **options)
-
-
-def step_before_backward(context: RankContext) -> None:
-    wrapper, optimizer = zero(build("plain", 0, context.device), context, lr=0.1)
+@on_two_ranks
+def test_a_step_between_forward_and_backward_raises(context):
+    """As under any optimizer: the gather overwrites what autograd has saved."""
+    wrapper = BucketedDDP(build("plain", 0, context.device), 1e-4, process_group=context.group)  # several buckets
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
     CASES["plain"].loss(wrapper, 0, 0, context.device).backward()
     wrapper.finish_gradient_synchronization()
     loss = CASES["plain"].loss(wrapper, 0, 1, context.device)
     optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_a_step_between_forward_and_backward_raises():
-    """As under any optimizer: the gather overwrites what autograd has saved."""
-    run(step_before_backward, 2)
 
 
 class Scaled(torch.optim.SGD):
@@ -63,7 +53,8 @@ def test_others_must_say_that_they_are(cls):
     assert not is_elementwise(cls)
 
 
-def refusals(context: RankContext) -> None:
+@on_two_ranks
+def test_mistakes_are_refused(context):
     wrapper = BucketedDDP(nn.Linear(2, 2), process_group=context.group)
     for cls in (torch.optim.Adafactor, Scaled, Inherited):
         match = rf"{cls.__name__} is not known to be .*elementwise=True.*ShardedOptimizer"
@@ -78,7 +69,3 @@ def refusals(context: RankContext) -> None:
     twice = [{"params": wrapper.trainable}, {"params": wrapper.trainable}]
     with pytest.raises(ValueError, match="more than one parameter group"):
         ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, params=twice)
-
-
-def test_mistakes_are_refused():
-    run(refusals, 2)

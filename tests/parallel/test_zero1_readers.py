@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.fuzz import Late, late_arrivals
-from tests.parallel.test_contract import run
+from tests.parallel.cases import drawn
+from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
 SMALL = 80 / 2**20  # MiB: a bucket for each linear layer of 4 × 4
 
@@ -38,13 +39,13 @@ class Blocks(nn.Module):
         return x
 
 
-def make(model: type[nn.Module]) -> nn.Module:
+def make() -> Blocks:
     torch.manual_seed(0)
-    return model()
+    return Blocks()
 
 
 def batch(rank: int, step: int) -> Tensor:
-    return torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(10 * step + rank))
+    return drawn(10 * step + rank, 2, 3, 4)
 
 
 def train(wrapper: nn.Module, optimizer, loss_of: Callable, rank: int, steps: range) -> list[Tensor]:
@@ -105,34 +106,33 @@ def stepped(context: RankContext, module: nn.Module) -> tuple[BucketedDDP, ZeroO
     return wrapper, optimizer, [parameter.detach() for parameter in plain.parameters()]
 
 
-def every_reader(context: RankContext) -> None:
+@on_one_rank
+def test_every_way_to_read_a_parameter_in_python_waits_for_it(context):
+    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
     for name, read in READERS.items():
-        model = make(Blocks)
+        model = make()
         _, _, expected = stepped(context, model)
         weight = model.blocks[1][0].weight
         torch.testing.assert_close(read(weight), expected[2], rtol=0, atol=1e-4 if name == "print" else 0, msg=name)
         assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
-    model = make(Blocks)
+    model = make()
     linear = model.blocks[1][0]
     linear.weight = Logged(linear.weight.detach())
     _, _, expected = stepped(context, model)
     assert torch.equal(linear.weight.data, expected[2]) and type(linear.weight) is Logged
 
 
-def test_every_way_to_read_a_parameter_in_python_waits_for_it():
-    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
-    run(every_reader, 1)
-
-
-def loaded_and_waited_for(context: RankContext) -> None:
-    model = make(Blocks)
+@on_one_rank
+def test_values_are_loaded_when_they_have_arrived_and_two_calls_wait_for_what_reads_unseen(context):
+    """`load_state_dict`; `synchronize()` and `close()`."""
+    model = make()
     _, _, expected = stepped(context, model)
-    loaded = {name: torch.full_like(value, 3.0) for name, value in make(Blocks).state_dict().items()}
+    loaded = {name: torch.full_like(value, 3.0) for name, value in make().state_dict().items()}
     model.load_state_dict(loaded)  # nothing that was on its way may come over it later
     assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
 
     for wait in (ZeroOptimizer.synchronize, ZeroOptimizer.close):
-        model = make(Blocks)
+        model = make()
         wrapper = BucketedDDP(model, SMALL, process_group=context.group)
         optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
         aliases = [parameter.detach() for parameter in model.parameters()]  # below Python's sight
@@ -146,13 +146,10 @@ def loaded_and_waited_for(context: RankContext) -> None:
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
 
 
-def test_values_are_loaded_when_they_have_arrived_and_two_calls_wait_for_what_reads_unseen():
-    """`load_state_dict`; `synchronize()` and `close()`."""
-    run(loaded_and_waited_for, 1)
-
-
-def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
-    model = make(Blocks)
+@pytest.mark.parametrize("compile_blocks", [False, True])
+@on_one_rank
+def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks):
+    model = make()
     if compile_blocks:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend="eager")
@@ -189,16 +186,11 @@ def waits_before_each_block(context: RankContext, compile_blocks: bool) -> None:
         assert len(waited) == 3  # torch's modules take shortcuts without autograd
 
 
-@pytest.mark.parametrize("compile_blocks", [False, True])
-def test_gathers_stay_under_the_forward_module_by_module(compile_blocks):
-    run(waits_before_each_block, 1, compile_blocks)
-
-
 compiled = partial(torch.compile, backend="aot_eager")  # the frames are the same under every backend
 
 
 def _compiled_before_wrapping():
-    model = make(Blocks)
+    model = make()
     made = compiled(model)
     made(batch(0, 0)).sum().backward()  # a warm-up: Dynamo's graph is made without hooks
     model.zero_grad()
@@ -211,12 +203,12 @@ def _wrapper_compiled():
     def loss_of(wrapper: nn.Module, x: Tensor) -> Tensor:
         return once(wrapper)(x).square().mean()
 
-    return make(Blocks), loss_of
+    return make(), loss_of
 
 
 def _function_compiled():
     """A compiled function reads a weight before the wrapper's forward."""
-    model = make(Blocks)
+    model = make()
     read = compiled(lambda x: F.linear(x, model.blocks[1][0].weight))
     read(batch(0, 0)).sum().backward()
     model.zero_grad()
@@ -265,9 +257,10 @@ def frames_compiled(context: RankContext, how: str, in_flight: bool) -> tuple[in
 
 
 @pytest.mark.parametrize("how", COMPILED)
-def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(how):
+@on_two_ranks
+def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(context, how):
     """Where the wrapper's forward can wait before, parameters in flight cost no compilation; where it cannot, one."""
-    settled = run(frames_compiled, 2, how, False)
-    for (early, late), (early_settled, _) in zip(run(frames_compiled, 2, how, True), settled, strict=True):
-        assert late == 0
-        assert early == early_settled or (how == "function-before-forward" and early <= early_settled + 2)
+    early_settled, _ = frames_compiled(context, how, False)
+    early, late = frames_compiled(context, how, True)
+    assert late == 0
+    assert early == early_settled or (how == "function-before-forward" and early <= early_settled + 2)

@@ -31,14 +31,13 @@ class Seen:
     console: list[str]
 
 
-def visit(page: Path, script: str, *, dark: bool = False, width: int = 1200, timeout: float = 60) -> Seen:
+def visit(page: Path, script: str, *, dark: bool = False, width: int = 1200) -> Seen:
     """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what happened.
 
     Args:
         script: a JavaScript expression, whose value JSON can hold.
         width: pixels of the window.
         dark: whether the system prefers dark pages.
-        timeout: seconds.
     """
     ask = f"""<script>addEventListener("load", () => {{
       const answer = (() => {{ try {{ return {script}; }} catch (error) {{ problems.push(String(error)); }} }})();
@@ -57,7 +56,7 @@ def visit(page: Path, script: str, *, dark: bool = False, width: int = 1200, tim
             "--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}",
             f"--blink-settings=preferredColorScheme={0 if dark else 1}", visited.as_uri(),
         ],
-        capture_output=True, text=True, timeout=timeout, check=False,
+        capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     found = re.search(r"<pre>(.*)</pre>", result.stdout, re.DOTALL)
     assert found, f"the page gave no answer: {result.stdout[-500:]}\n{result.stderr[-2000:]}"

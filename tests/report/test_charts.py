@@ -1,8 +1,6 @@
 """Pictures are drawn from numbers alone, look the same each time, and show what could not be measured."""
 
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +14,7 @@ from distlab.report.charts import (
     timeline,
 )
 from distlab.report.style import WIDTH_PX
+from tests.commands import python
 
 MIB = 2**20
 PARTS = {"compute": [6.0, 6.0, None, 6.0], "exposed communication": [-0.1, 3.0, "OOM", None]}
@@ -128,4 +127,4 @@ def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
 
 def test_importing_the_package_does_not_import_matplotlib():
     code = "import sys, distlab.report.charts; assert 'matplotlib' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
+    assert python("-c", code).returncode == 0

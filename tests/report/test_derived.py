@@ -26,12 +26,16 @@ def test_a_row_whose_steps_spread_is_not_as_quiet_as_its_medians():
     assert noise_of({"step_p50_ms": "OOM"}) is None
 
 
+def named(variant: str, metrics: dict) -> Record:
+    return Record("x", variant, {}, metrics, {}, None)
+
+
 RATIO = Ratio("ratio", row_of("base"))
 
 
 def held(*rows: dict) -> list[Record]:
     """Rows against the first of them, with their ratios."""
-    records = [Record("x", "ours" if number else "base", {}, dict(each), {}, None) for number, each in enumerate(rows)]
+    records = [named("ours" if number else "base", dict(each)) for number, each in enumerate(rows)]
     RATIO.add(records)
     return records
 
@@ -55,28 +59,26 @@ def test_paired_samples_are_compared_pair_by_pair():
 
 
 def test_a_baseline_by_a_rule_is_the_fastest_of_some():
-    rows = [Record("x", name, {}, {"step_p50_ms": ms}, {}, None) for name, ms in zip("abc", (3, 2, "OOM"), strict=True)]
+    rows = [named(name, {"step_p50_ms": ms}) for name, ms in zip("abc", (3, 2, "OOM"), strict=True)]
     assert fastest("step_p50_ms", lambda r: True)(rows) is rows[1]
     assert fastest("step_p50_ms", lambda r: r.variant == "c")(rows) is None
 
 
 @pytest.mark.parametrize("low, high, ties", [(0.9, 1.1, True), (1.01, 1.1, False), (1.0, 1.0, False), (None, 2, False)])
 def test_an_interval_that_contains_one_is_a_tie(low, high, ties):
-    record = Record("x", "a", {}, {"ratio_low": low, "ratio_high": high}, {}, None)
-    assert bool(RATIO.tie(record)) is ties
+    assert bool(RATIO.tie(named("a", {"ratio_low": low, "ratio_high": high}))) is ties
 
 
 def test_noise_is_written_where_a_row_holds_its_samples():
     """Even samples against odd ones."""
-    records = [Record("x", "a", {}, metrics, {}, None) for metrics in (row(99, 100, 101), {})]
-    records[1].metrics["step_samples_ms"] = [1.0, 1.2] * 6
+    records = [named("a", row(99, 100, 101)), named("a", {"step_samples_ms": [1.0, 1.2] * 6})]
     add_noise(records)
     assert "noise_pct" not in records[0].metrics and records[1].metrics["noise_pct"] == pytest.approx(100 / 6)
 
 
 def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
     shares = {"a": None, "b": 9, "c": 60, "d": 11, "e": 12, "f": 13}
-    records = [Record("x", name, {}, {"gpu_idle_pct": share}, {}, None) for name, share in shares.items()]
+    records = [named(name, {"gpu_idle_pct": share}) for name, share in shares.items()]
     assert waiting(records[:2]) == ""
     assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
     assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"

@@ -21,8 +21,8 @@ def record(variant, step, peak=None):
     return Record("e", variant, {"batch": 4}, metrics, {}, None)
 
 
-def cells(text, separator="|"):
-    return [cell.strip() for cell in text.strip().strip(separator).split(separator)]
+def cells(text):
+    return [cell.strip() for cell in text.strip().strip("|").split("|")]
 
 
 def test_numbers_are_formatted_and_gaps_are_said():

@@ -103,20 +103,19 @@ def test_recorded_steps_on_two_h200():
 
 
 @pytest.mark.parametrize(
-    "ops, keep, compiled, milliseconds, gib",
+    "ops, keep, compiled, milliseconds",
     [
-        ("triton", "block", False, 5684, 68.4),
-        ("triton", "attention", False, 5270, 73.0),
-        ("triton", "qkv:19,gate-up:15", False, 4918, 124.8),
-        ("torch", "block", True, 5785, 68.4),  # torch's FSDP2
+        ("triton", "block", False, 5684),
+        ("triton", "attention", False, 5270),
+        ("triton", "qkv:19,gate-up:15", False, 4918),
+        ("torch", "block", True, 5785),  # torch's FSDP2
     ],
 )
-def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds, gib):
-    """The 8 B model on two H200s, 32,768 tokens each: a step within 10 %, memory within 2 %."""
+def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds):
+    """The 8 B model on two H200s, 32,768 tokens each, within 10 %; memory: tests/experiments/test_long_context.py."""
     step = PlannedStep(preset("8B", ops=ops), 1, "fsdp", "bf16", checkpointing=keep, compiled=compiled)
     found = step_time(step, H200_SXM, 2)
     assert 1e3 * found.step == pytest.approx(milliseconds, rel=0.1)
-    assert step.memory(2).peak.total / GIB == pytest.approx(gib, rel=0.02)
 
 
 def test_machines():

@@ -21,8 +21,8 @@ OURS = [name for name, strategy in STRATEGIES.items() if not (strategy.is_peer o
 BUCKET_MB = 0.1
 
 
-def _calls(recorder, since=0):
-    return [(call.op, call.bytes, str(call.dtype), call.numel) for call in recorder.calls[since:]]
+def _calls(recorded):
+    return [(call.op, call.bytes, str(call.dtype), call.numel) for call in recorded.calls]
 
 
 def _recorded(context, name, compute_dtype):
@@ -46,7 +46,7 @@ def _recorded(context, name, compute_dtype):
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    "name, dtype",
     [*((name, "fp32") for name in OURS if name != "local"), ("bucketed", "bf16"), ("fsdp", "bf16")],
 )
 def test_sends_what_real_ranks_send(name, dtype):
@@ -63,7 +63,7 @@ def test_sends_what_real_ranks_send(name, dtype):
             compute_dtype=compute_dtype,
             like_nccl=False,
         )
-        assert [(call.op, call.bytes, str(call.dtype), call.numel) for call in step.calls] == recorded[rank]
+        assert _calls(step) == recorded[rank]
     assert recorded[0]
 
 

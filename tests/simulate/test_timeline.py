@@ -25,9 +25,9 @@ def issue(number, ms):
     return CollectiveCall("all_reduce", ms, torch.uint8, ms, number)
 
 
-def step(*items, ranks=2):
+def step(*items):
     calls = tuple(item for item in items if isinstance(item, CollectiveCall))
-    return SimulatedStep(ranks, calls, items + items, len(items), (), {})
+    return SimulatedStep(2, calls, items + items, len(items), (), {})
 
 
 def test_naive_stands_still_and_overlap_hides():

@@ -33,7 +33,7 @@ def test_roofline_seconds_take_the_slower_of_both():
 
 
 @pytest.mark.parametrize(
-    ("threads", "registers", "shared", "blocks", "limiter"),
+    "threads, registers, shared, blocks, limiter",
     [
         (1024, 32, 0, 2, "registers"),  # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
         (32, 16, 0, 32, "blocks"),
@@ -106,7 +106,7 @@ ADVICE = [  # what differs from two pointwise operators in a row, what the secon
 ]
 
 
-@pytest.mark.parametrize(("first", "second", "action", "reason"), ADVICE)
+@pytest.mark.parametrize("first, second, action, reason", ADVICE)
 def test_the_advisor_gives_its_reasons(first, second, action, reason):
     graph = Graph((replace(F, **first), replace(G, **second)), dict.fromkeys("xyz", 10**6))
     decision = advise(graph, H100_SXM).decisions[1]

@@ -110,7 +110,7 @@ def test_activations_are_what_autograd_saves(attention, precision):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_heads", "keep"),
+    "dtype, kv_heads, keep",
     [(torch.float32, 4, "none"), (torch.bfloat16, 2, "gate-up")],
 )
 def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):

@@ -42,7 +42,7 @@ def test_theory_and_model_name_alike_what_blocks_keep():
     assert set(RECOMPUTATION) == set(config.RECOMPUTATION)
 
 
-@pytest.mark.parametrize(("precision", "autocast"), [("fp32", False), ("bf16-autocast", True)])
+@pytest.mark.parametrize("precision, autocast", [("fp32", False), ("bf16-autocast", True)])
 def test_both_counts_of_theory_agree(precision, autocast):
     """The advisor's graph of a block and the operators of a step, forward; in one kernel each what can be."""
     model = preset("medium")

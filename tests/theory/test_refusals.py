@@ -21,7 +21,7 @@ STEP = (ComputeTime(1.0, 2.0, 1.0), Messages(8.0, 8.0, 1, 1, 1), Network(1, 1), 
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    "call, says",
     [
         (lambda: Link(0.0), "bytes_per_s=0"),
         (lambda: collective_seconds("ring all-reduce", 1, 0, Link(1.0)), "ranks=0"),

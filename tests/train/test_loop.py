@@ -15,6 +15,7 @@ from distlab.train.config import TRAINABLE
 from distlab.train.data import TokenWindows
 from distlab.train.evaluate import validation_loss
 from distlab.train.metrics import NonFiniteLoss
+from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run, digest
 
 
@@ -90,9 +91,14 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(strategy):
         assert 0.5 < norm / expected[2] < 2  # unscaled: a factor of the scale would show
 
 
-def nan_on_one_rank(context: RankContext, folder: str, where: str) -> str:
-    """A NaN in the fourth step, after which a checkpoint is due."""
-    run = Run(context, folder, checkpoint_every=2, steps=6, clip=0.0)
+@pytest.mark.parametrize("where", ["loss", "gradient"])
+@on_two_ranks
+def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(context, tmp_path, where):
+    """RELIABILITY 16: what rank 1 computed has reached every rank's weights; no checkpoint must hold them.
+
+    A NaN in the fourth step, after which a checkpoint is due.
+    """
+    run = Run(context, tmp_path, checkpoint_every=2, steps=6, clip=0.0)
     trainer = run.trainer
     loss_of = trainer.train_step.loss_fn
 
@@ -107,16 +113,9 @@ def nan_on_one_rank(context: RankContext, folder: str, where: str) -> str:
     trainer.train_step.loss_fn = poisoned
     with pytest.raises(NonFiniteLoss) as caught:
         trainer.run()
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("where", ["loss", "gradient"])
-def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(tmp_path, where):
-    """RELIABILITY 16: what rank 1 computed has reached every rank's weights; no checkpoint must hold them."""
-    first, second = run_ranks(nan_on_one_rank, 2, str(tmp_path), where)
-    assert first == second
-    assert "step 4" in first and "The checkpoint of step 2 is good" in first
-    assert ("loss is nan on rank 1" if where == "loss" else "gradient norm is not finite") in first
+    said = str(caught.value)
+    assert "step 4" in said and "The checkpoint of step 2 is good" in said
+    assert ("loss is nan on rank 1" if where == "loss" else "gradient norm is not finite") in said
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
@@ -143,13 +142,17 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(tmp_path):
     assert stopped_by == signal.SIGTERM and stored == last and 3 < last < 7
 
 
-def descriptors_and_threads(context: RankContext, folder: str, strategy: str) -> list[list[int]]:
+@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
+@on_two_ranks
+def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(context, tmp_path, strategy):
+    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
+
     def held() -> list[int]:
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
 
     found = []
     for number in range(3):
-        run = Run(context, f"{folder}/{number}", strategy=strategy, steps=1)
+        run = Run(context, tmp_path / str(number), strategy=strategy, steps=1)
         run.trainer.run()
         run.trainer.close()
         del run
@@ -158,18 +161,11 @@ def descriptors_and_threads(context: RankContext, folder: str, strategy: str) ->
         while found and more(held(), found[0]) and time.monotonic() < deadline:
             time.sleep(0.02)
         found.append(held())
-    return found
+    assert not more(found[1], found[0]) and not more(found[2], found[0]), found
 
 
 def more(held: list[int], before: list[int]) -> bool:
     return any(now > then for now, then in zip(held, before, strict=True))
-
-
-@pytest.mark.parametrize("strategy", ["bucketed", "fsdp"])
-def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(tmp_path, strategy):
-    """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
-    for found in run_ranks(descriptors_and_threads, 2, str(tmp_path), strategy):
-        assert not more(found[1], found[0]) and not more(found[2], found[0]), found
 
 
 def ragged_validation(context: RankContext, strategy: str) -> float:

@@ -8,8 +8,8 @@ import torch
 from distlab.comm import RankContext
 from distlab.model import TransformerLM, preset
 from distlab.parallel import get_strategy
-from distlab.testing import run_ranks
 from distlab.train.step import TrainStep, adamw, loss_function
+from tests.parallel.test_contract import on_two_ranks
 
 STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 
@@ -30,22 +30,20 @@ def trained(context: RankContext, strategy_name: str, ops: str, tied: bool) -> t
     return losses, {name: value.detach().clone() for name, value in wrapper.full_parameters().items()}
 
 
-def beside_torchs(context: RankContext, tied: bool) -> list[tuple[list[float], dict]]:
-    """Torch's operations, then ours under each strategy; ours in plain torch, which costs a tenth of interpreting."""
-    plain = trained(context, "bucketed", "torch", tied)
-    with patch("kernels._triton.runs_triton", lambda tensor: False):
-        return [plain, *(trained(context, name, "triton", tied) for name in STRATEGIES)]
-
-
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_loss_computed_by_the_head_trains_alike_under_every_strategy(tied):
-    """Our operations and AdamW, the loss in the head: losses and weights are those of torch's operations."""
-    for (losses, weights), *others in run_ranks(beside_torchs, 2, tied):
-        assert losses[2] < losses[1] < losses[0]
-        for strategy, (other_losses, other_weights) in zip(STRATEGIES, others, strict=True):
-            assert other_losses == pytest.approx(losses, abs=1e-5), strategy
-            assert other_weights.keys() == weights.keys()
-            for name, weight in weights.items():
-                # Sums in another order, 6e-8 of terms below 1, through three steps of 0.02 · g / (|g| + 0.01).
-                difference = (other_weights[name] - weight).abs().max().item()
-                assert difference < 2e-5, (strategy, name)
+@on_two_ranks
+def test_a_loss_computed_by_the_head_trains_alike_under_every_strategy(context, tied):
+    """Our operations and AdamW, the loss in the head: losses and weights are those of torch's operations.
+
+    Ours in plain torch, which costs a tenth of interpreting.
+    """
+    losses, weights = trained(context, "bucketed", "torch", tied)
+    assert losses[2] < losses[1] < losses[0]
+    for strategy in STRATEGIES:
+        with patch("kernels._triton.runs_triton", lambda tensor: False):
+            other_losses, other_weights = trained(context, strategy, "triton", tied)
+        assert other_losses == pytest.approx(losses, abs=1e-5), strategy
+        assert other_weights.keys() == weights.keys()
+        for name, weight in weights.items():
+            # Sums in another order, 6e-8 of terms below 1, through three steps of 0.02 · g / (|g| + 0.01).
+            assert (other_weights[name] - weight).abs().max() < 2e-5, (strategy, name)

@@ -113,7 +113,7 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
     assert less[0] < less[1] < step
 
 
-@pytest.mark.parametrize(("strategy", "sharded"), [("hsdp", "fsdp"), ("torch-hsdp", "fsdp2")])
+@pytest.mark.parametrize("strategy, sharded", [("hsdp", "fsdp"), ("torch-hsdp", "fsdp2")])
 def test_hybrid_sharding_needs_what_full_sharding_needs_on_the_ranks_of_a_group(strategy, sharded):
     hybrid = training_step(TrainConfig(strategy=strategy, shard_size=2), 8)
     full = replace(hybrid, strategy=sharded)

@@ -7,6 +7,7 @@ import torch
 from distlab.comm import RankContext
 from distlab.testing import run_ranks
 from distlab.train.config import refuse_other_run
+from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run, draw_from_all_generators, tiny
 
 
@@ -16,9 +17,11 @@ def parameters(run: Run) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
 
 
-def scale_and_options(context: RankContext, root: str, strategies: list[str]) -> None:
-    for strategy in strategies:
-        folder = f"{root}/{strategy}"
+@on_two_ranks
+def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(context, tmp_path):
+    """fp16 would begin again at a scale of 65,536; a weight decay that was changed on the way would be lost."""
+    for strategy in ("bucketed", "sharded-optimizer", "zero1", "fsdp"):
+        folder = tmp_path / strategy
         first = Run(context, folder, strategy=strategy, dtype="fp16")
         first.trainer.one_step()
         first.trainer.scaler.scale, first.trainer.scaler.good_steps = 512.0, 7
@@ -35,11 +38,6 @@ def scale_and_options(context: RankContext, root: str, strategies: list[str]) ->
             run.trainer.one_step()
         assert torch.equal(parameters(first), parameters(second))  # the options are those that the step uses
         assert not torch.equal(parameters(second), before)
-
-
-def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(tmp_path):
-    """fp16 would begin again at a scale of 65,536; a weight decay that was changed on the way would be lost."""
-    run_ranks(scale_and_options, 2, str(tmp_path), ["bucketed", "sharded-optimizer", "zero1", "fsdp"])
 
 
 def generators(context: RankContext, folder: str) -> tuple[list[float], list[float]]:
@@ -70,7 +68,7 @@ LASTING = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "value"), LASTING.items())
+@pytest.mark.parametrize("name, value", LASTING.items())
 def test_what_decides_the_losses_must_be_repeated(name, value):
     with pytest.raises(ValueError, match=f"{name}.* is .* there and {value!r} here"):
         refuse_other_run(tiny().identity({}), tiny(**{name: value}).identity({}), "a checkpoint")

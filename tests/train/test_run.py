@@ -102,17 +102,18 @@ def resume_with_changed_data(context: RankContext, root: str) -> list[str]:
         except ValueError as error:
             found.append(str(error))
 
-    def rewrite(place: int) -> None:
+    def rewrite() -> None:
+        """A bit behind the first MiB."""
         if context.is_main:
             changed = bytearray(text.read_bytes())
-            changed[place] ^= 1
+            changed[1_100_000] ^= 1
             text.write_bytes(changed)
         context.group.barrier().wait()
 
     attempt(DataConfig(str(text), str(other)))  # all of the text would be trained on, what was held out too
-    rewrite(1_100_000)  # behind the first MiB
+    rewrite()
     attempt(DataConfig(str(text)))
-    rewrite(1_100_000)
+    rewrite()
     attempt(DataConfig(str(text)))
     with open(text, "ab") as file:
         file.write(b"more" if context.is_main else b"")

@@ -29,7 +29,7 @@ def test_known_values():
 BAD = {"lr": 0.0, "steps": 0, "warmup": -1, "lr_floor": 1.5, "batch": 0, "keep": 0}
 
 
-@pytest.mark.parametrize(("name", "value"), BAD.items())
+@pytest.mark.parametrize("name, value", BAD.items())
 def test_refusals(name, value):
     with pytest.raises(ValueError, match=f"{name}=.*: give"):
         TrainConfig(**{name: value})

@@ -2,10 +2,6 @@
 
 import ast
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,9 +13,9 @@ from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
 from kernels import _dispatch, _triton
+from tests.commands import ROOT, python
 from tests.experiments.frame import measured
 
-ROOT = Path(__file__).resolve().parents[3]
 ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
 
 
@@ -39,7 +35,7 @@ def test_every_step_is_attention_across_several_tiles(number):
 
 
 @ON_CPU
-@pytest.mark.parametrize(("m", "n", "split", "fused"), [(16, 32, False, True), (32, 16, True, False)])
+@pytest.mark.parametrize("m, n, split, fused", [(16, 32, False, True), (32, 16, True, False)])
 def test_tiles_need_not_be_square(m, n, split, fused):
     tile = lesson.Tile(m, n)
     step = lesson.Step("step", tile, tile, tile, skip=True, split=split, tma=True, fused=fused)
@@ -57,7 +53,7 @@ def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     assert attention_steps.EXPERIMENT.wrong(records) == [f"{last.name} is wrong"]
 
 
-@pytest.mark.parametrize(("m", "n"), [(64, 32), (32, 64)])
+@pytest.mark.parametrize("m, n", [(64, 32), (32, 64)])
 def test_visited_tiles_are_those_with_something_to_see(m, n):
     tile = lesson.Tile(m, n)
     step, length = lesson.Step("", tile, tile, tile, skip=True), 256
@@ -107,8 +103,7 @@ def test_the_catalogue_has_every_kernel():
     there = {node.name for path in files for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
              and "jit" in ast.unparse(node.decorator_list[0])}  # fmt: skip
-    done = subprocess.run([sys.executable, "-c", LAUNCHED], env=os.environ | {"TRITON_INTERPRET": "0"}, cwd=ROOT,
-                          capture_output=True, text=True, timeout=200)  # fmt: skip
+    done = python("-c", LAUNCHED, timeout=200, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     missing = there - set(done.stdout.split())
     assert not missing, f"add a launch of {', '.join(missing)} to experiments/lessons/ir/catalogue.py"

@@ -22,7 +22,7 @@ def test_benign_inputs_hide_each_error_and_hostile_ones_show_it(smoke):
         assert benign < 1e-5 and not hostile < 0.05 and ours < 1e-4, record.variant
 
 
-@pytest.mark.parametrize(("case", "value"), [("benign", 1.0), ("hostile", 0.0), ("ours", float("nan"))])
+@pytest.mark.parametrize("case, value", [("benign", 1.0), ("hostile", 0.0), ("ours", float("nan"))])
 def test_an_error_that_shows_elsewhere_is_called_wrong(smoke, case, value):
     first, *others = smoke("tutorial_kernels")[0]
     first = replace(first, metrics=first.metrics | {case: value})
