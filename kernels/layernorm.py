@@ -8,8 +8,7 @@ Bytes: forward x and y once; backward dy, x and dx once. FLOPs: about 7 per elem
 Saved for backward: x, w, m, r. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's
 dtype.
 
-A row stays in registers from its load to its store. Backward sums dw and db in two stages like `rmsnorm.py`; longer
-rows are processed in chunks (`_long_rows.py`, with Welford's update by chunks).
+The kernels are RMSNorm's, too: `_norm.py`; of longer rows `_long_rows.py`, with Welford's update by chunks.
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -20,102 +19,16 @@ from torch.autograd import Function
 
 from . import _dispatch, _triton, reference
 from ._autograd import first_order
-from ._language import tl, triton
-from ._long_rows import launch_long_backward, launch_long_forward
-from ._reduce import sum_columns
+from ._norm import launch_backward, launch_forward
 from ._rows import (
     as_rows,
     autocast_dtype,
     check,
     check_positive,
     check_width,
-    pipelined_launch,
-    row_launch,
     sum_over_rows,
 )
 from .cost import Cost
-
-ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
-ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side by side
-
-
-@triton.jit
-def forward_kernel(x_ptr, w_ptr, b_ptr, y_ptr, m_ptr, r_ptr, rows, cols, stride_x, eps, BIAS: tl.constexpr,
-                   ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Tiles of ROWS rows; y is contiguous."""
-    columns = tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    if BIAS:
-        b = tl.load(b_ptr + columns, mask=columns < cols, other=0.0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        x = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        m = tl.sum(x, 1) / cols
-        x = tl.where(inside, x - m[:, None], 0.0)  # columns beyond the row must not count in the variance
-        r = tl.rsqrt(tl.sum(x * x, 1) / cols + eps)
-        y = x * r[:, None] * w.to(tl.float32)[None, :]
-        if BIAS:
-            y += b.to(tl.float32)[None, :]
-        tl.store(m_ptr + row, m, mask=row < rows)
-        tl.store(r_ptr + row, r, mask=row < rows)
-        tl.store(y_ptr + row64[:, None] * cols + columns[None, :], y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def backward_kernel(dy_ptr, x_ptr, w_ptr, m_ptr, r_ptr, dx_ptr, dw_ptr, db_ptr, rows, cols, stride_dy, stride_x,
-                    BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Tiles of ROWS rows, and this program's share of dw and db as one row of each."""
-    columns = tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    db = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        x = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        m = tl.load(m_ptr + row, mask=row < rows, other=0.0)
-        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
-        normed = (x - m[:, None]) * r[:, None]
-        dw += dy * normed
-        if BIAS:
-            db += dy
-        g = dy * w.to(tl.float32)[None, :]  # 0 beyond the row, where normed is not
-        c1 = tl.sum(g * normed, 1) / cols
-        c2 = tl.sum(g, 1) / cols
-        dx = (g - normed * c1[:, None] - c2[:, None]) * r[:, None]
-        tl.store(dx_ptr + row64[:, None] * cols + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    share = tl.program_id(0).to(tl.int64) * cols + columns
-    tl.store(dw_ptr + share, tl.sum(dw, 0), mask=columns < cols)
-    if BIAS:
-        tl.store(db_ptr + share, tl.sum(db, 0), mask=columns < cols)
-
-
-def launch_forward(x: Tensor, w: Tensor, b: Tensor | None, y: Tensor, m: Tensor, r: Tensor, eps: float) -> None:
-    """Fill y, m and r. x has contiguous rows, y is contiguous."""
-    rows, cols = x.shape
-    launch = row_launch("layernorm", cols, per_thread=64, tile=8192)
-    grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, w, b, y, m, r, rows, cols, x.stride(0), eps, BIAS=b is not None,
-                     ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
-
-
-def launch_backward(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor, dx: Tensor,
-                    bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Fill dx; returns dw in w's dtype and db in bias_dtype, if there is one."""
-    rows, cols = x.shape
-    has_bias = bias_dtype is not None
-    launch = pipelined_launch("layernorm_backward", cols, dy.element_size() + x.element_size(), x.device)
-    programs = launch.programs(triton.cdiv(rows, launch.rows), x.device)
-    parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=x.device)
-    _dispatch.launch(backward_kernel, (programs,), dy, x, w, m, r, dx, parts[0], parts[-1], rows, cols, dy.stride(0),
-                     x.stride(0), BIAS=has_bias, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages,
-                     num_warps=launch.warps)
-    dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
-    return dw, db[0] if has_bias else None
 
 
 def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
@@ -139,10 +52,7 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
         x32 = reference.wide(x)
         r.copy_(torch.rsqrt(x32.var(-1, correction=0) + eps).flatten())
         return y.copy_(reference.layer_norm(x32, w, b, eps)), m.copy_(x32.mean(-1).flatten()), r
-    if x.shape[-1] <= ONE_TILE:
-        launch_forward(as_rows(x), w, b, y, m, r, eps)
-    else:
-        launch_long_forward(as_rows(x), None, w, y, y, r, eps, False, m, b)
+    launch_forward(as_rows(x), None, w, y, y, r, eps, False, m, b)
     return y, m, r
 
 
@@ -160,13 +70,8 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
         dw = sum_over_rows(reference.wide(dy) * normed).to(w.dtype)
         db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
         return dx.copy_(inner * r.view(*x.shape[:-1], 1)), dw, db
-    launch = launch_backward if x.shape[-1] <= ONE_TILE_BACKWARD else _launch_long
-    dw, db = launch(as_rows(dy), as_rows(x), w.contiguous(), m, r, dx, bias_dtype)
+    dw, db = launch_backward(as_rows(dy), None, as_rows(x), w.contiguous(), m, r, dx, False, bias_dtype)
     return dx, dw, w.new_empty(0) if db is None else db
-
-
-def _launch_long(dy, x, w, m, r, dx, bias_dtype):
-    return launch_long_backward(dy, None, x, w, m, r, dx, False, bias_dtype)
 
 
 class LayerNorm(Function):

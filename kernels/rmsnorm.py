@@ -8,10 +8,7 @@ Bytes: forward x and y once (with a residual x, residual, s, y); backward dy, s 
 FLOPs: about 4 per element forward, 9 backward.
 Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's dtype or autocast's.
 
-A row stays in registers from its one load to its one store; beside one of more than half of ONE_TILE columns w does
-not, so that a multiprocessor has room for two. Backward: a fixed number of programs walk over the rows, so
-that each sums its contribution to dw in registers and writes it once; `_reduce.py` sums these. Rows longer than
-ONE_TILE are processed in chunks and read twice (`_long_rows.py`).
+The kernels are LayerNorm's, too: `_norm.py`.
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -22,9 +19,7 @@ from torch.autograd import Function
 
 from . import _dispatch, _triton, reference
 from ._autograd import first_order
-from ._language import tl, triton
-from ._long_rows import launch_long_backward, launch_long_forward
-from ._reduce import sum_columns
+from ._norm import launch_backward, launch_forward
 from ._rows import (
     DTYPES,
     as_rows,
@@ -33,101 +28,9 @@ from ._rows import (
     check_like,
     check_positive,
     check_width,
-    pipelined_launch,
-    row_launch,
     sum_over_rows,
 )
 from .cost import Cost
-
-ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
-ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sum of dw stand side by side
-
-
-@triton.jit
-def forward_kernel(x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual, eps,
-                   RESIDUAL: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
-    columns = tl.arange(0, BLOCK)
-    if not WIDE:
-        w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        out = row64[:, None] * cols + columns[None, :]
-        s = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            s += tl.load(residual_ptr + row64[:, None] * stride_residual + columns[None, :], mask=inside,
-                         other=0.0).to(tl.float32)
-            rounded = s.to(s_ptr.dtype.element_ty)
-            tl.store(s_ptr + out, rounded, mask=inside)
-            s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
-        r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
-        if WIDE:
-            w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-        y = s * r[:, None] * w.to(tl.float32)[None, :]
-        if SILU:
-            y = y / (1.0 + tl.exp(-y))
-        tl.store(r_ptr + row, r, mask=row < rows)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
-                    TOTAL: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                    STAGES: tl.constexpr):
-    """Tiles of ROWS rows, and this program's share of dw as one row of parts; TOTAL: s itself has a gradient."""
-    columns = tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
-        row = tile * ROWS + tl.arange(0, ROWS)
-        inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        out = row64[:, None] * cols + columns[None, :]
-        s = tl.load(s_ptr + row64[:, None] * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
-        normed = s * r[:, None]
-        w32 = w.to(tl.float32)[None, :]
-        if SILU:
-            u = normed * w32
-            sigmoid = 1.0 / (1.0 + tl.exp(-u))
-            g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
-        dw += g * normed
-        g = g * w32
-        ds = (g - normed * (tl.sum(g * normed, 1) / cols)[:, None]) * r[:, None]
-        if TOTAL:
-            ds += tl.load(dtotal_ptr + out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + out, ds.to(ds_ptr.dtype.element_ty), mask=inside)
-    tl.store(parts_ptr + tl.program_id(0).to(tl.int64) * cols + columns, tl.sum(dw, 0), mask=columns < cols)
-
-
-def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
-                   silu: bool) -> None:
-    """Fill y, r and, with a residual, s. x and residual have contiguous rows, the outputs are contiguous."""
-    rows, cols = x.shape
-    wide = cols > ONE_TILE // 2
-    launch = row_launch("rmsnorm", cols, per_thread=16 if wide else 32)
-    grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, residual, w, y, s, r, rows, cols, x.stride(0),
-                     0 if residual is None else residual.stride(0), eps, RESIDUAL=residual is not None, SILU=silu,
-                     WIDE=wide, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
-
-
-def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor,
-                    silu: bool) -> Tensor:
-    """Fill ds; returns dw in w's dtype."""
-    rows, cols = s.shape
-    itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
-    launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
-    programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
-    parts = torch.empty(1, programs, cols, dtype=torch.float32, device=s.device)
-    _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0),
-                     s.stride(0), TOTAL=dtotal is not None, SILU=silu, ROWS=launch.rows, BLOCK=launch.block,
-                     STAGES=launch.stages, num_warps=launch.warps)
-    return sum_columns(parts, w.dtype)[0]
 
 
 def _check(x: object, residual: object, w: object, eps: object, *_: object) -> None:
@@ -152,8 +55,8 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
         normed = reference.rms_norm(reference.wide(total), w, eps)
         y.copy_(reference.silu(normed) if silu else normed)
         return y, s, r.copy_(torch.rsqrt(reference.wide(total).square().mean(-1) + eps).flatten())
-    launch = launch_forward if x.shape[-1] <= ONE_TILE else launch_long_forward
-    launch(as_rows(x), None if residual is None else as_rows(residual), w.contiguous(), y, s, r, eps, silu)
+    residual = None if residual is None else as_rows(residual)
+    launch_forward(as_rows(x), residual, w.contiguous(), y, s, r, eps, silu)
     return y, s, r
 
 
@@ -167,10 +70,7 @@ def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tens
     if not _triton.runs_triton(s):
         return _plain_backward(dy, dtotal, s, w, r, silu)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    if s.shape[-1] <= ONE_TILE_BACKWARD:
-        dw = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), r, ds, silu)
-    else:
-        dw, _ = launch_long_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, None)
+    dw, _ = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, None)
     return ds, dw
 
 
