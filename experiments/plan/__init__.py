@@ -136,18 +136,18 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     once, steps = replay(step, machine), choice.micro_batches
-    seconds = {phase: sum(machine.device.seconds(op) for op in step.operators if (op.phase == "optimizer") == updates)
-               for phase, updates in (("compute", False), ("optimizer", True))}  # fmt: skip
+    optimizer_s = sum(machine.device.seconds(op) for op in step.operators if op.phase == "optimizer")
+    compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s  # of a micro-batch
     flops = sum(op.flops for op in step.operators) * steps
-    matmuls = min(flops / machine.device.flops_per_s, steps * seconds["compute"])
-    device_s = once.step_ms / 1e3 + (steps - 1) * seconds["compute"]
+    matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
+    device_s = once.step_ms / 1e3 + (steps - 1) * compute_s
     host_s = host_time(steps * len(step.operators), len(step.calls))
     step_s = max(device_s, host_s)
     parts = {
         "compute": matmuls,
-        "memory bandwidth": steps * seconds["compute"] - matmuls,
+        "memory bandwidth": steps * compute_s - matmuls,
         "communication": max(0.0, once.overhead_ms / 1e3),
-        "optimizer": seconds["optimizer"],
+        "optimizer": optimizer_s,
         "host": step_s - device_s,
     }
     found = _step(config, step_s, once.overhead_ms / 1e3, host_s, parts, flops)

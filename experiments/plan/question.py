@@ -41,16 +41,15 @@ class PlanConfig(MachineOptions):
         for asked in map(Layout.parse, self.layouts):
             if reason := mismatch(self, asked):
                 raise ValueError(f"layout {asked}: {reason}")
-        if not self.offered() and self.batch < count:
+        if self.offered():
+            return
+        if self.batch < count:
             raise ValueError(
                 f"a batch of {self.batch} sequences leaves some of {count} devices without one; the nearest choices: "
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
-        if not self.offered():
-            near = max(1, round(self.batch / count)) * count
-            raise ValueError(
-                f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
-            )
+        near = max(1, round(self.batch / count)) * count
+        raise ValueError(f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}")
 
     def offered(self) -> list[Layout]:
         """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster

@@ -75,15 +75,15 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
         except RanksFailed as failure:
             healthy = run_ranks(examine, RANKS, name, False, *steps)[0]
             broken = {"error": str(failure).strip().splitlines()[-1]}
-        caught = caught_by(broken)
+        caught, loss = caught_by(broken), broken.get("loss")
         metrics = broken | {
             "caught": mistake.check in caught,
             "caught_by": ", ".join(caught) or "nothing",
             "healthy_passes": not caught_by(healthy),
             "healthy_loss": healthy["loss"],
             "healthy_final_loss": _end(healthy["loss"]),
-            "first_loss_diff": broken["loss"][0] - healthy["loss"][0] if "loss" in broken else None,
-            "final_loss": _end(broken["loss"]) if "loss" in broken else None,
+            "first_loss_diff": loss and loss[0] - healthy["loss"][0],
+            "final_loss": loss and _end(loss),
         }
         run.add(
             name, metrics, world_size=RANKS, model=asdict(MODEL), strategy=mistake.healthy, layout=str(mistake.layout),
