@@ -12,7 +12,6 @@ Docstrings of public functions in `DESCRIBED` begin with a verb, as far as that 
 
 import ast
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,7 +71,7 @@ NAMED = {
 }  # fmt: skip
 
 
-def violations(module: str, source: str, *, is_package: bool = False) -> list[str]:
+def violations(module, source, *, is_package=False):
     """What a module breaks, a line of text each; a package's `__init__` goes by the package's name."""
     tree = ast.parse(source)
     found = [
@@ -90,7 +89,7 @@ def violations(module: str, source: str, *, is_package: bool = False) -> list[st
     return found
 
 
-def strategies_named(module: str, source: str) -> list[str]:
+def strategies_named(module, source):
     """The names of strategies that a module of distlab writes and may not, a line of text each."""
     package, _, rest = module.partition(".")
     if package != "distlab" or rest.split(".")[0] == "parallel":
@@ -102,7 +101,7 @@ def strategies_named(module: str, source: str) -> list[str]:
     ]
 
 
-def _forbidden(module: str, target: str) -> str | None:
+def _forbidden(module, target):
     """Why `module` may not import `target`, or None."""
     layer, to = module.split(".")[0], target.split(".")[0]
     if module == "kernels":
@@ -122,7 +121,7 @@ def _forbidden(module: str, target: str) -> str | None:
     return _forbidden_in_distlab(module, target) if layer == "distlab" else None
 
 
-def _forbidden_in_distlab(module: str, target: str) -> str | None:
+def _forbidden_in_distlab(module, target):
     if module == "distlab":
         if target in ("distlab.command", "distlab.report.record"):  # by `distlab.run`, when it is called
             return None
@@ -141,7 +140,7 @@ def _forbidden_in_distlab(module: str, target: str) -> str | None:
     return f"{unit} may import {', '.join(sorted(allowed)) or 'no sibling'}"
 
 
-def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+def _imports(tree, module, is_package):
     """(line, dotted target) of every import; `from a import b` gives `a.b` where a is a layer."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -159,7 +158,7 @@ def _imports(tree: ast.AST, module: str, is_package: bool) -> Iterator[tuple[int
             yield from ((node.lineno, str(each.value)) for each in node.args[:1] if isinstance(each, ast.Constant))
 
 
-def _modules() -> Iterator[tuple[str, Path]]:
+def _modules():
     for path in sorted(path for layer in LAYERS for path in (ROOT / layer).rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
@@ -185,7 +184,7 @@ def test_no_strategy_is_known_by_its_name():
     assert not strategies_named("distlab.parallel", "Strategy('zero1')")
 
 
-def noun_phrases(source: str) -> list[str]:
+def noun_phrases(source):
     """Name public functions, also methods, whose docstrings begin with an article; properties and kernels may."""
     return [
         node.name
@@ -225,7 +224,7 @@ def test_every_folder_of_tests_is_a_package():
         ("distlab.train.loop", "import os\nrank = int(os.environ['RANK'])"),
     ],
 )
-def test_the_checker_sees(module: str, source: str):
+def test_the_checker_sees(module, source):
     assert violations(module, source)
 
 
@@ -239,11 +238,11 @@ def test_the_checker_sees(module: str, source: str):
         ("launch.train", "import os\nos.environ['OMP_NUM_THREADS'] = '1'"),
     ],
 )
-def test_the_checker_lets_pass(module: str, source: str):
+def test_the_checker_lets_pass(module, source):
     assert not violations(module, source)
 
 
-def test_the_wheel_takes_two_names_from_its_users(monkeypatch: pytest.MonkeyPatch):
+def test_the_wheel_takes_two_names_from_its_users(monkeypatch):
     """Their environment may have a package called launch or experiments: ours lie inside of distlab."""
     pytest.importorskip("setuptools")  # which brings distutils; without it there is no wheel
     from distutils.core import run_setup

@@ -2,22 +2,18 @@
 
 import json
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distlab import check as signatures
-from distlab.check import Verdict, check, on_rank
-from distlab.comm import RankContext
+from distlab.check import check, on_rank
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
 from launch.__main__ import main
@@ -43,7 +39,7 @@ NAMED = {  # mistake → signature of the tensors that differ; a message of the 
 SLOW = "sent every micro-batch"
 
 
-def names_of_mistakes(context: RankContext, names: list[str]) -> dict[str, set[str]]:
+def names_of_mistakes(context, names):
     found = {}
     for name in names:
         mistake = MISTAKES[name]
@@ -69,31 +65,31 @@ def test_what_costs_messages_alone_gets_no_name():
 # -- models ------------------------------------------------------------------------------------------------
 
 
-def classified(module: nn.Module) -> Any:
-    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def classified(module):
+    def batch(size, generator):
         return torch.randn(size, 6, generator=generator), torch.randint(5, (size,), generator=generator)
 
     return module, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
 
-def mlp() -> Any:
+def mlp():
     return classified(nn.Sequential(nn.Linear(6, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 5)))
 
 
-def with_statistics() -> Any:
+def with_statistics():
     return classified(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5)))
 
 
-def tied() -> Any:
+def tied():
     first, last = nn.Linear(6, 6), nn.Linear(6, 6)
     last.weight = first.weight
     return classified(nn.Sequential(first, nn.GELU(), last))
 
 
-def tokens() -> Any:
+def tokens():
     module = nn.Sequential(nn.Embedding(11, 8), nn.LayerNorm(8), nn.Linear(8, 11))
 
-    def batch(size: int, generator: torch.Generator) -> Tensor:
+    def batch(size, generator):
         return torch.randint(11, (size, 13), generator=generator)
 
     return module, batch, lambda model, batch: F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
@@ -102,24 +98,24 @@ def tokens() -> Any:
 # -- wrappers ----------------------------------------------------------------------------------------------
 
 
-def ddp(module: nn.Module, group: ProcessGroup) -> Any:
+def ddp(module, group):
     return DistributedDataParallel(module, process_group=group)
 
 
-def fsdp2(module: nn.Module, group: ProcessGroup) -> Any:
+def fsdp2(module, group):
     mesh = DeviceMesh.from_group(group, "cpu")
     fully_shard(module[0], mesh=mesh)
     return fully_shard(module, mesh=mesh)
 
 
-def reduced(reduce: Callable[[str, Tensor, ProcessGroup], None]) -> Callable[..., Any]:
+def reduced(reduce):
     """A wrapper of ten lines, whose finish reduces one gradient after the other."""
 
-    def wrap(module: nn.Module, group: ProcessGroup) -> Any:
+    def wrap(module, group):
         for tensor in [*module.parameters(), *module.buffers()]:
             dist.broadcast(tensor.data, 0, group)
 
-        def finish() -> None:
+        def finish():
             for name, parameter in module.named_parameters():
                 reduce(name, parameter.grad, group)
 
@@ -128,7 +124,7 @@ def reduced(reduce: Callable[[str, Tensor, ProcessGroup], None]) -> Callable[...
     return wrap
 
 
-def mean(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def mean(name, gradient, group):
     dist.all_reduce(gradient, group=group)
     gradient /= group.size()
 
@@ -137,34 +133,34 @@ by_hand = reduced(mean)
 
 
 @reduced
-def in_bf16(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def in_bf16(name, gradient, group):
     sent = gradient.bfloat16()
     mean(name, sent, group)
     gradient.copy_(sent)
 
 
 @reduced
-def divided_twice(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def divided_twice(name, gradient, group):
     mean(name, gradient, group)
     gradient /= group.size()
 
 
 @reduced
-def without_micro_batches(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def without_micro_batches(name, gradient, group):
     mean(name, gradient, group)
     gradient *= group.size() + 1
 
 
 @reduced
-def never_summed(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def never_summed(name, gradient, group):
     gradient /= group.size()
 
 
-def a_step_late(module: nn.Module, group: ProcessGroup) -> Any:
+def a_step_late(module, group):
     late: dict[str, Tensor] = {}
 
     @reduced
-    def keep(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    def keep(name, gradient, group):
         mean(name, gradient, group)
         fresh = gradient.clone()
         gradient.copy_(late.get(name, torch.zeros_like(fresh)))
@@ -174,15 +170,15 @@ def a_step_late(module: nn.Module, group: ProcessGroup) -> Any:
 
 
 @reduced
-def scaled_by_rank(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def scaled_by_rank(name, gradient, group):
     mean(name, gradient, group)
     gradient *= 1.7 + group.rank()
 
 
-def moves_a_buffer(module: nn.Module, group: ProcessGroup) -> Any:
+def moves_a_buffer(module, group):
     module, finish = by_hand(module, group)
 
-    def and_move() -> None:
+    def and_move():
         finish()
         module[1].running_mean.add_(1)
 
@@ -193,7 +189,7 @@ def moves_a_buffer(module: nn.Module, group: ProcessGroup) -> Any:
 
 
 @reduced
-def experts_doubled(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+def experts_doubled(name, gradient, group):
     """pytorch 160285: tokens of all ranks already meet in an expert, and its gradient is not divided for it."""
     mean(name, gradient, group)
     if name.startswith("3."):
@@ -203,11 +199,11 @@ def experts_doubled(name: str, gradient: Tensor, group: ProcessGroup) -> None:
 class CutSequence(nn.Module):
     """Each rank computes a part of the sequence; what comes out is gathered."""
 
-    def __init__(self, module: nn.Module, group: ProcessGroup):
+    def __init__(self, module, group):
         super().__init__()
         self.module, self.group = module, group
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         part = tokens.chunk(self.group.size(), 1)[self.group.rank()]
         out = self.module(part)
         parts = [torch.zeros_like(out) for _ in range(self.group.size())]
@@ -216,11 +212,11 @@ class CutSequence(nn.Module):
         return torch.cat(parts, 1)
 
 
-def norms_of_a_part(module: nn.Module, group: ProcessGroup) -> Any:
+def norms_of_a_part(module, group):
     """Megatron-LM 7452, its 11th finding: a replicated norm sees a part of the sequence, and nobody adds the parts."""
 
     @reduced
-    def matrices_only(name: str, gradient: Tensor, group: ProcessGroup) -> None:
+    def matrices_only(name, gradient, group):
         if not name.startswith("1."):
             dist.all_reduce(gradient, group=group)
 
@@ -228,7 +224,7 @@ def norms_of_a_part(module: nn.Module, group: ProcessGroup) -> Any:
     return CutSequence(module, group), finish
 
 
-def counts_of_all(module: nn.Module, group: ProcessGroup) -> Any:
+def counts_of_all(module, group):
     """Megatron-LM 7452, its 10th finding: a count that scales a router's loss is summed over ranks in place."""
     count = torch.ones(())
     dist.all_reduce(count, group=group)
@@ -255,17 +251,17 @@ WRONG = {  # wrapper → model, signature, tensors that have it
 }
 
 
-def named(name: str) -> str:
+def named(name):
     """Of a function in this file; a strategy's is its own."""
     return f"{HERE}:{name}" if name in globals() else name.removesuffix("-of-ours")
 
 
-def verdicts(context: RankContext, cases: list[tuple[str, str]], same: set[str]) -> list[Verdict]:
+def verdicts(context, cases, same):
     return [on_rank(context, named(model), named(wrap), same_batch=wrap in same) for model, wrap in cases]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks: int):
+def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
     cases = [*(RIGHT if ranks == 2 else ()), *((model, wrap) for wrap, (model, _, _) in WRONG.items())]
     found = run_ranks(verdicts, ranks, cases, {"norms_of_a_part"}, deadline_s=200)[0]
     for (model, wrap), verdict in zip(cases, found, strict=True):
@@ -282,29 +278,29 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks: int):
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
-def no_module() -> Any:
+def no_module():
     return None, None, None
 
 
-def random_in_forward() -> Any:
+def random_in_forward():
     module, batch, loss = mlp()
     return module, batch, lambda model, batch: loss(model, batch) * (1 + time.perf_counter() % 1)
 
 
-def no_numbers() -> Any:
+def no_numbers():
     module, batch, loss = mlp()
     return module, batch, lambda model, batch: loss(model, batch) * float("nan")
 
 
-def deadlock(module: nn.Module, group: ProcessGroup) -> Any:
+def deadlock(module, group):
     return module, lambda: dist.barrier(group) if group.rank() else None
 
 
-def raises(module: nn.Module, group: ProcessGroup) -> Any:
+def raises(module, group):
     raise KeyError("no such layer")
 
 
-def a_copy(module: nn.Module, group: ProcessGroup) -> Any:
+def a_copy(module, group):
     return mlp()[0]
 
 

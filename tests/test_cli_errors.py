@@ -87,7 +87,7 @@ NAMES = {number: number.name for number in (signal.SIGTERM, signal.SIGHUP, signa
 def test_a_signal_is_answered_with_what_was_saved(tmp_path, capsys, number, by):
     folder = make_folder(tmp_path, "bench", "now")
 
-    def saves() -> int:
+    def saves():
         joined = make_folder(tmp_path, "bench", "now")
         (joined / "records.json").write_text("[]")
         with atomic_path(joined / "half.json") as temporary:
@@ -111,7 +111,7 @@ def test_a_rank_answers_before_it_is_in_its_group_and_one_of_them_speaks(monkeyp
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
     monkeypatch.setenv("ROLE_RANK", rank)
 
-    def imports() -> int:
+    def imports():
         os.kill(os.getpid(), signal.SIGTERM)
         raise AssertionError("goes on")
 

@@ -48,7 +48,7 @@ CANNOT = {
 TIMEOUT_S = 420
 
 
-def runnable() -> dict[str, str]:
+def runnable():
     """Command as it is run → page that it stands on; an experiment once, however often pages name it."""
     found: dict[str, str] = {}
     for page in pages():
@@ -68,7 +68,7 @@ def runnable() -> dict[str, str]:
 
 
 @pytest.fixture(scope="session")
-def checkout(tmp_path_factory) -> Path:
+def checkout(tmp_path_factory):
     """A copy of the working tree, with this interpreter as its virtual environment and a text to train on."""
     copy = tmp_path_factory.mktemp("checkout") / "distlab"
     ignored = shutil.ignore_patterns(".venv", ".git", "outputs", "__pycache__")

@@ -13,7 +13,7 @@ from distlab.doctor import LIMITED, MISSING, OK, Finding
 from tests.commands import python
 
 
-def healthy(gpus: int) -> list[Finding]:
+def healthy(gpus):
     names = ["Python", "torch", "matplotlib", "tabulate", "gloo", "NCCL", "two ranks"]
     cards = [Finding(f"GPU {index}", OK, "NVIDIA H200") for index in range(gpus)]
     return [Finding(name, OK, "there") for name in names] + cards

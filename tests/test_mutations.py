@@ -43,7 +43,7 @@ TEST = "from code_under_test import value\n\ndef test_value():\n    assert value
 
 @pytest.mark.parametrize("replacement, code", [("value = 2", 0), ("value = 1 ", 1)], ids=["seen", "not-seen"])
 def test_the_command_tells_survivors(monkeypatch, tmp_path, capsys, replacement, code):
-    def copy_tree(target) -> None:
+    def copy_tree(target):
         target.mkdir()
         (target / "code_under_test.py").write_text(FILE)
         (target / "test_it.py").write_text(TEST)

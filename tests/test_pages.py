@@ -1,6 +1,5 @@
 """The pages: tables as their records say, code as the package has it, links that lead there, commands that exist."""
 
-import argparse
 import re
 import runpy
 import shlex
@@ -70,7 +69,7 @@ def test_links_lead_to_files_and_headings_of_this_repository(page):
             assert anchor[1:] in headings(target), f"{page.name} links to {path}{anchor}"
 
 
-def headings(page) -> set[str]:
+def headings(page):
     lines = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", line.lower()).replace(" ", "-") for line in lines}
 
@@ -85,13 +84,13 @@ def test_the_commands_of_a_page_exist_with_their_options(page):
         check(Command(command.page, filled_in(command.text)))
 
 
-def filled_in(text: str) -> str:
+def filled_in(text):
     for left_open, filled in FILLED_IN.items():
         text = re.sub(left_open, filled, text)
     return text
 
 
-def check(command: Command) -> None:
+def check(command):
     """Fail if a command names what is not there, or an option that it does not take."""
     words = [word for word in shlex.split(command.text) if not re.match(r"[A-Z_]+=", word)]
     where = f"{command.page}: {command.text}"
@@ -119,7 +118,7 @@ def check(command: Command) -> None:
                 experiment.config(**chosen | given(experiment.config, args))
 
 
-def arguments_of(words: list[str]) -> list[str]:
+def arguments_of(words):
     """The arguments of `distlab` in a command, however it is started; [] if it is another command."""
     for place, word in enumerate(words):
         if word == "distlab" or (word == "launch" and words[place - 1] == "-m"):
@@ -131,7 +130,7 @@ def arguments_of(words: list[str]) -> list[str]:
     return []
 
 
-def parser_of(arguments: list[str]) -> argparse.ArgumentParser | None:
+def parser_of(arguments):
     if arguments[0] == "run":
         module = load(arguments[1])
         experiment = getattr(module, "EXPERIMENT", None)

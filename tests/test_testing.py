@@ -5,20 +5,19 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.testing import RanksFailed, run_ranks, shut_down
 from tests.comm.test_parent_death import ends_within, is_alive
 from tests.commands import ROOT, environment, python
 
 
-def square(context: RankContext, base: int) -> tuple[int, int]:
+def square(context, base):
     return base + context.rank**2, os.getpid()
 
 
@@ -29,7 +28,7 @@ def test_results_come_in_rank_order_from_processes_that_are_reused():
     assert [pid for _, pid in first] == [pid for _, pid in second]
 
 
-def die_beside_a_loader(context: RankContext, file: Path) -> None:
+def die_beside_a_loader(context, file):
     loading = iter(DataLoader(range(1000), num_workers=1))
     file.write_text(str(loading._workers[0].pid))
     os._exit(1)
@@ -41,12 +40,12 @@ def test_the_process_that_loads_a_killed_rank_s_data_ends(tmp_path):
     assert ends_within(int((tmp_path / "pid").read_text()), 10)  # which looks every five seconds
 
 
-def fail_on_rank_1(context: RankContext) -> None:
+def fail_on_rank_1(context):
     if context.rank == 1:
         raise KeyError("this one")
 
 
-def pids(ranks: int) -> list[int]:
+def pids(ranks):
     return [pid for _, pid in run_ranks(square, ranks, 0)]
 
 
@@ -57,7 +56,7 @@ def test_a_rank_s_traceback_reaches_the_test_and_the_ranks_serve_the_next():
     assert pids(3) == before
 
 
-def average_on_some(context: RankContext) -> None:
+def average_on_some(context):
     if context.rank == 0:
         raise ValueError("before the others come")
     collectives.sum_tensor(torch.ones(1), context.group)
@@ -70,7 +69,7 @@ def test_ranks_in_a_collective_with_one_that_raised_end_with_it_and_serve_the_ne
     assert pids(2) == before
 
 
-def hang_on_rank_0(context: RankContext) -> None:
+def hang_on_rank_0(context):
     if context.rank == 0:
         time.sleep(60)
 
@@ -85,7 +84,7 @@ def test_a_call_past_its_deadline_shows_where_it_hung():
     assert not set(before) & set(pids(2))
 
 
-def exit_quietly(context: RankContext) -> None:
+def exit_quietly(context):
     os._exit(0)
 
 
@@ -116,7 +115,7 @@ def where(context):
 """
 
 
-def script(folder: Path, guard: str, seconds: float = 0) -> Path:
+def script(folder, guard, seconds=0):
     path = folder / "script.py"
     path.write_text(SCRIPT.format(guard=guard, seconds=seconds))
     return path

@@ -5,7 +5,6 @@ import random
 import resource
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import torch
 from distlab.checkpoint import files, tensors
 from distlab.checkpoint.checkpointer import CheckpointError
 from distlab.checkpoint.files import MARKER, CheckpointFolder, OtherFormat
-from distlab.comm import RankContext
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train.loop import Trainer
@@ -25,7 +23,7 @@ UNCLIPPED = {"clip": 0.0}
 CUT = 3  # the step after which the checkpoint of these tests is written
 
 
-def train_and_save(context: RankContext, root: str, strategies: list[str], changes: dict) -> dict[str, dict]:
+def train_and_save(context, root, strategies, changes):
     """Six steps under each strategy, with a checkpoint after the third; the losses of the last three.
 
     Behind a strategy's name may stand a layout, as in `fsdp tp2`.
@@ -41,7 +39,7 @@ def train_and_save(context: RankContext, root: str, strategies: list[str], chang
     return losses
 
 
-def resume(context: RankContext, pairs: list[tuple[str, str]], root: str, changes: dict) -> list[dict]:
+def resume(context, pairs, root, changes):
     found = []
     for written, strategy in pairs:
         name, _, layout = strategy.partition(" ")
@@ -55,12 +53,12 @@ def resume(context: RankContext, pairs: list[tuple[str, str]], root: str, change
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> tuple[str, dict]:
+def saved(tmp_path_factory):
     root = str(tmp_path_factory.mktemp("checkpoints"))
     return root, run_ranks(train_and_save, 2, root, STRATEGIES, UNCLIPPED)[0]
 
 
-def each_after_another(step: int) -> list[tuple[str, str]]:
+def each_after_another(step):
     """(who wrote, who reads) with each strategy once as either."""
     return [(name, STRATEGIES[(i + step) % len(STRATEGIES)]) for i, name in enumerate(STRATEGIES)]
 
@@ -73,7 +71,7 @@ def test_resumed_at_the_same_world_size_strategies_continue_one_another_bit_for_
         assert found == losses[written], f"{written} → {strategy}"
 
 
-def assert_continued(losses: dict, world_size: int, pairs: list[tuple[str, str]], root: str, changes: dict) -> None:
+def assert_continued(losses, world_size, pairs, root, changes):
     for (written, strategy), found in zip(pairs, run_ranks(resume, world_size, pairs, root, changes)[0], strict=True):
         for step, expected in losses[written].items():
             # fp32 means of other groupings, through up to three AdamW steps of 1e-3
@@ -144,7 +142,7 @@ def test_every_generator_is_restored(context, tmp_path):
     assert draw_from_all_generators() == expected
 
 
-def stored_content(context: RankContext, folder: str, strategy: str, shard_size: int | None) -> dict:
+def stored_content(context, folder, strategy, shard_size):
     run = Run(context, folder, strategy=strategy, shard_size=shard_size)
     run.save(steps=1)
     return run.trainer.checkpoints.newest().content
@@ -166,12 +164,12 @@ def test_what_is_stored_is_unpadded_by_name_and_shared_among_ranks(tmp_path):
 # -- damage ------------------------------------------------------------------------------------------------
 
 
-def write_two(context: RankContext, folder: str) -> None:
+def write_two(context, folder):
     run = Run(context, folder, steps=4, checkpoint_every=2)
     run.trainer.run()
 
 
-def newest_step(context: RankContext, folder: str) -> tuple[int, list[str]]:
+def newest_step(context, folder):
     messages: list[str] = []
     run = Run(context, folder)
     run.trainer.checkpoints.progress = messages.append
@@ -179,26 +177,26 @@ def newest_step(context: RankContext, folder: str) -> tuple[int, list[str]]:
     return run.trainer.step, messages
 
 
-def refusal(context: RankContext, folder: str) -> str:
+def refusal(context, folder):
     with pytest.raises((CheckpointError, OtherFormat)) as caught:
         Run(context, folder).trainer.resume()
     return str(caught.value)
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory) -> Path:
+def two(tmp_path_factory):
     folder = tmp_path_factory.mktemp("two")
     run_ranks(write_two, 2, str(folder))
     return folder
 
 
 @pytest.fixture
-def copied(two, tmp_path) -> Path:
+def copied(two, tmp_path):
     """A folder with checkpoints of steps 2 and 4."""
     return shutil.copytree(two, tmp_path / "copied")
 
 
-def flip_a_bit(path: Path) -> None:
+def flip_a_bit(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
@@ -292,7 +290,7 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_that_names_it(context, tmp_p
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_00000001", "step_00000002"]
 
 
-def go_on_with_keep_1(context: RankContext, folder: str, steps: int) -> int:
+def go_on_with_keep_1(context, folder, steps):
     """Resume and train up to a checkpoint at `steps`; the step that it went on from."""
     run = Run(context, folder, steps=steps, keep=1)
     run.trainer.resume()
@@ -325,13 +323,13 @@ def test_what_is_deleted_has_lost_its_name_first(copied, monkeypatch):
     """A deletion that is cut short, of a checkpoint written again or of an old one, leaves no half one to be read."""
     store = CheckpointFolder(copied)
 
-    def begin_again() -> None:
+    def begin_again():
         shutil.copytree(store.path_of(4), store.temporary_path_of(4))
         (store.temporary_path_of(4) / MARKER).unlink()
         content = {key: value for key, value in store.open(4).content.items() if key not in ("format", "step")}
         store.commit(4, content)
 
-    def die_in_the_middle(path, **options) -> None:
+    def die_in_the_middle(path, **options):
         files = sorted(path.iterdir()) if path.is_dir() else []
         if files:
             files[0].unlink()
@@ -360,7 +358,7 @@ def test_a_checkpoint_is_flushed_before_it_has_its_name_and_its_name_after(copie
 # -- death while writing -----------------------------------------------------------------------------------
 
 
-def die_while_saving(context: RankContext, folder: str, point: int) -> None:
+def die_while_saving(context, folder, point):
     """Complete step 1, then end this rank by SIGKILL at a random event of writing step 2."""
     run = Run(context, folder)
     run.save(steps=1)
@@ -397,13 +395,13 @@ def test_sigkill_at_random_points_of_a_write_leaves_a_checkpoint_that_loads(tmp_
         assert losses == {number: loss for number, loss in reference.items() if number > step}
 
 
-def reference_losses(context: RankContext) -> dict[int, str]:
+def reference_losses(context):
     run = Run(context, None, steps=3)
     run.trainer.run()
     return run.losses
 
 
-def resumed_losses(context: RankContext, folder: str) -> tuple[int, dict[int, str]]:
+def resumed_losses(context, folder):
     run = Run(context, folder, steps=3)
     assert run.trainer.resume()
     step = run.trainer.step

@@ -8,9 +8,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -25,7 +23,6 @@ from distlab.checkpoint.files import (
     check_sizes,
     digest_of,
 )
-from distlab.comm import RankContext
 from distlab.train import sample
 from tests.train.cases import Run, digest
 
@@ -36,7 +33,7 @@ SAMPLES = (  # of each kind one, out of many that are treated alike
 
 
 @pytest.fixture
-def run(one_rank: RankContext, tmp_path: Path) -> Iterator[Run]:
+def run(one_rank, tmp_path):
     """A run of one rank with one checkpoint, of step 1, in `tmp_path/run`."""
     run = Run(one_rank, tmp_path / "run")
     run.save(steps=1)
@@ -44,29 +41,29 @@ def run(one_rank: RankContext, tmp_path: Path) -> Iterator[Run]:
     run.trainer.close()
 
 
-def path_of(run: Run) -> Path:
+def path_of(run):
     return run.trainer.checkpoints.folder.path_of(1)
 
 
-def marker_of(run: Run) -> dict[str, Any]:
+def marker_of(run):
     return json.loads((path_of(run) / MARKER).read_text())
 
 
-def forge(run: Run, content: Any, *, seal: bool = True) -> None:
+def forge(run, content, *, seal=True):
     """Write a marker, with a checksum of itself that fits."""
     if isinstance(content, dict) and seal:
         content = content | {"digest": digest_of(content)}
     (path_of(run) / MARKER).write_text(json.dumps(content))
 
 
-def load(run: Run) -> None:
+def load(run):
     """All that a run does with a checkpoint, but for hashing files that did not change."""
     stored = CheckpointFolder(path_of(run).parent).open(1)
     check_sizes(stored)
     run.trainer.resume(stored)
 
 
-def refusal(run: Run, load: Callable[[Run], None] = load) -> str:
+def refusal(run, load=load):
     """What it is refused with: an error that every command turns into one line."""
     with pytest.raises((Damaged, CheckpointError, ValueError)) as caught:
         load(run)
@@ -75,12 +72,12 @@ def refusal(run: Run, load: Callable[[Run], None] = load) -> str:
     return message
 
 
-def kind(value: Any) -> Any:
+def kind(value):
     """Replacing a value by another of its kind need not be an error: it may be another run's."""
     return float if isinstance(value, float) else type(value)
 
 
-def replaced(whole: Any, path: tuple, change: Callable[[Any], Any]) -> Any:
+def replaced(whole, path, change):
     """A copy in which what lies at a path is changed."""
     if not path:
         return change(whole)
@@ -89,10 +86,10 @@ def replaced(whole: Any, path: tuple, change: Callable[[Any], Any]) -> Any:
     return copied
 
 
-def mutations(value: Any, path: tuple = ()) -> Iterator[tuple[str, Callable[[Any], Any]]]:
+def mutations(value, path=()):
     """(what, how) of every change to a JSON value: a key less, an element less, or another kind of value."""
 
-    def changed(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    def changed(change):
         return lambda whole: replaced(whole, path, change)
 
     for new in REPLACEMENTS:
@@ -229,7 +226,7 @@ def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(r
     path, original = path_of(run) / "rank_0_0.bin", marker_of(run)
     data = path.read_bytes()
 
-    def overwritten(key: str) -> bytes:
+    def overwritten(key):
         ((_, _, _, offset), *_) = original["tensors"][key]["parts"]
         return data[:offset] + b"\xff" * 80 + data[offset + 80 :]
 
@@ -255,7 +252,7 @@ def test_a_model_that_was_made_up_is_not_built_for_sampling(run, one_rank, tmp_p
     original = marker_of(run)
     shutil.copytree(path_of(run).parent, tmp_path / "copy")
 
-    def load_model(run: Run) -> None:
+    def load_model(run):
         sample.load_model(CheckpointFolder(path_of(run).parent).open(1), one_rank)
 
     for changes in ({"d_model": 128_000_000}, {"num_layers": 10**9}, {"num_heads": 3}):

@@ -15,12 +15,12 @@ from distlab.checkpoint import lock as lock_module
 from distlab.checkpoint.lock import NAME, FolderIsHeld, Holder, LockLost, RunLock
 
 
-def write(folder: Path, holder: Holder) -> Path:
+def write(folder, holder):
     (folder / NAME).write_text(json.dumps(asdict(holder)))
     return folder / NAME
 
 
-def elsewhere() -> Holder:
+def elsewhere():
     return replace(Holder.me(), host="other-host", machine="other-host another boot")
 
 
@@ -105,7 +105,7 @@ def test_of_many_that_find_a_dead_lock_at_once_one_gets_it(tmp_path):
         taken: list[RunLock] = []
         start = threading.Barrier(8)
 
-        def contend(folder=folder, taken=taken, start=start) -> None:
+        def contend(folder=folder, taken=taken, start=start):
             lock = RunLock(folder)
             start.wait()
             try:
@@ -144,7 +144,7 @@ def test_who_was_suspended_and_taken_for_dead_finds_out_and_leaves_the_successor
 
 
 def test_where_the_lock_cannot_be_written_nothing_is_left(tmp_path, monkeypatch):
-    def full(file: int, data: bytes) -> int:
+    def full(file, data):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:

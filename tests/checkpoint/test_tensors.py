@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distlab.checkpoint import files, tensors
-from distlab.checkpoint.files import CheckpointError, CheckpointFolder, Stored
+from distlab.checkpoint.files import CheckpointError, CheckpointFolder
 from distlab.parallel.shard import Shard, whole
 
 WHOLE = {
@@ -18,7 +18,7 @@ WHOLE = {
 }
 
 
-def written(folder: CheckpointFolder, ranks: int, threads: int) -> Stored:
+def written(folder, ranks, threads):
     """A checkpoint of WHOLE, each tensor cut into as many parts as there are ranks."""
     temporary = folder.begin(1)
     results = []

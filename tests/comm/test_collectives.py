@@ -6,11 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from tests.parallel.test_contract import BACKENDS, on_two_ranks, run
 
 
-def means(context: RankContext) -> None:
+def means(context):
     group, device, n = context.group, context.device, context.world_size
     mean = (n + 1) / 2
     plain = torch.full((5,), context.rank + 1.0, device=device)

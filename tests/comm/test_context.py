@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, rank_context
+from distlab.comm import rank_context
 from distlab.comm.context import choose_device
 from distlab.testing import run_ranks
 from tests.commands import python
@@ -52,7 +52,7 @@ def test_ranks_have_a_gpu_each_or_share_the_one_they_are_given(monkeypatch):
     assert choose_device(None, 1, 2, "cuda:0") == ("gloo", torch.device("cuda", 0))
 
 
-def freed_in_pieces(context: RankContext) -> int:
+def freed_in_pieces(context):
     piece = 2**28
     pieces = [torch.empty(piece, dtype=torch.uint8, device=context.device) for _ in range(4)]
     del pieces
@@ -82,7 +82,7 @@ OUTSIDE = {
 def outside(monkeypatch):
     """Sets the variables that a launcher would set, and no others."""
 
-    def put(variables: str) -> None:
+    def put(variables):
         for name in (
             *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
             "TORCHELASTIC_USE_AGENT_STORE",
@@ -103,7 +103,7 @@ def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(outside, 
     assert time.monotonic() - begin < 5 and not dist.is_initialized()
 
 
-def by_hand(rank: int, port: int) -> str:
+def by_hand(rank, port):
     return f"RANK={rank} WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT={port}"
 
 
@@ -155,7 +155,7 @@ def test_every_rank_knows_its_place(context):
     assert (context.world_size, context.device.type, context.backend) == (3, "cpu", "gloo")
 
 
-def join_late(context: RankContext, path: str) -> tuple[float, float]:
+def join_late(context, path):
     """(when this rank had connected to the others, when its context opened) for a group that rank 1 joins late."""
     dist.destroy_process_group()
     connect, connected_at = dist.init_process_group, []

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.comm.copy_engine import CopyEngineAllReduce
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import CopyEngineDDP, ZeroOptimizer
@@ -33,7 +33,7 @@ def test_cpu_ranks_are_refused(context):
         CopyEngineDDP(torch.nn.Linear(2, 2), process_group=context.group)
 
 
-def sums_many(context: RankContext) -> None:
+def sums_many(context):
     numels = [8 * context.world_size, 2**20, 12 * context.world_size, 2**22]
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
     exchange = CopyEngineAllReduce(numels, dtypes, context.device, context.group)
@@ -60,7 +60,7 @@ def test_tensors_are_averaged_again_and_again(world_size):
     run_ranks(sums_many, world_size, backend="nccl")
 
 
-def is_no_base_for_zero(context: RankContext) -> None:
+def is_no_base_for_zero(context):
     wrapper = CopyEngineDDP(torch.nn.Linear(2, 2).to(context.device), process_group=context.group)
     with pytest.raises(ValueError, match="give ZeroOptimizer a BucketedDDP"):
         ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)

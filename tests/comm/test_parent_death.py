@@ -20,21 +20,21 @@ time.sleep(60)
 BUSY = "print('ready', flush=True); hash_all = sum(range(10**12))"
 
 
-def is_alive(pid: int) -> bool:
+def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
 
 
-def ends_within(pid: int, seconds: float) -> bool:
+def ends_within(pid, seconds):
     deadline = time.monotonic() + seconds
     while is_alive(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
     return not is_alive(pid)
 
 
-def parent_and_child(code: str) -> tuple[subprocess.Popen[str], int]:
+def parent_and_child(code):
     """A parent, and the process id of its child, which runs this code and has said that it is ready."""
     command = [sys.executable, "-c", PARENT, code]
     pipe = subprocess.PIPE

@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import Tensor
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups, hybrid_mesh
 from distlab.comm.two_level import TwoLevelAllReduce
 from tests.parallel.cases import drawn
@@ -13,11 +12,11 @@ from tests.parallel.test_contract import run
 SHAPES = [(8,), (3,), (1,), (0,), (2, 5), (1000,), (7, 3)]  # two ranks do not divide them all
 
 
-def values(rank: int, message: int, shape: tuple[int, ...]) -> Tensor:
+def values(rank, message, shape):
     return drawn(100 * rank + message, *shape)
 
 
-def means(context: RankContext, shard_size: int, first: int) -> None:
+def means(context, shard_size, first):
     """All messages under way at once; from `first` on they are waited for in the order in which they were started."""
     mesh = hybrid_mesh(context.group, shard_size)
     sender = TwoLevelAllReduce(MeshGroups(context.group, mesh.get_group(0), mesh.get_group(1)))

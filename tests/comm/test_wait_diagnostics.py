@@ -8,20 +8,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.testing import run_ranks
 from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
 TIMEOUT_S = 1.5
 
 
-def impatient(context: RankContext, longer_s: float = 0.0) -> dist.ProcessGroup:
+def impatient(context, longer_s=0.0):
     """A group of all ranks, made once they have met: how long one takes to start is no part of its timeout."""
     dist.barrier(context.group)
     return dist.new_group(timeout=timedelta(seconds=TIMEOUT_S + longer_s))
 
 
-def absent(context: RankContext, how: str) -> str:
+def absent(context, how):
     """Rank 1 of 3 does not come to the second message; the others come half a second apart."""
     tensor, group = torch.ones(1000), impatient(context)
     collectives.wait(collectives.all_reduce_mean(tensor, group), group, "averaging gradients")
@@ -54,13 +54,13 @@ class JustInTime(dist.Work):
 
     ended = False
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+    def wait(self, timeout=timedelta(0)):
         if timeout:
             self.ended = True
             raise RuntimeError("Operation timed out!")
         return self.ended
 
-    def is_completed(self) -> bool:
+    def is_completed(self):
         return self.ended
 
 
@@ -89,7 +89,7 @@ def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(con
     group, of_thread = impatient(context), impatient(context, longer_s=2)
     if context.rank == 1:
 
-        def exchange() -> None:
+        def exchange():
             with pytest.raises(RuntimeError):
                 collectives.gather_objects("", of_thread)
 

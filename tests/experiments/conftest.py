@@ -3,13 +3,10 @@
 import fcntl
 import os
 import pickle
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 
 from distlab.parallel import strategies_on
-from distlab.report import Record
 from experiments.memory_breakdown import STRATEGIES
 from launch.registry import load
 from tests.experiments.frame import measured
@@ -27,13 +24,13 @@ FIELDS = {  # what tests want to see, over the preset
 
 
 @pytest.fixture(scope="session")
-def smoke(tmp_path_factory) -> Callable[[str], tuple[list[Record], Path]]:
+def smoke(tmp_path_factory):
     """The rows of an experiment's run in small and its folder: made once, also where several processes test, and left
     alone."""
     root = tmp_path_factory.getbasetemp()
     root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
 
-    def of(name: str) -> tuple[list[Record], Path]:
+    def of(name):
         rows = root / f"{name}.pickle"
         with open(root / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)

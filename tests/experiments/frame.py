@@ -1,18 +1,14 @@
 """Experiments as tests run them: in a preset, in this process or on ranks, and as the command does."""
 
 import importlib
-from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
-from distlab.comm import RankContext
-from distlab.experiment import Experiment, lone_context, run_folder
-from distlab.report import Record
+from distlab.experiment import lone_context, run_folder
 from distlab.testing import run_ranks
 from launch.__main__ import main
 
 
-def measured(experiment: Experiment, root: str | Path, preset: str = "smoke", **fields: Any) -> list[Record]:
+def measured(experiment, root, preset="smoke", **fields):
     """The rows of a run named `run` under `root`, written as the command writes them.
 
     Args:
@@ -25,7 +21,7 @@ def measured(experiment: Experiment, root: str | Path, preset: str = "smoke", **
     return _measured(experiment, lone_context("cpu"), root, preset, fields)
 
 
-def on_rank(context: RankContext, name: str, root: str, preset: str, fields: dict[str, Any]) -> list[Record]:
+def on_rank(context, name, root, preset, fields):
     """`measured` on this rank, our kernels in plain torch: interpreting them takes ten times as long. However slow the
     host is, all rows are explained."""
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
@@ -34,7 +30,7 @@ def on_rank(context: RankContext, name: str, root: str, preset: str, fields: dic
         return _measured(experiment, context, root, preset, fields)
 
 
-def _measured(experiment, context, root, preset, fields) -> list[Record]:
+def _measured(experiment, context, root, preset, fields):
     config = experiment.config(**(experiment.preset(preset, on_gpu=False) | fields))
     with run_folder(context, root, experiment.name, "run") as folder:
         run = experiment.open(config, context, folder)
@@ -44,7 +40,7 @@ def _measured(experiment, context, root, preset, fields) -> list[Record]:
     return run.records
 
 
-def refused(capsys, *arguments: str) -> str:
+def refused(capsys, *arguments):
     """The one line with which `distlab run …` refuses these arguments."""
     try:
         code = main(["run", *arguments])

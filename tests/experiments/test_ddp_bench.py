@@ -10,7 +10,6 @@ import time
 from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,7 +17,6 @@ import pytest
 from distlab.bench import reference, timing
 from distlab.bench.reference import parameter_difference
 from distlab.bench.timing import Variant, Workbench, variants
-from distlab.comm import RankContext
 from distlab.parallel import Layout, OverlapDDP, get_strategy, strategies_on
 from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
@@ -59,11 +57,11 @@ def test_stages_of_a_replica_have_the_same_sequences(context):
     assert parameter_difference(context, row, steps=1) < 1e-6
 
 
-def out_of_memory_on_one_rank(context: RankContext, where: str) -> tuple[dict[str, int], str]:
+def out_of_memory_on_one_rank(context, where):
     """Rank 1's overlap row runs out of memory in construction, the warm-up, a timed step or when it is inspected."""
     backwards = itertools.count(1)
 
-    def reached(*_: Any) -> None:
+    def reached(*_):
         if next(backwards) == {"construction": 1, "warm-up": 2, "timed step": 3, "inspection": 5}[where]:
             raise RuntimeError(DRIVER)
 
@@ -94,16 +92,16 @@ def test_a_row_without_memory_says_so_and_the_sweep_goes_on(where):
     assert said == ("", line * (where != "construction"))
 
 
-def ended(context: RankContext, out: str, fault: str) -> tuple[int, str, str]:
+def ended(context, out, fault):
     """Exit code, stdout and stderr of a run of three rows and rounds in which something happens on this rank."""
     arguments = [*SMOKE_ARGUMENTS, "--strategies=local,naive,flat", f"--out={out}", "--name=run"]
     config, frame = ddp_bench.EXPERIMENT.chosen(ddp_bench.EXPERIMENT.parser().parse_args(arguments))
     profile, time_block, blocks = timing.Trial.profile, Workbench._time_block, itertools.count()
 
-    def stops() -> None:
+    def stops():
         signal.raise_signal(signal.SIGTERM)
 
-    def fails() -> None:
+    def fails():
         raise RuntimeError("two\nlines" if fault == "bug" else DRIVER)
 
     def traced(self, *options, **more):
@@ -227,14 +225,14 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
 
 
-def compared(variant: str, **metrics: float) -> Record:
+def compared(variant, **metrics):
     config = {"size": "tiny", "num_parameters": 1e6, "batch": 1, "context": 2, "dtype": "fp32", "world_size": 2}
     config |= {"backend": "gloo", "profile_steps": 1, "steps": 6}
     steps = {"step_p20_ms": 40.0, "step_p50_ms": 60.0, "step_p80_ms": 61.0, "overhead_ms": 4.0}
     return Record("ddp_bench", variant, config, steps | metrics, {"device_name": "some CPU", "torch": "2"}, None)
 
 
-def cells(record: Record) -> dict[str, str]:
+def cells(record):
     ((_, _, columns),) = VIEW.tables([record])
     return {column.title: column.text(record) for column in columns}
 

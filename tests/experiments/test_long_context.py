@@ -74,7 +74,7 @@ def test_rows_are_held_against_the_fastest_of_torchs():
     assert wrong_rows(rows) == ["fsdp2 qkv: its loss differs by 5.0 % from that of fsdp"]
 
 
-def row(name: str, **metrics) -> Record:
+def row(name, **metrics):
     """A record of this experiment."""
     return Record("long_context", name, {}, metrics, {}, None)
 
@@ -95,7 +95,7 @@ def test_what_cannot_fit_by_its_plan_is_not_tried():
 
 
 def test_what_fails_beside_the_measurement_is_said():
-    def fail() -> None:
+    def fail():
         raise RuntimeError("no such kernel\nsecond line")
 
     peer, timed = row("fsdp2 qkv"), row("fsdp", status="ok", step_p50_ms=5.0)

@@ -21,7 +21,7 @@ from tests.test_pages import check
 IN_WORDS = ("calculator",)  # answers on one line, without rows
 
 
-def registered() -> list[str]:
+def registered():
     return [name for name in experiments() if isinstance(getattr(load(name), "EXPERIMENT", None), Experiment)]
 
 

@@ -37,7 +37,7 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     assert (folder / "loss.png").stat().st_size > 10_000
 
 
-def record(variant: str, **metrics) -> Record:
+def record(variant, **metrics):
     return Record("train_curves", variant, {}, {"first_step": 0, "loss": [5.0, 2.0]} | metrics, {}, None)
 
 

@@ -74,7 +74,7 @@ def alone(monkeypatch, tmp_path):
     (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [BARE]}))
 
 
-def call(module: str, argv: str) -> int:
+def call(module, argv):
     try:
         return main([*module.split(), *argv.split(" ")] if argv else module.split())
     except SystemExit as refused:  # by argparse

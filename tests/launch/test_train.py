@@ -7,8 +7,6 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -32,12 +30,12 @@ ARGUMENTS = [
 ]
 
 
-def losses(out: Path) -> dict[int, str]:
+def losses(out):
     return {line["step"]: line["loss_hex"] for line in read_journal(out / "train" / "run" / "metrics.jsonl")}
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[int, str]:
+def undisturbed(tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed")
     done = python("launch/train.py", "--nproc=2", *ARGUMENTS, f"--out={out}")
     assert done.returncode == 0, done.stderr
@@ -56,11 +54,11 @@ def undisturbed(tmp_path_factory) -> dict[int, str]:
 class Running:
     """A command in the background, what it says in a file."""
 
-    def __init__(self, out: Path, *command: str, be: Callable[[Sequence[str]], None] = be_python):
+    def __init__(self, out, *command, be=be_python):
         self.log = out / f"said-{len(list(out.iterdir()))}"
         self.process = forked(command, self.log, self.log, be)
 
-    def until(self, condition: Callable[[], bool], seconds: float = 60) -> None:
+    def until(self, condition, seconds=60):
         """Wait for something that will come about; fail loudly if it does not."""
         deadline = time.monotonic() + seconds
         while not condition():
@@ -68,23 +66,23 @@ class Running:
             assert time.monotonic() < deadline, f"waited in vain:\n{self.text()}"
             time.sleep(0.02)
 
-    def workers(self) -> list[int]:
+    def workers(self):
         return children(self.process.pid)
 
-    def text(self) -> str:
+    def text(self):
         return self.log.read_text()
 
-    def end(self, seconds: float = 90) -> int | None:
+    def end(self, seconds=90):
         self.process.join(seconds)
         return self.process.exitcode
 
 
 @pytest.fixture
-def running(tmp_path) -> Iterator[Callable[..., Running]]:
+def running(tmp_path):
     """Starts commands that write to `tmp_path`, and ends those that a failed test leaves."""
     commands = []
 
-    def start(*command: str, **options) -> Running:
+    def start(*command, **options):
         commands.append(Running(tmp_path, *command, f"--out={tmp_path}", **options))
         return commands[-1]
 
@@ -93,7 +91,7 @@ def running(tmp_path) -> Iterator[Callable[..., Running]]:
         command.process.kill()
 
 
-def started(out: Path, step: int) -> Callable[[], bool]:
+def started(out, step):
     path = out / "train" / "run" / "metrics.jsonl"
     return lambda: path.exists() and max(losses(out), default=0) >= step
 
@@ -227,12 +225,12 @@ def test_a_run_has_its_record_once_the_last_file_is_written(tmp_path):
     assert not trainer.has_record(tmp_path, 4)
 
 
-def free_port() -> int:
+def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
 
 
-def be_agent(command: Sequence[str]) -> None:
+def be_agent(command):
     """Be `torchrun COMMAND…` for the trainer, with ranks that are forks."""
     # Several agents count restarts apart, so attempts cannot be told apart by a count: each has its own store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

@@ -1,15 +1,14 @@
 """A small Transformer under a layout, beside one process: what the tests of layouts and of pipelines share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distlab.comm import RankContext
 from distlab.model import ModelConfig, TransformerLM
-from distlab.parallel import Layout, ParallelModel, Strategy, get_strategy
+from distlab.parallel import Layout, get_strategy
 from distlab.parallel.shard import plain_name
 from distlab.testing import run_ranks
 from distlab.train.build import build_training
@@ -42,7 +41,7 @@ class Training:
     max_norm: float | None = 0.5
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def batches(self, step: int) -> list[tuple[Tensor, Tensor]]:
+    def batches(self, step):
         """Tokens and targets of each micro-batch, `(ROWS, context)`."""
         generator = torch.Generator().manual_seed(step)
         size = (self.micro_batches, ROWS, self.config.context_length + 1)
@@ -50,14 +49,12 @@ class Training:
         return [(each[:, :-1], each[:, 1:]) for each in tokens]
 
     @property
-    def shapes(self) -> dict[str, torch.Size]:
+    def shapes(self):
         return {name: p.shape for name, p in TransformerLM(self.config).named_parameters()}
 
 
 @torch.compiler.set_stance(force_backend="aot_eager")  # where blocks are compiled
-def train(
-    context: RankContext, training: Training, layout: Layout, strategy: Strategy
-) -> tuple[list[float], list[Piece], list[Piece]]:
+def train(context, training, layout, strategy):
     """Losses, first gradients and last parameters of this rank; on a GPU with the lab's kernels."""
     config = replace(training.config, ops="triton") if context.device.type == "cuda" else training.config
     torch.set_default_dtype(training.dtype)
@@ -72,7 +69,7 @@ def train(
     step = TrainStep(model, optimizer, loss_in_head, max_grad_norm=training.max_norm)
     finish = model.finish_gradient_synchronization
 
-    def finish_and_note() -> None:
+    def finish_and_note():
         finish()
         model.gradients()  # under ZeRO-1 shards' gradients are pointed at where they arrived
         if not first:
@@ -93,7 +90,7 @@ def train(
     return losses, first, last
 
 
-def pieces(model: ParallelModel, values: Callable[[Any], Tensor]) -> list[Piece]:
+def pieces(model, values):
     """(name, box in the whole, first element in it, values) of what this rank holds."""
     return [
         (shard.name, box, start, values(shard).detach().reshape(-1)[held].cpu().clone())
@@ -102,7 +99,7 @@ def pieces(model: ParallelModel, values: Callable[[Any], Tensor]) -> list[Piece]
     ]
 
 
-def assembled(held: Sequence[list[Piece]], shapes: dict[str, torch.Size]) -> dict[str, Tensor]:
+def assembled(held, shapes):
     """Whole tensors out of all ranks' pieces, which cover everything; where several hold an element, to the bit."""
     whole = {name: torch.full(shape, torch.nan, dtype=held[0][0][3].dtype) for name, shape in shapes.items()}
     for name, box, start, values in (piece for rank in held for piece in rank):
@@ -116,7 +113,7 @@ def assembled(held: Sequence[list[Piece]], shapes: dict[str, torch.Size]) -> dic
     return whole
 
 
-def built(context: RankContext, config: ModelConfig, layout: Layout, strategy: str = "local", **options: Any) -> tuple:
+def built(context, config, layout, strategy="local", **options):
     """A rank's part of a model without training: shape, model and optimizer."""
     return build_training(
         config, get_strategy(strategy), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
@@ -124,14 +121,12 @@ def built(context: RankContext, config: ModelConfig, layout: Layout, strategy: s
     )  # fmt: skip
 
 
-def _rows(context: RankContext, training: Training, rows: Sequence[Row]) -> list[tuple]:
+def _rows(context, training, rows):
     return [train(context, training, Layout.parse(layout), get_strategy(strategy)) for layout, strategy in rows]
 
 
-Trained = tuple[Sequence[list[float]], dict[str, Tensor], dict[str, Tensor]]
 
-
-def trained(training: Training, ranks: int, rows: Sequence[Row], **where: Any) -> list[Trained]:
+def trained(training, ranks, rows, **where):
     """Of each row the losses of all ranks, and in full the first gradients and the last parameters."""
     found = run_ranks(_rows, ranks, training, rows, deadline_s=240, **where)
     return [
@@ -140,12 +135,12 @@ def trained(training: Training, ranks: int, rows: Sequence[Row], **where: Any) -
     ]
 
 
-def one_process(training: Training, **where: Any) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+def one_process(training, **where):
     ((losses, gradients, parameters),) = trained(training, 1, [("", "local")], **where)
     return losses[0], gradients, parameters
 
 
-def assert_as_one_process(training: Training, ranks: int, rows: Sequence[Row]) -> None:
+def assert_as_one_process(training, ranks, rows):
     """In fp64 each gradient to 1e-13 of its largest entry, and each parameter after all steps."""
     _, gradients, parameters = one_process(replace(training, options={}))
     for row, (_, first, last) in zip(rows, trained(training, ranks, rows), strict=True):
@@ -155,9 +150,7 @@ def assert_as_one_process(training: Training, ranks: int, rows: Sequence[Row]) -
             assert (last[name] - parameters[name]).abs().max() <= 1e-7, f"{row}: {name}"
 
 
-def assert_near_fp64(
-    training: Training, rows: Sequence[Row], compute: torch.dtype | None = None, *, alone: str = "cpu", **where: Any
-) -> None:
+def assert_near_fp64(training, rows, compute=None, *, alone="cpu", **where):
     """On two ranks in fp32 each gradient nearer to fp64 than 1.5 times one process's, by the root of the mean square.
 
     Args:
@@ -167,7 +160,7 @@ def assert_near_fp64(
     _, exact, _ = one_process(training)
     training = replace(training, dtype=torch.float32, compute=compute)
 
-    def errors(found: dict[str, Tensor]) -> dict[str, float]:
+    def errors(found):
         return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
 
     allowed = errors(one_process(training, device=alone)[1])

@@ -23,7 +23,7 @@ class TwoBranches(nn.Module):
         self.right = nn.Linear(8, 3)
         self.never = nn.Linear(8, 3)
 
-    def forward(self, x: Tensor, branches: str) -> Tensor:
+    def forward(self, x, branches):
         hidden = F.relu(self.trunk(x))
         return sum(getattr(self, branch)(hidden) for branch in branches.split())
 
@@ -36,7 +36,7 @@ class Tied(nn.Module):
         self.head = nn.Linear(6, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         return self.head(torch.tanh(self.middle(self.embedding(tokens))))
 
 
@@ -49,7 +49,7 @@ class MixedTypes(nn.Module):
         self.bf16 = nn.Linear(5, 5).to(torch.bfloat16)
         self.fp64 = nn.Linear(5, 2).to(torch.float64)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.fp64(self.bf16(self.fp32(x).to(torch.bfloat16)).to(torch.float64))
 
 
@@ -62,50 +62,50 @@ class OddStrides(nn.Module):
         self.conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
         self.sliced = nn.Parameter(torch.randn(4, 10).mul(0.3)[:, ::2])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         image = (x @ self.transposed)[:, :3, None, None].expand(-1, 3, 5, 5)
         return self.conv(image).mean((2, 3)) @ self.sliced
 
 
-def _frozen() -> nn.Module:
+def _frozen():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     model[0].weight.requires_grad_(False)
     return model
 
 
-def _plain() -> nn.Module:
+def _plain():
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def _batch_norm() -> nn.Module:
+def _batch_norm():
     return nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 3))
 
 
-def drawn(seed: int, *shape: int) -> Tensor:
+def drawn(seed, *shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def _inputs(rank: int, step: int) -> Tensor:
+def _inputs(rank, step):
     return drawn(1000 * rank + step, 4, 6)
 
 
-def _square_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def _square_loss(model, rank, step, device):
     return model(_inputs(rank, step).to(device)).square().mean()
 
 
-def _token_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def _token_loss(model, rank, step, device):
     tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step))
     logits = model(tokens.to(device))
     return F.cross_entropy(logits.flatten(0, 1), tokens.to(device).roll(1, 1).flatten())
 
 
-def _branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def _branch_loss(model, rank, step, device):
     """Rank 1 uses the right head where the others use the left, so their gradients become ready differently."""
     branch = "right" if (rank + step) % 2 else "left"
     return model(_inputs(rank, step).to(device), branches=branch).square().mean()
 
 
-def _same_branch_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def _same_branch_loss(model, rank, step, device):
     """All ranks use the left head: the right one is unused everywhere."""
     return model(_inputs(rank, step).to(device), "left").square().mean()
 
@@ -130,13 +130,13 @@ CASES = {
 }
 
 
-def build(case: str, seed: int, device: torch.device) -> nn.Module:
+def build(case, seed, device):
     torch.backends.cudnn.deterministic = True  # else two equal convolutions may differ in their last bit
     torch.manual_seed(seed)
     return CASES[case].build().to(device)
 
 
-def cast_matrices(module: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+def cast_matrices(module, dtype):
     """The module with what FSDP casts in `dtype`: not the vectors of modules that hold no matrix."""
     if dtype is not None:
         for each in module.modules():
@@ -157,12 +157,12 @@ class OneProcess:
             are averaged in fp32.
     """
 
-    def __init__(self, make, world_size: int, optimizer_cls, compute_dtype=None, **options):
+    def __init__(self, make, world_size, optimizer_cls, compute_dtype=None, **options):
         self.model = make()
         self.replicas = [cast_matrices(make(), compute_dtype) for _ in range(world_size)]
         self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
 
-    def backward(self, loss: Callable[[nn.Module, int], Tensor]) -> None:
+    def backward(self, loss):
         """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
         for replica in self.replicas:
             replica.load_state_dict(self.model.state_dict())
@@ -175,7 +175,7 @@ class OneProcess:
                     total += 0 if parameter.grad is None else parameter.grad.to(mine.dtype)
                 mine.grad = total / len(same)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self):
         for model in [self.model, *self.replicas]:
             model.zero_grad()
 
@@ -183,14 +183,14 @@ class OneProcess:
 class Reference(OneProcess):
     """The same of a case, with plain SGD."""
 
-    def __init__(self, case: str, world_size: int, device: torch.device, lr: float = 0.1):
+    def __init__(self, case, world_size, device, lr=0.1):
         super().__init__(partial(build, case, 0, device), world_size, torch.optim.SGD, lr=lr)
         self.loss, self.device = CASES[case].loss, device
 
-    def backward(self, step: int) -> None:
+    def backward(self, step):
         """Add every rank's micro-batch of this step."""
         super().backward(lambda model, rank: self.loss(model, rank, step, self.device))
 
-    def step(self) -> None:
+    def step(self):
         self.optimizer.step()
         self.zero_grad()

@@ -4,7 +4,6 @@
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import STRATEGIES as REGISTRY
 from distlab.parallel import get_strategy, strategies_on
@@ -12,7 +11,7 @@ from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import run
 
 
-def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -> None:
+def no_sync_and_then_a_step(context, strategy, nested):
     """Either an exception ends a no_sync() before the only micro-batch, or the first two of three micro-batches are
     under a no_sync() that is entered once more for the first."""
     entry = get_strategy(strategy)
@@ -43,7 +42,7 @@ def no_sync_and_then_a_step(context: RankContext, strategy: str, nested: bool) -
         torch.testing.assert_close(mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}")
 
 
-def with_every_strategy(context: RankContext, nested: bool) -> None:
+def with_every_strategy(context, nested):
     for name in strategies_on("cpu"):  # torch's peers too
         if REGISTRY[name].synchronizes and (context.world_size == 2 or REGISTRY[name].takes_mesh):
             no_sync_and_then_a_step(context, name, nested)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
@@ -23,7 +23,7 @@ class WithBuffers(nn.Module):
         self.register_buffer("count", torch.randint(0, 1000, ()))
         self.register_buffer("not_saved", torch.randn(5), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.linear(x)
 
 
@@ -46,11 +46,11 @@ def test_construction_takes_over_the_buffers_of_rank_0(context):
 class Scaled(nn.Module):
     """Its gradient is `factor` everywhere."""
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype):
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(3, dtype=dtype))
 
-    def forward(self, factor: Tensor) -> Tensor:
+    def forward(self, factor):
         return (self.weight * factor).sum()
 
 
@@ -102,10 +102,10 @@ def test_messages_leave_while_backward_runs(context):
     Notes what has been sent when the first layer's gradient is computed, the last of all.
     """
 
-    def bucketed(model: nn.Module, **options) -> BucketedDDP:
+    def bucketed(model, **options):
         return BucketedDDP(model, 1e-4, **options)
 
-    def zero(model: nn.Module, **options) -> BucketedDDP:
+    def zero(model, **options):
         wrapper = bucketed(model, **options)
         model.optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
         return wrapper

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.model.config import preset
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import (
@@ -25,11 +24,11 @@ ON_A_MESH = tuple(name for name, strategy in STRATEGIES.items() if strategy.take
 CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
 
 
-def layers() -> nn.Module:
+def layers():
     return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3, bias=False))
 
 
-def from_meta(context: RankContext, names: tuple[str, ...]) -> None:
+def from_meta(context, names):
     for name in names:
         expected = TransformerLM(CONFIG, seed=3)
         module = TransformerLM(CONFIG, device="meta")
@@ -64,7 +63,7 @@ def test_a_model_on_meta_is_made_on_a_mesh():
 
 
 class NoReset(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(2, 2))
 
@@ -81,7 +80,7 @@ def test_a_model_without_values_is_refused_unless_it_is_said_how_to_make_them(on
         strategy.build(layers(), one_rank.group, torch.optim.SGD, device="cpu")
 
 
-def norms(context: RankContext, case: str, names: tuple[str, ...]) -> None:
+def norms(context, case, names):
     """The whole gradient's norm, and a clipped step, beside one process; ranks see different data."""
     for name in names:
         if not STRATEGIES[name].synchronizes:

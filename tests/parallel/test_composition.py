@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.model.config import ModelConfig
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import FSDP
@@ -25,21 +24,21 @@ WITH_FSDP = {strategy: STRATEGIES[strategy] for strategy in AVERAGING} | {"fsdp"
 CONFIG = ModelConfig(d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, context_length=8)
 
 
-def _plain(model: TransformerLM) -> nn.Module:
+def _plain(model):
     return model
 
 
-def _compiled(model: TransformerLM) -> nn.Module:
+def _compiled(model):
     return torch.compile(model, backend="aot_eager")
 
 
-def _compiled_blocks(model: TransformerLM) -> nn.Module:
+def _compiled_blocks(model):
     for index, block in enumerate(model.blocks):
         model.blocks[index] = torch.compile(block, backend="aot_eager")
     return model
 
 
-def _checkpointed(model: TransformerLM) -> nn.Module:
+def _checkpointed(model):
     model.checkpoint_blocks = True
     return model
 
@@ -63,10 +62,10 @@ def test_strategies_with_transformed_models(context, transform):
     """
     torch._dynamo.reset()
 
-    def build() -> nn.Module:  # strategies share what is compiled
+    def build():  # strategies share what is compiled
         return TRANSFORMS[transform](TransformerLM(CONFIG, device=context.device, seed=3))
 
-    def backward(model: nn.Module, rank: int, number: int, scale: float = 1.0) -> None:
+    def backward(model, rank, number, scale=1.0):
         data = SyntheticTokens(50, 2, 8, seed=0, rank=rank, device=context.device)
         with torch.autocast(context.device.type, torch.bfloat16):
             loss = next_token_loss(model, data.batch(number))
@@ -76,7 +75,7 @@ def test_strategies_with_transformed_models(context, transform):
     for rank, number in product(range(context.world_size), range(3)):
         backward(reference, rank, number, 1 / context.world_size)
 
-    def compare(context: RankContext, strategy: str) -> None:
+    def compare(context, strategy):
         wrapper = WITH_FSDP[strategy](build(), process_group=context.group)
         for number in range(3):
             with wrapper.no_sync() if number < 2 else nullcontext():

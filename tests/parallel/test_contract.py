@@ -8,7 +8,6 @@ differs between a ring and a plain sum, so the ranks must equal each other bit f
 import hashlib
 import re
 import traceback
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -17,11 +16,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.comm.subgroups import hybrid_mesh
-from distlab.parallel import FSDP, BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP, ParallelModel
+from distlab.parallel import FSDP, BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
 from distlab.testing import run_ranks
 from tests.commands import ROOT
 from tests.parallel.cases import CASES, Reference, build
@@ -49,13 +47,13 @@ STEPS = 2
 on_one_rank, on_two_ranks, on_four_ranks = map(pytest.mark.ranks, (1, 2, 4))
 
 
-def run(fn, world_size: int, *args, backend: str = "gloo", **options):
+def run(fn, world_size, *args, backend="gloo", **options):
     if backend == "nccl" and world_size > torch.cuda.device_count():
         pytest.skip(f"needs {world_size} GPUs, this machine has {torch.cuda.device_count()}")
     return run_ranks(fn, world_size, *args, backend=backend, **options)
 
 
-def assert_same_on_all_ranks(tensors: list[torch.Tensor | None], context: RankContext) -> None:
+def assert_same_on_all_ranks(tensors, context):
     """Bit for bit, and None where the others have None; told from digests, for which one message does."""
     mine = torch.tensor([_digest(tensor) for tensor in tensors], device=context.device)
     both = torch.cat([mine, -mine])
@@ -64,7 +62,7 @@ def assert_same_on_all_ranks(tensors: list[torch.Tensor | None], context: RankCo
     assert torch.equal(highest, lowest), f"ranks differ in tensors {(highest != lowest).nonzero().flatten().tolist()}"
 
 
-def _digest(tensor: torch.Tensor | None) -> int:
+def _digest(tensor):
     if tensor is None:
         return 0
     host = tensor.detach().cpu().contiguous()
@@ -73,7 +71,7 @@ def _digest(tensor: torch.Tensor | None) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=7).digest())
 
 
-def full_gradients(wrapper: ParallelModel, context: RankContext) -> dict[str, Tensor | None]:
+def full_gradients(wrapper, context):
     """Put every trainable parameter's gradient together from all ranks' shards, if they are sharded."""
     names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
     if not isinstance(wrapper, FSDP):
@@ -91,9 +89,7 @@ def full_gradients(wrapper: ParallelModel, context: RankContext) -> dict[str, Te
     return {name: found[name] for name in names}
 
 
-def train_beside_reference(
-    context: RankContext, strategy: str, case: str, set_to_none: bool, shard_size: int | None = None, micro: int = 1
-) -> None:
+def train_beside_reference(context, strategy, case, set_to_none, shard_size=None, micro=1):
     """Train two steps of so many micro-batches; gradients, parameters and buffers are those of one process."""
     model = build(case, context.rank, context.device)  # rank 0's seed is the reference's
     mesh = {} if shard_size is None else {"mesh": hybrid_mesh(context.group, shard_size)}
@@ -139,7 +135,7 @@ def train_beside_reference(
     wrapper.close()
 
 
-def every_row(context: RankContext, check: Callable[..., None], rows: Iterable[tuple]) -> None:
+def every_row(context, check, rows):
     """`check(context, *row)` for all rows; on gloo each in a group of its own, so that none meets another's leftovers.
 
     On NCCL a group takes hundreds of MB of a GPU until the process ends.
@@ -159,7 +155,7 @@ def every_row(context: RankContext, check: Callable[..., None], rows: Iterable[t
     assert not failures, "\n".join(failures)
 
 
-def rows_of(strategy: str, world_size: int, shard_size: int | None = None) -> Iterator[tuple]:
+def rows_of(strategy, world_size, shard_size=None):
     """Every kind of model that the strategy takes, its gradients dropped between steps, or zeroed; micro-batches."""
     for case in CASES if shard_size is None else ON_A_MESH_TOO:
         if strategy != "fsdp" or case != "unused-on-some":
@@ -188,7 +184,7 @@ def test_gradients_are_the_mean_over_a_mesh(strategy, backend, world_size, shard
     run(every_row, world_size, train_beside_reference, rows, backend=backend)
 
 
-def run_recipe(context: RankContext, recipe: str) -> None:
+def run_recipe(context, recipe):
     names = {"__name__": "late"}
     exec(recipe, names)
     with patch.dict(WITH_FSDP, late=names["LateDDP"]):

@@ -10,10 +10,9 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from distlab.comm import RankContext
 from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.cases import CASES, OneProcess, build
 from tests.parallel.test_contract import STRATEGIES, assert_same_on_all_ranks, on_two_ranks
@@ -24,30 +23,30 @@ TIMEOUT_S = 3.0
 class Fragile(nn.Module):
     """Raises in the backward of its middle when told to; its last layer may be in a reentrant checkpoint."""
 
-    def __init__(self, reentrant: bool = False):
+    def __init__(self, reentrant=False):
         super().__init__()
         self.reentrant = reentrant
         self.first, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, fail: bool) -> Tensor:
+    def forward(self, x, fail):
         hidden = self.middle(self.first(x))
         if fail:
             hidden.register_hook(_raise_memory_error)
         return checkpoint(self.last, hidden, use_reentrant=True) if self.reentrant else self.last(hidden)
 
 
-def _raise_memory_error(_: Tensor) -> Tensor:
+def _raise_memory_error(_):
     raise MemoryError("injected in backward")
 
 
-def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...], numbers: tuple[int, ...]) -> None:
+def fail_then_go_on(context, strategy, failing, numbers):
     """Fail a backward; then micro-batches of these numbers, all but the last under no_sync()."""
 
-    def make() -> nn.Module:
+    def make():
         torch.manual_seed(0)
         return Fragile()
 
-    def loss(model: nn.Module, rank: int, number: int, fail: bool = False) -> Tensor:
+    def loss(model, rank, number, fail=False):
         return model(torch.full((2, 4), 10.0 * number + rank + 1.0), fail=fail).sum()
 
     wrapper = STRATEGIES[strategy](make(), process_group=context.group)
@@ -69,7 +68,7 @@ def fail_then_go_on(context: RankContext, strategy: str, failing: tuple[int, ...
     assert_same_on_all_ranks([p.grad for p in wrapper.module.parameters()], context)
 
 
-def backward_behind_a_reentrant_checkpoint(context: RankContext, strategy: str) -> None:
+def backward_behind_a_reentrant_checkpoint(context, strategy):
     """The checkpoint's own backward has ended when the one around it raises, or goes on."""
     wrapper = STRATEGIES[strategy](Fragile(reentrant=True), process_group=context.group)
     x = torch.full((2, 4), context.rank + 1.0)
@@ -98,7 +97,7 @@ def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(cont
         backward_behind_a_reentrant_checkpoint(context, strategy)
 
 
-def die_in_backward(context: RankContext) -> None:
+def die_in_backward(context):
     model = build("plain", 0, context.device)
     wrapper = STRATEGIES["naive"](model, process_group=context.group)
     for step in range(3):

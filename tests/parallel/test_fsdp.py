@@ -7,9 +7,8 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel.fsdp import FSDP
 from tests.parallel.cases import OneProcess, build
 from tests.parallel.test_contract import full_gradients, on_two_ranks
@@ -18,38 +17,38 @@ from tests.parallel.test_contract import full_gradients, on_two_ranks
 class OwnLinear(nn.Module):
     """As people write it in a course: a weight, a product, no cast."""
 
-    def __init__(self, inputs: int, outputs: int):
+    def __init__(self, inputs, outputs):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(outputs, inputs) * inputs**-0.5)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x @ self.weight.T
 
 
 class OwnRMSNorm(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         wide = x.to(torch.float32)
         return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight).to(x.dtype)
 
 
 class OwnBlock(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width):
         super().__init__()
         self.norm, self.up, self.down = OwnRMSNorm(width), OwnLinear(width, 13), OwnLinear(13, width)
         self.bias = nn.Parameter(torch.randn(width) * 0.1)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return x + self.down(torch.relu(self.up(self.norm(x)))) + self.bias
 
 
 class OwnModel(nn.Module):
     """Seven columns and eleven rows: nothing divides by two, three or four."""
 
-    def __init__(self, tied: bool = False, frozen: tuple[str, ...] = ()):
+    def __init__(self, tied=False, frozen=()):
         super().__init__()
         self.embedding = nn.Embedding(11, 7)
         self.blocks = nn.ModuleList(OwnBlock(7) for _ in range(3))
@@ -60,31 +59,31 @@ class OwnModel(nn.Module):
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens):
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def own_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def own_loss(model, rank, step, device):
     tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step)).to(
         device
     )
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
-def own_model(seed: int, device: torch.device, **options) -> OwnModel:
+def own_model(seed, device, **options):
     torch.manual_seed(seed)
     return OwnModel(**options).to(device)
 
 
-def wrapped(context: RankContext, *dtype: torch.dtype | None, **options) -> FSDP:
+def wrapped(context, *dtype, **options):
     """The model under FSDP; the ranks begin with different ones."""
     return FSDP(own_model(context.rank, context.device), *dtype, process_group=context.group, **options)
 
 
-def backward_and_finish(fsdp: FSDP, context: RankContext, number: int = 0) -> None:
+def backward_and_finish(fsdp, context, number=0):
     own_loss(fsdp, context.rank, number, context.device).backward()
     fsdp.finish_gradient_synchronization()
 
@@ -92,7 +91,7 @@ def backward_and_finish(fsdp: FSDP, context: RankContext, number: int = 0) -> No
 @on_two_ranks
 def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context):
     """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
-    def write(module: nn.Module) -> None:
+    def write(module):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.fill_(context.rank)
@@ -112,7 +111,7 @@ def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
     fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
     one = OneProcess(partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD)
 
-    def loss(model: nn.Module, rank: int, branch: str) -> Tensor:
+    def loss(model, rank, branch):
         return model(torch.full((2, 6), 1.0 + rank, device=context.device), branch).sum()
 
     with fsdp.no_sync():

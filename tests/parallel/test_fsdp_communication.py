@@ -6,7 +6,6 @@ from unittest import mock
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp.unit import FlatParam, State
@@ -82,7 +81,7 @@ def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its
     assert all(map(torch.equal, *found))
 
 
-def bytes_held(fsdp: FSDP) -> list[int]:
+def bytes_held(fsdp):
     """Bytes of each unit's gathered buffers, freed or not."""
     return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]
 
@@ -97,10 +96,10 @@ def test_at_most_two_units_are_gathered(context, backend):
     fsdp = wrapped(context)
     held: dict[str, list[int]] = {"forward": [], "backward": []}
 
-    def flat_gradients() -> int:
+    def flat_gradients():
         return sum(s.has_gradient + (s._reducing is not None) for s in fsdp.flat_params)
 
-    def count(when: str):
+    def count(when):
         return lambda *_: held[when].append(sum(size > 0 for size in bytes_held(fsdp)))
 
     for block in fsdp.module.blocks:
@@ -109,7 +108,7 @@ def test_at_most_two_units_are_gathered(context, backend):
     gradients: list[int] = []
     accumulate = FlatParam.accumulate_gradients
 
-    def counted(param: FlatParam) -> bool:
+    def counted(param):
         arrived = accumulate(param)
         gradients.append(flat_gradients())
         return arrived
@@ -149,7 +148,7 @@ def test_ranks_that_run_different_units_are_told_which(context, backend):
     assert time.monotonic() - begin < 20
 
 
-def different_units_later(context: RankContext) -> tuple[str, float]:
+def different_units_later(context):
     torch.manual_seed(0)
     fsdp = FSDP(TwoBranches(), process_group=context.group)
     x = torch.ones(2, 6)

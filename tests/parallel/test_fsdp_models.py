@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import layout as planning
@@ -27,7 +26,7 @@ from tests.parallel.test_fsdp import OwnModel, own_loss
 WIDTH = 6
 
 
-def in_place_on_a_view() -> nn.Module:
+def in_place_on_a_view():
     """On three dimensions a linear layer with bias returns a view, which is then overwritten."""
     layers = ((nn.Linear(WIDTH, WIDTH), nn.LeakyReLU(0.1, inplace=True)) for _ in range(3))
     return nn.Sequential(nn.Unflatten(0, (1, 4)), *chain(*layers))
@@ -36,11 +35,11 @@ def in_place_on_a_view() -> nn.Module:
 class CallsAnother(nn.Module):
     """A unit that runs another unit, which is not below it, in the middle of its own forward."""
 
-    def __init__(self, other: nn.Module):
+    def __init__(self, other):
         super().__init__()
         self.layer, self.other = nn.Linear(WIDTH, WIDTH), [other]
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.layer(self.other[0](torch.tanh(self.layer(x))))
 
 
@@ -51,18 +50,18 @@ class CallsInsideCalls(nn.Module):
         second = CallsAnother(first)
         self.units = nn.ModuleList([first, second, CallsAnother(second)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.units[2](torch.tanh(self.units[0](x)))
 
 
 class Table(nn.Module):
     """Returns a part of its parameter, as learned positions do."""
 
-    def __init__(self, rows: int):
+    def __init__(self, rows):
         super().__init__()
         self.weight = nn.Parameter(torch.randn(rows, WIDTH))
 
-    def forward(self, rows: int) -> Tensor:
+    def forward(self, rows):
         return self.weight[:rows]
 
 
@@ -71,7 +70,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.table, self.body = Table(9), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.body(torch.tanh(x * self.table(len(x)))) + self.table(len(x))
 
 
@@ -89,7 +88,7 @@ class Shapes(nn.Module):
         self.conv = nn.Conv2d(2, 3, 3)
         self.head = nn.Linear(8, 11)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = x * self.row + x @ self.column
         image = self.conv(x[:, :2, None, None].expand(-1, 2, 4, 4)).mean((2, 3))
         nothing = x[:, :4] @ self.no_columns
@@ -97,7 +96,7 @@ class Shapes(nn.Module):
         return self.head(torch.cat([joined, self.no_rows]))
 
 
-def numbers_loss(model: nn.Module, rank: int, step: int, device: torch.device) -> Tensor:
+def numbers_loss(model, rank, step, device):
     return model(drawn(10 * rank + step, 4, WIDTH).to(device)).square().mean()
 
 
@@ -141,11 +140,11 @@ ROWS = {
 }
 
 
-def trains_as_one_process(context: RankContext, name: str) -> None:
+def trains_as_one_process(context, name):
     """Three steps: gradients and parameters bit for bit at two ranks, no message too many, nothing left gathered."""
     row = ROWS[name]
 
-    def make(seed: int) -> nn.Module:
+    def make(seed):
         torch.manual_seed(seed)
         model = row.make()
         for label, parameter in model.named_parameters():

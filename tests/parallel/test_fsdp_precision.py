@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from distlab.model.ops import get_ops
 from distlab.model.transformer import RMSNorm as OurRMSNorm
@@ -29,7 +29,7 @@ class Norms(nn.Module):
         nn.init.ones_(self.norms[3].weight)
         self.of_channels = nn.ModuleList([nn.GroupNorm(2, 8), nn.InstanceNorm1d(8, affine=True)])
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         x = self.conv(self.batch_norm(self.layer(x).transpose(1, 2))).transpose(1, 2)
         x = x + self.attention(x, x, key_padding_mask=None, value=x, need_weights=False)[0]
         for norm in self.norms:

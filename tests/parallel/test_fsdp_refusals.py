@@ -4,7 +4,6 @@ import copy
 import pickle
 from collections import OrderedDict
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from tests.parallel.test_fsdp import backward_and_finish, wrapped
 from tests.parallel.test_zero1 import Said, Scaled
 
 
-def linear() -> nn.Module:
+def linear():
     return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
 
 
@@ -106,11 +105,11 @@ def test_what_a_wrapped_module_refuses(context):
 class Returning(nn.Linear):
     """A unit whose output the test decides."""
 
-    def __init__(self, how: str):
+    def __init__(self, how):
         super().__init__(4, 4)
         self.how = how
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x):
         if self.how == "generator":
             return (row @ self.weight for row in x)
         if self.how == "function":
@@ -181,7 +180,7 @@ def test_what_is_not_elementwise_is_refused_before_its_first_step(context, backe
 @on_two_ranks
 def test_deferred_initialisation_that_is_not_in_order_is_refused(context):
     """test_build.py has models that are made in order."""
-    def back_and_forth(module: nn.Module) -> None:
+    def back_and_forth(module):
         module.head.weight.fill_(0)
         module.embedding.weight.fill_(0)
         module.head.weight.fill_(1)

@@ -5,8 +5,6 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from distlab.comm import RankContext
-from distlab.parallel.fsdp import FSDP
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
 from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
@@ -14,7 +12,7 @@ UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before 
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
 
 
-def backward(fsdp: FSDP, context: RankContext, step: int = 0) -> None:
+def backward(fsdp, context, step=0):
     own_loss(fsdp, context.rank, step, context.device).backward()
 
 

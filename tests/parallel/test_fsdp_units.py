@@ -36,7 +36,7 @@ def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
         assert owned.sum() == sum(plan.numels) and (owned <= 1).all()
 
 
-def check_shards(plan: RowLayout, index: int, owned: torch.Tensor) -> None:
+def check_shards(plan, index, owned):
     """One parameter's shards; counts in `owned` whom each element of the buffer belongs to."""
     shape, flat, end = plan.sizes[index], torch.arange(plan.numel), 0
     assert plan.offsets[index] % ALIGNMENT == 0
@@ -64,7 +64,7 @@ def test_padding_of_a_real_block(name, expected):
     shapes = ModelShape.of(preset(name)).matrix_shapes_per_block
     elements = sum(map(math.prod, shapes))
 
-    def padding(world_size: int) -> tuple[int, float]:
+    def padding(world_size):
         buffers = plan_buffers(shapes, world_size)
         plans = [RowLayout(tuple(shapes[i] for i in indices), world_size) for indices in buffers]
         return len(plans), round(100 * (sum(plan.numel for plan in plans) / elements - 1), 1)
@@ -93,7 +93,7 @@ def test_what_is_found_where_nothing_is_gathered():
                 read()
 
 
-def units(module: nn.Module) -> dict[str, list[str]]:
+def units(module):
     return {u.name: [e.name for e in u.entries] for u in plan_units(module, list_entries(module, None))}
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.model.config import preset
 from distlab.model.ops import gradient_target
 from distlab.model.transformer import TransformerLM
@@ -41,7 +41,7 @@ def test_a_target_is_given_away_once_and_only_without_a_gradient():
     assert gradient_target(weight) is None  # used twice in one graph
 
 
-def averages_what_the_model_writes(context: RankContext, name: str, tied: bool, set_to_none: bool) -> None:
+def averages_what_the_model_writes(context, name, tied, set_to_none):
     config = replace(preset("tiny"), context_length=32, tie_embeddings=tied)
     data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=context.rank, device=context.device)
     strategy = get_strategy(name)
@@ -49,7 +49,7 @@ def averages_what_the_model_writes(context: RankContext, name: str, tied: bool, 
     wrapper, _ = strategy.build(model, context.group, torch.optim.SGD, bucket_size_mb=0.5)
     plain = TransformerLM(config, device=context.device, seed=0)
 
-    def backward(module: torch.nn.Module, step: int) -> None:
+    def backward(module, step):
         with torch.autocast("cuda", dtype=torch.bfloat16):
             loss = next_token_loss(module, data.batch(step))
         loss.backward()

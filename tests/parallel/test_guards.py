@@ -33,7 +33,7 @@ assert dict(os.environ) == environment
 """
 
 
-def changed_in_torch() -> tuple[object, ...]:
+def changed_in_torch():
     """What wrappers change in torch: its process-wide hooks, by name, and a function."""
     places = {
         **{name: value for name, value in vars(of_modules).items() if name.startswith("_global_")},
@@ -50,7 +50,7 @@ def test_importing_changes_nothing():
     subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=120)
 
 
-def let_go_of_others() -> None:
+def let_go_of_others():
     """Wrappers of earlier tests, which a rank's process may still hold."""
     for guard in list(hooks._watched):
         guard.close()
@@ -63,7 +63,7 @@ def test_the_first_wrapper_brings_the_hooks_and_the_last_takes_them_away(context
     untouched = changed_in_torch()
     build = STRATEGIES[strategy].build
 
-    def wrapped() -> nn.Module:
+    def wrapped():
         module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         return build(module, context.group, torch.optim.SGD, {"lr": 0.1})[0]
 

@@ -2,34 +2,29 @@
 
 import copy
 import io
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.measure import CollectiveRecorder
 from distlab.parallel import FSDP, get_strategy
-from distlab.parallel.base import ParallelModel
 from tests.parallel.cases import drawn
 from tests.parallel.test_contract import on_two_ranks
 
-Made = tuple[ParallelModel, torch.optim.Optimizer]
 
-
-def net() -> nn.Sequential:
+def net():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
 
 
-def wrapped(context: RankContext, kind: str, module: nn.Module | None = None) -> Made:
+def wrapped(context, kind, module=None):
     return get_strategy(kind).build(module or net(), context.group, torch.optim.SGD, {"lr": 0.5})
 
 
-def step(forward: Callable, made: Made, context: RankContext, number: int, update: Callable | None = None) -> None:
+def step(forward, made, context, number, update=None):
     wrapper, optimizer = made
     x = drawn(10 * number + context.rank, 4, 6)
     optimizer.zero_grad()
@@ -38,24 +33,24 @@ def step(forward: Callable, made: Made, context: RankContext, number: int, updat
     (update or optimizer.step)()
 
 
-def full(made: Made) -> list[Tensor]:
+def full(made):
     return [value.detach().clone() for value in made[0].full_parameters().values()]
 
 
 # -- values assigned by `.data` ------------------------------------------------------------------------------
 
 
-def _as_a_vector(parameters: list[nn.Parameter]) -> None:
+def _as_a_vector(parameters):
     vector = nn.utils.parameters_to_vector(parameters).detach()
     nn.utils.vector_to_parameters(vector / 2, parameters)
 
 
-def _one_by_one(parameters: list[nn.Parameter]) -> None:
+def _one_by_one(parameters):
     for parameter in parameters:
         parameter.data = parameter.data / 2
 
 
-def _swapped(parameters: list[nn.Parameter]) -> None:
+def _swapped(parameters):
     for parameter in parameters:
         torch.utils.swap_tensors(parameter, nn.Parameter(parameter.detach() / 2))
 
@@ -114,7 +109,7 @@ class OnVectors(nn.Module):
         self.bias, self.norm = nn.Parameter(torch.zeros(6)), nn.LayerNorm(6)
         self.weight = nn.Parameter(torch.ones(6, 6))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         return self.norm(x) + self.bias
 
 
@@ -122,7 +117,7 @@ class OnVectors(nn.Module):
 def test_a_loss_on_vectors_alone_and_an_early_finish_are_right(context):
     x = drawn(context.rank, 4, 6)
 
-    def ends(kind: str, loss: Callable, module: nn.Module) -> list[Tensor]:
+    def ends(kind, loss, module):
         made = wrapper, optimizer = wrapped(context, kind, module)
         for _ in range(2):
             optimizer.zero_grad()
@@ -178,7 +173,7 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
 
 @on_two_ranks
 def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
-    def trained(kind: str, part: str, module: nn.Module) -> list[Tensor]:
+    def trained(kind, part, module):
         made = wrapper, optimizer = wrapped(context, kind, module)
         forward = torch.compile(wrapper, backend="aot_eager") if part == "wrapper" else wrapper
         update = torch.compile(optimizer.step, backend="aot_eager") if part == "step" else None
@@ -195,7 +190,7 @@ def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
 # -- refused -------------------------------------------------------------------------------------------------
 
 
-def _clip(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def _clip(optimizer, *_):
     torch.nn.utils.clip_grad_norm_(optimizer.param_groups[0]["params"], 0.01)
 
 

@@ -6,14 +6,11 @@ rank's positions leave it as it is, or nearly so.
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
-from distlab.comm import RankContext
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, get_strategy
@@ -25,7 +22,6 @@ from tests.parallel.axes import (
     ON_GPUS,
     ROWS,
     SEED,
-    Row,
     Training,
     assert_as_one_process,
     assert_near_fp64,
@@ -47,7 +43,7 @@ TABLE = {  # ranks → layouts under their strategies
 }  # fmt: skip
 
 
-def rows_of(table: dict[str, tuple[str, ...]]) -> list[Row]:
+def rows_of(table):
     return [(layout, strategy) for layout, strategies in table.items() for strategy in strategies]
 
 
@@ -60,20 +56,20 @@ def test_in_fp32_layouts_round_as_one_process_does():
     assert_near_fp64(TRAINING, rows_of(dict.fromkeys(TABLE[2], ("bucketed",))))
 
 
-def of_two_halves(model: TransformerLM) -> None:
+def of_two_halves(model):
     """Let one process compute what two ranks of tensor parallelism do, one after the other, and add what they add.
 
     Between `enter` and `leave` the batch stands twice, once for each rank.
     """
     ops = model.operations()
 
-    def each(kept: Any, x: Tensor, weight: Tensor) -> Tensor:
+    def each(kept, x, weight):
         return torch.cat([F.linear(part, of_rank) for part, of_rank in zip(x.chunk(2), kept(weight), strict=True)])
 
-    def rows(weight: Tensor, *sizes: int) -> list[Tensor]:
+    def rows(weight, *sizes):
         return [torch.cat([part.chunk(2)[rank] for part in weight.split(sizes)]) for rank in (0, 1)]
 
-    def loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    def loss(x, weight, targets):
         logits = [F.linear(x, rows) for rows in weight.chunk(2)]
         top = torch.maximum(*(half.detach().amax(-1) for half in logits))
         total = sum((half - top[..., None]).exp().sum(-1) for half in logits)
@@ -88,12 +84,12 @@ def of_two_halves(model: TransformerLM) -> None:
         block.feed_forward.w1.multiply = block.feed_forward.w3.multiply = partial(each, lambda weight: weight.chunk(2))
         block.attention.output.multiply = block.feed_forward.w2.multiply = partial(each, lambda w: w.chunk(2, 1))
 
-    def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def norm(x, weight, eps):
         """The weight's gradient is a sum of two halves' of the sequence, that of x as without ranks."""
         halves = torch.cat([ops.rms_norm(part, weight, eps) for part in x.detach().chunk(2, 1)], 1)
         return ops.rms_norm(x, weight.detach(), eps) + (halves - halves.detach())
 
-    def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    def add_norm(x, residual, weight, eps):
         total = residual + x
         return norm(total, weight, eps), total
 
@@ -128,7 +124,7 @@ def test_recomputation_and_compiled_blocks_change_no_gradient(row, options):
     assert_as_one_process(replace(TRAINING, micro_batches=1, options=options), 2, [row])
 
 
-def counted(context: RankContext, layouts: list[str]) -> dict[str, dict[str, Any]]:
+def counted(context, layouts):
     found = {}
     for layout in map(Layout.parse, layouts):
         _, model, _ = built(context, CONFIG, layout)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from distlab.comm import RankContext, collectives
+from distlab.comm import collectives
 from distlab.comm.subgroups import hybrid_mesh, resolve_mesh
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.model import TransformerLM, preset
@@ -136,7 +136,7 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
             mistake()
 
 
-def hosts_of_different_sizes(context: RankContext, names: list[str]) -> int | str:
+def hosts_of_different_sizes(context, names):
     from distlab.comm import subgroups
 
     with pytest.MonkeyPatch.context() as patch:

@@ -4,11 +4,10 @@ import io
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from distlab.comm import RankContext
 from distlab.optim import Muon, orthogonalize
-from distlab.parallel import FSDP, STRATEGIES, Layout, ParallelModel
+from distlab.parallel import FSDP, STRATEGIES, Layout
 from distlab.parallel.shard import spread_of
 from tests.parallel.test_contract import on_two_ranks
 
@@ -30,7 +29,7 @@ class Weighted(nn.Module):
         self.blocks[4].weight = nn.Parameter(self.blocks[4].weight.detach().t().contiguous().t())
         self.head = nn.Linear(4, 5)
 
-    def forward(self, generator: torch.Generator) -> Tensor:
+    def forward(self, generator):
         """The gradients are whole numbers, so that their sums over ranks are exact in any order."""
         loss = torch.zeros(())
         for layer in [*self.blocks, self.head]:
@@ -42,17 +41,17 @@ class Weighted(nn.Module):
         return loss
 
 
-def build() -> Weighted:
+def build():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Weighted()
 
 
-def backward(model: nn.Module, rank: int, step: int, times: int = 1) -> None:
+def backward(model, rank, step, times=1):
     (times * model(torch.Generator().manual_seed(100 * step + rank))).backward()
 
 
-def in_one_process(ranks: int) -> list[Tensor]:
+def in_one_process(ranks):
     """Parameters after torch's own optimizers have stepped, on the sum over the ranks' data."""
     model = build()
     matrices = [layer.weight for layer in model.blocks]
@@ -67,7 +66,7 @@ def in_one_process(ranks: int) -> list[Tensor]:
     return list(model.parameters())
 
 
-def train(context: RankContext, strategy: str, placement: str) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def train(context, strategy, placement):
     """Whole numbers stay such in a mean over ranks of so many times the loss. Slices end inside of matrices."""
     options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
     model, optimizer = STRATEGIES[strategy].build(build(), context.group, Muon, options, bucket_size_mb=2e-4)

@@ -1,6 +1,6 @@
 """Pipelines under data strategies and beside the other axes: to the bit one process with the same micro-batches."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -11,7 +11,7 @@ import torch
 from distlab.measure import CollectiveRecorder
 from distlab.model import ModelConfig
 from distlab.parallel import Layout, get_strategy
-from distlab.parallel.schedules import SCHEDULES, Action
+from distlab.parallel.schedules import SCHEDULES
 from distlab.theory.axes import layout_volume
 from distlab.theory.volume import CommunicationVolume
 from distlab.train.build import check_layout
@@ -96,7 +96,7 @@ def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend, compute):
     assert_near_fp64(replace(TRAINING, max_norm=None), rows, compute, alone="cuda:0", **ON_GPUS[backend])
 
 
-def noted(ran: list[Action], action: Action) -> AbstractContextManager[None]:
+def noted(ran, action):
     ran.append(action)
     return nullcontext()
 

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveRecorder
@@ -18,7 +18,7 @@ from tests.parallel.cases import OneProcess, drawn
 from tests.parallel.test_contract import STRATEGIES, on_one_rank, on_two_ranks
 
 
-def message_of(make) -> str:
+def message_of(make):
     """The text of the ValueError, TypeError or RuntimeError that `make` raises."""
     with pytest.raises((ValueError, TypeError, RuntimeError)) as caught:
         make()
@@ -83,13 +83,13 @@ def test_mistakes_are_named_with_what_to_do_instead(context):
 class Holding(nn.Module):
     """Parameters as given, `p0`, `p1`, …"""
 
-    def __init__(self, *parameters: nn.Parameter):
+    def __init__(self, *parameters):
         super().__init__()
         for index, parameter in enumerate(parameters):
             self.register_parameter(f"p{index}", parameter)
 
 
-def overlapping(kind: str) -> Holding:
+def overlapping(kind):
     """Two parameters that share some memory."""
     whole = torch.randn(6, 6)
     first, second = {
@@ -125,7 +125,7 @@ def test_parameters_that_only_share_a_storage_are_two_parameters():
     refuse_shared_memory(nn.Sequential(tied, tied))
 
 
-def penalised(critic: nn.Module, rank: int) -> Tensor:
+def penalised(critic, rank):
     """A loss plus a penalty on the slope in x (Gulrajani et al. 2017)."""
     x = drawn(rank, 4, 6).requires_grad_()
     out = critic(x)
@@ -136,7 +136,7 @@ def penalised(critic: nn.Module, rank: int) -> Tensor:
 @on_two_ranks
 def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(context):
     """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
-    def critic() -> nn.Module:
+    def critic():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
 

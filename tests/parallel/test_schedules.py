@@ -62,7 +62,7 @@ def test_a_picture():
     assert draw(simulate(one_f_one_b(2, 2), lambda action: WHOLE[action.kind])) == "01..aa.bb\n.0aa1bb.."
 
 
-def broken(**changes: list[Action]) -> list[list[Action]]:
+def broken(**changes):
     schedule = one_f_one_b(2, 2)
     for rank, actions in changes.items():
         schedule[int(rank[1:])] = actions

@@ -1,15 +1,12 @@
 """Several wrappers on the same ranks: messages of one are never taken for those of another."""
 
 import copy
-from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, get_strategy
-from distlab.parallel.base import ParallelModel
 from tests.parallel.cases import OneProcess, drawn
 from tests.parallel.test_contract import on_two_ranks, run
 
@@ -23,18 +20,18 @@ class Skipping(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
 
-    def forward(self, x: Tensor, skip: bool = False) -> Tensor:
+    def forward(self, x, skip=False):
         return self.first(x) if skip else self.second(self.first(x))
 
 
-def wrapped(kind: str, module: nn.Module, context: RankContext) -> tuple[ParallelModel, torch.optim.Optimizer]:
+def wrapped(kind, module, context):
     return get_strategy(kind).build(module, context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=SMALL)
 
 
-def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -> None:
+def in_one_backward(context, kinds, joint):
     inputs = [drawn(rank, 3, 4) for rank in range(context.world_size)]
 
-    def losses(models: Sequence[nn.Module], rank: int, lazy: tuple[int | None, ...]) -> Iterator[Tensor]:
+    def losses(models, rank, lazy):
         """The second forward comes after what is done with the first loss."""
         skips = [other == rank for other in lazy]
         if joint:
@@ -43,7 +40,7 @@ def in_one_backward(context: RankContext, kinds: tuple[str, str], joint: bool) -
             for model, skip in zip(models, skips, strict=True):
                 yield model(inputs[rank], skip).square().mean()
 
-    def two() -> nn.ModuleList:
+    def two():
         torch.manual_seed(0)
         return nn.ModuleList([Skipping(), Skipping()])
 
@@ -99,7 +96,7 @@ def test_a_step_beside_an_unfinished_wrapper_mixes_no_messages(context):
         assert all(map(torch.equal, *ends))
 
 
-def late(context: RankContext) -> None:
+def late(context):
     first, second = (wrapped("bucketed", Skipping(), context)[0] for _ in range(2))
     x = torch.ones(2, 4)
     first.module.second(x).sum().backward()

@@ -8,14 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ShardedOptimizer, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, build, drawn
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_two_ranks, run
 
 
-def set_gradients(model: nn.Module, step: int) -> None:
+def set_gradients(model, step):
     """The same averaged gradients on every rank, as after a DDP's synchronisation."""
     generator = torch.Generator().manual_seed(step)
     for parameter in model.parameters():
@@ -23,14 +22,14 @@ def set_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
 
 
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train(model, optimizer, steps):
     for step in steps:
         optimizer.zero_grad()
         set_gradients(model, step)
         optimizer.step()
 
 
-def assert_equal_parameters(one: nn.Module, other: nn.Module) -> None:
+def assert_equal_parameters(one, other):
     for a, b in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
 
@@ -50,7 +49,7 @@ def test_parity_with_the_unsharded_optimizer(context, implementation, world_size
     assert_same_on_all_ranks(list(model.parameters()), context)
 
 
-def shares(context: RankContext) -> list[int]:
+def shares(context):
     """Elements of Adam's state under both sharded optimizers, those of the model, and of its largest parameter."""
     held = []
     for kind in ("sharded-optimizer", "zero1"):
@@ -72,7 +71,7 @@ def test_state_is_divided_evenly():
         assert max(load) < 2 * (total / 3 + uneven)
 
 
-def groups(model: nn.Sequential) -> list[dict]:
+def groups(model):
     return [
         {"params": model[0].parameters(), "lr": 0.1},
         {"params": list(model[1:3].parameters()), "weight_decay": 0.3},
@@ -148,13 +147,13 @@ def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
             assert torch.equal(removed, before)
 
 
-def with_scale(seed: int) -> nn.Sequential:
+def with_scale(seed):
     """A parameter without dimensions, whose state has none either, and transposed matrices, whose state is, too."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(6, 8), Matrix("scalar", 8), Matrix("transposed", 8))
 
 
-def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
+def train_alike(model, optimizer, steps):
     """Every rank on the same data: the mean of equal gradients is exact at any power of two."""
     for step in steps:
         optimizer.zero_grad()
@@ -164,13 +163,13 @@ def train_alike(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range
         optimizer.step()
 
 
-def sharded(context: RankContext, kind: str, seed: int, lr: float) -> tuple[BucketedDDP, torch.optim.Optimizer]:
+def sharded(context, kind, seed, lr):
     wrapper = BucketedDDP(with_scale(seed), 1e-4, process_group=context.group)
     params = groups(wrapper.module)
     return wrapper, get_strategy(kind).optimizer(wrapper, torch.optim.AdamW, params=params, lr=lr)
 
 
-def save(context: RankContext, kind: str) -> dict:
+def save(context, kind):
     wrapper, optimizer = sharded(context, kind, 0, 0.01)
     train_alike(wrapper, optimizer, range(3))
     plain = copy.deepcopy(wrapper.module)
@@ -181,7 +180,7 @@ def save(context: RankContext, kind: str) -> dict:
     return saved | {"trained": [parameter.detach() for parameter in plain.parameters()]}
 
 
-def resume(context: RankContext, kind: str, saved: dict) -> list[torch.Tensor]:
+def resume(context, kind, saved):
     wrapper, optimizer = sharded(context, kind, 1, 0.9)
     wrapper.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])

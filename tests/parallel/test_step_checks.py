@@ -1,16 +1,14 @@
 """What is checked before an optimizer steps averaged parameters: that gradients were finished, and nobody has edited
 only a part of them since."""
 
-from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from distlab.comm import RankContext
 from distlab.parallel import FSDP, BucketedDDP, ZeroOptimizer, get_strategy
 from tests.fuzz import Matrix
 from tests.parallel.cases import CASES, OneProcess, build, drawn
@@ -18,23 +16,21 @@ from tests.parallel.test_contract import assert_same_on_all_ranks, on_two_ranks
 
 
 @contextmanager
-def unchanged(module: nn.Module) -> Iterator[None]:
+def unchanged(module):
     before = [parameter.detach().clone() for parameter in module.parameters()]
     yield
     for parameter, value in zip(module.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
 
 
-def loss_of(wrapper: nn.Module, rank: int, step: int = 0) -> Tensor:
+def loss_of(wrapper, rank, step=0):
     return CASES["plain"].loss(wrapper, rank, step, torch.device("cpu"))
 
 
 AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1")
 
 
-def every_wrapper_and_its_optimizer(
-    context: RankContext, names: Iterable[str] = (*AVERAGING, "fsdp")
-) -> Iterator[tuple[nn.Module, torch.optim.Optimizer]]:
+def every_wrapper_and_its_optimizer(context, names=(*AVERAGING, "fsdp")):
     for name in names:
         module = build("plain", 0, context.device)
         yield get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4)
@@ -55,7 +51,7 @@ def test_a_step_before_finish_raises_under_every_strategy(context):
         optimizer.step()
         assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
 
-        def closure(finish: bool, wrapper=wrapper, optimizer=optimizer) -> Tensor:
+        def closure(finish, wrapper=wrapper, optimizer=optimizer):
             optimizer.zero_grad()
             loss = loss_of(wrapper, context.rank, 1)
             loss.backward()
@@ -80,7 +76,7 @@ def test_a_step_before_finish_raises_under_every_strategy(context):
                 optimizer.step()  # of what were shards: nobody watches it any more
 
 
-def backward_of(module: nn.Module) -> None:
+def backward_of(module):
     module(torch.ones(2, 6)).square().mean().backward()
 
 
@@ -116,7 +112,7 @@ def test_new_names_and_frozen_layers_are_no_change(context):
         wrapper.finish_gradient_synchronization()
 
 
-def halve(parameter: nn.Parameter) -> None:
+def halve(parameter):
     parameter.grad = parameter.grad * 0.5
 
 
@@ -159,24 +155,22 @@ def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy(
         assert_same_on_all_ranks([*wrapper.full_parameters().values()], context)
 
 
-def with_scalar() -> nn.Module:
+def with_scalar():
     """A matrix, a vector and a number."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 2), Matrix("scalar", 2))
 
 
-def scalar_loss(model: nn.Module, rank: int, number: int) -> Tensor:
+def scalar_loss(model, rank, number):
     return model(drawn(10 * number + rank, 4, 3)).square().mean()
 
 
-Parameters = Iterable[nn.Parameter]
 
-
-def by_value(parameters: Parameters) -> None:
+def by_value(parameters):
     torch.nn.utils.clip_grad_value_(parameters, 0.01)
 
 
-def replaced(parameters: Parameters) -> None:
+def replaced(parameters):
     for parameter in parameters:
         parameter.grad = parameter.grad.sign()
 
@@ -193,14 +187,14 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
     wrapper, optimizer = make(with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5)
     one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
 
-    def backward(number: int) -> None:
+    def backward(number):
         optimizer.zero_grad()
         one.zero_grad()
         scalar_loss(wrapper, context.rank, number).backward()
         wrapper.finish_gradient_synchronization()
         one.backward(lambda model, rank: scalar_loss(model, rank, number))
 
-    def step_alike() -> None:
+    def step_alike():
         optimizer.step()
         one.optimizer.step()
         full = [*wrapper.full_parameters().values()]

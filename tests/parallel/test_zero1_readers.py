@@ -16,7 +16,6 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.comm import RankContext
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.fuzz import Late, late_arrivals
 from tests.parallel.cases import drawn
@@ -33,22 +32,22 @@ class Blocks(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
 
 
-def make() -> Blocks:
+def make():
     torch.manual_seed(0)
     return Blocks()
 
 
-def batch(rank: int, step: int) -> Tensor:
+def batch(rank, step):
     return drawn(10 * step + rank, 2, 3, 4)
 
 
-def train(wrapper: nn.Module, optimizer, loss_of: Callable, rank: int, steps: range) -> list[Tensor]:
+def train(wrapper, optimizer, loss_of, rank, steps):
     losses = []
     for step in steps:
         optimizer.zero_grad()
@@ -60,7 +59,7 @@ def train(wrapper: nn.Module, optimizer, loss_of: Callable, rank: int, steps: ra
     return losses
 
 
-def square(wrapper: nn.Module, x: Tensor) -> Tensor:
+def square(wrapper, x):
     return wrapper(x).square().mean()
 
 
@@ -72,7 +71,7 @@ class Logged(nn.Parameter):
         return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
 
 
-def _pointed_to(parameter: Tensor) -> Tensor:
+def _pointed_to(parameter):
     """As a kernel reads it: by its address."""
     import ctypes
 
@@ -92,7 +91,7 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def stepped(context: RankContext, module: nn.Module) -> tuple[BucketedDDP, ZeroOptimizer, list[Tensor]]:
+def stepped(context, module):
     """A module one step on, its parameters in flight, and what they will be."""
     plain = copy.deepcopy(module)
     square(plain, batch(0, 0)).backward()
@@ -158,7 +157,7 @@ def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks
     waited: list[int] = []
     wait = Late.wait
 
-    def noted(late: Late) -> None:
+    def noted(late):
         waited.append(late.target.numel())
         wait(late)
 
@@ -200,7 +199,7 @@ def _compiled_before_wrapping():
 def _wrapper_compiled():
     once = cache(compiled)
 
-    def loss_of(wrapper: nn.Module, x: Tensor) -> Tensor:
+    def loss_of(wrapper, x):
         return once(wrapper)(x).square().mean()
 
     return make(), loss_of
@@ -222,7 +221,7 @@ COMPILED = {
 }
 
 
-def frames_compiled(context: RankContext, how: str, in_flight: bool) -> tuple[int, int]:
+def frames_compiled(context, how, in_flight):
     """Train beside averaging of whole gradients, bit for bit.
 
     Args:

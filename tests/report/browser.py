@@ -6,7 +6,6 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from html import unescape
-from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -17,7 +16,7 @@ for (const kind of ["error", "unhandledrejection", "securitypolicyviolation"])
 </script>"""
 
 
-def chromium() -> str | None:
+def chromium():
     """The path of a Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
@@ -31,7 +30,7 @@ class Seen:
     console: list[str]
 
 
-def visit(page: Path, script: str, *, dark: bool = False, width: int = 1200) -> Seen:
+def visit(page, script, *, dark=False, width=1200):
     """Open a copy of the page beside it, evaluate `script` there once it has loaded, and say what happened.
 
     Args:

@@ -14,7 +14,7 @@ from distlab.report.derived import (
 )
 
 
-def row(p20: float, p50: float, p80: float, **more: float) -> dict[str, float]:
+def row(p20, p50, p80, **more):
     return {"step_p20_ms": p20, "step_p50_ms": p50, "step_p80_ms": p80} | more
 
 
@@ -26,14 +26,14 @@ def test_a_row_whose_steps_spread_is_not_as_quiet_as_its_medians():
     assert noise_of({"step_p50_ms": "OOM"}) is None
 
 
-def named(variant: str, metrics: dict) -> Record:
+def named(variant, metrics):
     return Record("x", variant, {}, metrics, {}, None)
 
 
 RATIO = Ratio("ratio", row_of("base"))
 
 
-def held(*rows: dict) -> list[Record]:
+def held(*rows):
     """Rows against the first of them, with their ratios."""
     records = [named("ours" if number else "base", dict(each)) for number, each in enumerate(rows)]
     RATIO.add(records)

@@ -14,8 +14,6 @@ from distlab.cli_errors import until_stopped
 from distlab.experiment import (
     Experiment,
     Options,
-    RankContext,
-    Run,
     View,
     headline_from,
     lone_context,
@@ -54,7 +52,7 @@ def test_names_that_leave_the_folder_are_refused(tmp_path, experiment, stamp):
 HEADER = Header("bench", {"batch": 4}, 1, {"device_name": "a CPU"}, "abc")
 
 
-def saved(out: Path) -> Path:
+def saved(out):
     """The folder of a run with two rows."""
     folder = make_folder(out, "bench", "run")
     run = open_run(HEADER, folder)
@@ -67,7 +65,7 @@ def saved(out: Path) -> Path:
 def sealed(change):
     """A change to a JSON object, with a checksum that fits."""
 
-    def changed(text: bytes) -> bytes:
+    def changed(text):
         body = change(json.loads(text))
         if isinstance(body, dict):
             body["digest"] = digest_of(body)
@@ -121,7 +119,7 @@ class Config(Options):
     batch: int = option(4, "sequences")
 
 
-def measure(config: Config, context: RankContext, run: Run) -> None:
+def measure(config, context, run):
     if config.batch < 0:
         raise ValueError("no batch")
     run.cut_off = config.batch == 0
@@ -137,12 +135,12 @@ VIEW = View([Column("variant", "variant")], headline_from("bench"), name="bench"
 BENCH = Experiment(Config, measure, VIEW, ranks="one")
 
 
-def command(out: Path, *options: str) -> int:
+def command(out, *options):
     config, frame = BENCH.chosen(BENCH.parser().parse_args(["--device=cpu", f"--out={out}", *options]))
     return until_stopped("bench", lambda: BENCH.run(config, lone_context("cpu"), frame))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 

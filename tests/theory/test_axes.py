@@ -72,7 +72,7 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
             assert_as_said(step, strategy, layout, part.shape, RANKS, **in_bf16, **stages)
 
 
-def _error(config: ModelConfig, strategy: str, layout: str, dtype: str, **keeps: str) -> float:
+def _error(config, strategy, layout, dtype, **keeps):
     """Of the closed form's peak, relative to that of the step on a fake rank."""
     shared = Layout.parse(layout)
     seen = simulate_training(config, strategy, batch=1, world_size=8, dtype=dtype, layout=shared, **keeps).peak.total
@@ -172,7 +172,7 @@ def test_a_pipeline_waits_as_its_schedule_says(layout, share):
 def test_ranks_that_share_a_model_divide_its_work():
     """Of four sequences each of four ranks has the matmuls and attention of one."""
 
-    def flops(tensor: int = 1, **sizes: int) -> int:
+    def flops(tensor=1, **sizes):
         work = Workload(ModelShape.of(WIDE, tensor), precision=Precision(), **sizes)
         return sum(operator.flops for operator in work.block())
 

@@ -88,7 +88,7 @@ class FusedRMSNorm(torch.autograd.Function):
         return (gradient * rstd).to(x.dtype), (gradient * x * rstd).sum((0, 1)), None
 
 
-def _saved(layers: int, attention: str, autocast: bool) -> int:
+def _saved(layers, attention, autocast):
     """Bytes that autograd saves in forward and loss, parameters and their copies aside."""
     model = TransformerLM(preset("tiny", num_layers=layers, attention=attention))
     tokens = torch.zeros(2, 32, dtype=torch.int64)

@@ -16,7 +16,7 @@ CONFIG = ModelConfig(1024, 2816, 2, 8, vocab_size=5000, context_length=512, num_
 SHAPE = ModelShape.of(CONFIG)
 
 
-def total(work: Workload, what: str, phase: str = "") -> int:
+def total(work, what, phase=""):
     operators = work.outside() + work.block() * work.shape.num_layers
     return sum(getattr(each, what) for each in operators if phase in ("", each.phase))
 

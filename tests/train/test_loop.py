@@ -8,7 +8,6 @@ import time
 import numpy as np
 import pytest
 
-from distlab.comm import RankContext
 from distlab.parallel import strategies_on
 from distlab.testing import run_ranks
 from distlab.train.config import TRAINABLE
@@ -19,7 +18,7 @@ from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run, digest
 
 
-def losses_and_norms(context: RankContext, each: list[dict]) -> list[tuple[dict, dict, float]]:
+def losses_and_norms(context, each):
     """Of a run with each of these changes."""
     found = []
     for changes in each:
@@ -57,7 +56,7 @@ def test_accumulation_dtypes_recomputation_and_compiled_names():
             assert float.fromhex(losses[step]) == expected, changes
 
 
-def overflow_on_one_rank(context: RankContext, strategy: str) -> tuple[bool, bool, float, list[float]]:
+def overflow_on_one_rank(context, strategy):
     """fp16's scaler with a scale so large that one rank's gradients overflow; then a good step."""
     run = Run(context, None, strategy=strategy, dtype="fp16", clip=1.0)
     trainer = run.trainer
@@ -119,7 +118,7 @@ def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_s
     assert [path.name for path in tmp_path.iterdir()] == ["step_00000002"]
 
 
-def stop_by_signal(context: RankContext, folder: str) -> tuple[int, int | None, int]:
+def stop_by_signal(context, folder):
     """Rank 1 alone is asked to stop, in the middle of its fourth step."""
     run = Run(context, folder, steps=50)
     data = run.trainer.train
@@ -147,7 +146,7 @@ def test_a_signal_to_one_rank_stops_all_at_one_step_with_a_checkpoint(tmp_path):
 def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(context, tmp_path, strategy):
     """Each trainer makes two groups of its own, of five descriptors and three threads each on a rank."""
 
-    def held() -> list[int]:
+    def held():
         return [len(os.listdir(f"/proc/self/{kind}")) for kind in ("fd", "task")]
 
     found = []
@@ -164,11 +163,11 @@ def test_a_closed_trainer_leaves_no_descriptor_and_no_thread(context, tmp_path, 
     assert not more(found[1], found[0]) and not more(found[2], found[0]), found
 
 
-def more(held: list[int], before: list[int]) -> bool:
+def more(held, before):
     return any(now > then for now, then in zip(held, before, strict=True))
 
 
-def ragged_validation(context: RankContext, strategy: str) -> float:
+def ragged_validation(context, strategy):
     run = Run(context, None, strategy=strategy)
     data = TokenWindows(np.arange(60, dtype=np.uint8) % 31, 31, 8, ragged=True)  # 59 targets, 8 windows
     return validation_loss(run.trainer.wrapper, data, context, sequences=100, batch=2)
@@ -182,7 +181,7 @@ def test_validation_counts_each_token_once_at_every_world_size():
         assert len(set(losses)) == 1 and losses[0] == pytest.approx(alone, abs=1e-6)
 
 
-def losses_with_dropout(context: RankContext, validate_every: int) -> dict[int, str]:
+def losses_with_dropout(context, validate_every):
     run = Run(context, None, steps=4, dropout=0.3, validate_every=validate_every)
     outcome = run.trainer.run()
     assert len(outcome.validation) == (4 if validate_every else 1)

@@ -5,7 +5,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.model import TransformerLM, preset
 from distlab.parallel import get_strategy
 from distlab.train.step import TrainStep, adamw, loss_function
@@ -14,7 +13,7 @@ from tests.parallel.test_contract import on_two_ranks
 STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 
 
-def trained(context: RankContext, strategy_name: str, ops: str, tied: bool) -> tuple[list[float], dict]:
+def trained(context, strategy_name, ops, tied):
     """Losses of three steps of two micro-batches, and the whole parameters after them; ranks begin differently."""
     config = preset("tiny", num_layers=1, d_model=16, d_ff=24, num_heads=2, vocab_size=23, context_length=6,
                     tie_embeddings=tied, ops=ops)  # fmt: skip

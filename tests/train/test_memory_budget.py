@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.model.config import KEPT, preset
 from distlab.parallel import STRATEGIES
 from distlab.testing import run_ranks
@@ -32,7 +31,7 @@ LONG = preset("tiny", context_length=100_000_000)
 def free(monkeypatch):
     """Sets how much memory the machine has free."""
 
-    def put(num_bytes: int | None) -> None:
+    def put(num_bytes):
         monkeypatch.setattr(memory_budget, "free_bytes", lambda device: num_bytes)
 
     put(16 * GIB)
@@ -134,7 +133,7 @@ def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu():
         require([PlannedStep(TINY, 4, "bucketed-dma")], torch.device("cpu"))
 
 
-def short_on_rank_1(context: RankContext) -> str:
+def short_on_rank_1(context):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(memory_budget, "free_bytes", lambda device: (2 - context.rank) * GIB)
         try:

@@ -4,14 +4,13 @@
 import pytest
 import torch
 
-from distlab.comm import RankContext
 from distlab.testing import run_ranks
 from distlab.train.config import refuse_other_run
 from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import Run, draw_from_all_generators, tiny
 
 
-def parameters(run: Run) -> torch.Tensor:
+def parameters(run):
     """All of this rank's parameters in one vector, once they have arrived."""
     run.trainer.wrapper.module.state_dict()  # waits for what is on its way
     return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
@@ -40,7 +39,7 @@ def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(
         assert not torch.equal(parameters(second), before)
 
 
-def generators(context: RankContext, folder: str) -> tuple[list[float], list[float]]:
+def generators(context, folder):
     """What a rank would draw at the beginning of the run, and what it draws after having resumed."""
     Run(context)
     beginning = draw_from_all_generators()

@@ -6,12 +6,10 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from distlab.checkpoint.lock import NAME, Holder
 from distlab.cli_errors import message_of
-from distlab.comm import RankContext
 from distlab.testing import run_ranks
 from distlab.train.config import DataConfig
 from distlab.train.data import DataChanged, TokenWindows
@@ -21,20 +19,18 @@ from distlab.train.run import train
 from tests.train.cases import tiny
 
 
-def run(context: RankContext, folder: str | Path, data: DataConfig | None = None, /, **changes) -> Outcome:
+def run(context, folder, data=None, /, **changes):
     """Two steps, or a run of the same folder that goes on."""
     return run_and_measure(context, folder, data, **changes)[0]
 
 
-def run_and_measure(
-    me: RankContext, folder: str | Path, data: DataConfig | None = None, /, *, progress=lambda text: None, **changes
-) -> tuple[Outcome, dict | None]:
+def run_and_measure(me, folder, data=None, /, *, progress=lambda text: None, **changes):
     """How it ended, and the metrics of its results; None where they were written before."""
     config = tiny(**({"steps": 2, "validate_sequences": 4, "vocab": 31 if data is None else None} | changes))
     folder, written = Path(folder), []
     folder.mkdir(exist_ok=True)
 
-    def write_results(config, outcome, metrics, lines) -> None:
+    def write_results(config, outcome, metrics, lines):
         written.append(metrics)
         (folder / "steps").write_text(str(metrics["steps"]))
 
@@ -45,7 +41,7 @@ def run_and_measure(
     return outcome, written[0] if written else None
 
 
-def refused(context: RankContext, root: str) -> None:
+def refused(context, root):
     for path, changes, message in (
         (f"{root}/short.txt", {}, "too few for one window"),
         (f"{root}/two.txt", {}, r"two.txt \(2 tokens, 0 of them to train on\): 0 tokens are too few"),
@@ -73,7 +69,7 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(t
     live = tmp_path / "checkpoints" / ".tmp-step_00000002"  # of the run that has the folder now
     step = Trainer.one_step
 
-    def taken_over(trainer: Trainer) -> None:
+    def taken_over(trainer):
         if trainer.step == 1:
             (tmp_path / NAME).write_text(json.dumps(asdict(Holder.me())))
             live.mkdir(parents=True)
@@ -89,20 +85,20 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(t
 # -- the data is what it was -------------------------------------------------------------------------------
 
 
-def resume_with_changed_data(context: RankContext, root: str) -> list[str]:
+def resume_with_changed_data(context, root):
     """A run of two steps, and what is said when it is to go on with other data."""
     text, other, folder = Path(root, "text.txt"), Path(root, "other.txt"), Path(root, "run")
     run(context, folder, DataConfig(str(text)))
     found = []
 
-    def attempt(data: DataConfig) -> None:
+    def attempt(data):
         try:
             run(context, folder, data, steps=3)
             found.append("accepted")
         except ValueError as error:
             found.append(str(error))
 
-    def rewrite() -> None:
+    def rewrite():
         """A bit behind the first MiB."""
         if context.is_main:
             changed = bytearray(text.read_bytes())
@@ -147,7 +143,7 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
         run(one_rank, tmp_path / "run", data, steps=3)
 
 
-def read_while_it_changes(context: RankContext, root: str, name: str, how: str) -> tuple[str, int]:
+def read_while_it_changes(context, root, name, how):
     """What is said when the last rank's file changes, and the step at which a run with the old files goes on."""
     files = {name: Path(root, f"{name}-{context.rank}.txt") for name in ("text", "other")}
     before = b"na na na na, hey hey hey, good bye. " * 40
@@ -156,15 +152,15 @@ def read_while_it_changes(context: RankContext, root: str, name: str, how: str) 
     data, changes = DataConfig(*map(str, files.values())), context.rank + 1 == context.world_size
     one_step, save, rows = Trainer.one_step, Trainer.save, TokenWindows.rows
 
-    def shrinks_after(action, step: int):
-        def acts(trainer: Trainer) -> None:
+    def shrinks_after(action, step):
+        def acts(trainer):
             action(trainer)
             if changes and trainer.step == step:
                 os.truncate(files[name], 0)
 
         return acts
 
-    def changes_below(windows: TokenWindows, numbers) -> np.ndarray:
+    def changes_below(windows, numbers):
         seen.append(windows.file[0])
         if changes and windows.file[0] == str(files[name]) and len(seen) > 3:
             files[name].write_bytes(before[::-1])
@@ -200,7 +196,7 @@ def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(
 
 
 def test_a_checkpoint_comes_before_the_validation_that_fails(tmp_path, one_rank, monkeypatch):
-    def fails(trainer: Trainer) -> float:
+    def fails(trainer):
         trainer.checkpoints.wait()
         raise MemoryError(f"after the checkpoint of step {trainer.checkpoints.last_saved}")
 

@@ -15,7 +15,7 @@ from distlab.train.step import TrainStep
 from tests.parallel.test_contract import on_two_ranks
 
 
-def sum_loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+def sum_loss(model, x):
     return model(x).sum()
 
 
@@ -51,7 +51,7 @@ def test_peers_accumulate_as_one_process_does(context, strategy):
     """
     config = preset("tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=31, context_length=8)
 
-    def thrice(rank: int, step: int, device: torch.device) -> list:
+    def thrice(rank, step, device):
         data = SyntheticTokens(config.vocab_size, 2, config.context_length, seed=0, rank=rank, device=device)
         return [data.batch(3 * step + number) for number in range(3)]
 

@@ -19,7 +19,7 @@ from distlab.train.data import (
 )
 
 
-def joined(lists: list[list[int]]) -> list[int]:
+def joined(lists):
     return list(chain.from_iterable(lists))
 
 
