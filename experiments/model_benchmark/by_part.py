@@ -34,7 +34,7 @@ from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
 from distlab.model.ops import sdpa
 from distlab.precision import DTYPES
-from distlab.report import prediction_error, stacked_bars
+from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.operators import Compute
 from experiments._traffic import TrafficLog
 
@@ -187,9 +187,8 @@ def part_rows(
 def part_findings(records: Sequence[Record]) -> list[str]:
     """The whole step's kernels beside the prediction."""
     lines = []
-    for label in dict.fromkeys(record.config["label"] for record in records):
-        mine = [record.metrics for record in records if record.config["label"] == label]
-        total, said = (sum(m[name] or 0 for m in mine) for name in ("part_ms", "predicted_part_ms"))
+    for label, rows in grouped(records, lambda r: r.config["label"]).items():
+        total, said = (sum(r.metrics[name] or 0 for r in rows) for name in ("part_ms", "predicted_part_ms"))
         predicted = f", predicted {said:.2f} ms" if said else ""
         lines.append(f"{prefix(label)}kernels take {total:.2f} ms{predicted}.")
     return lines
