@@ -37,6 +37,8 @@ GPUS = {
     "B200": hardware.B200,
 }
 DTYPES = {name: dtype or torch.float32 for name, dtype in model_config.DTYPES.items()}
+NAMED_AS_THEIR_MODULE = ("softmax", "swiglu", "rope", "weighted_sum", "dropout", "cross_entropy", "matmul",
+                         "linear_cross_entropy")  # fmt: skip
 # Kernel's name → module that has its cost(), options of that.
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms_norm": ("rmsnorm", {}),
@@ -44,17 +46,10 @@ KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "add_rms_norm": ("rmsnorm", {"residual": True}),
     "layer_norm": ("layernorm", {}),
     "layer_norm_backward": ("layernorm", {"backward": True}),
-    "softmax": ("softmax", {}),
     "softmax_backward": ("softmax", {"backward": True}),
     "gelu": ("elementwise", {}),
-    "swiglu": ("swiglu", {}),
     "swiglu_backward": ("swiglu", {"backward": True}),
-    "rope": ("rope", {}),
-    "weighted_sum": ("weighted_sum", {}),
-    "dropout": ("dropout", {}),
-    "cross_entropy": ("cross_entropy", {}),
-    "matmul": ("matmul", {}),
-    "linear_cross_entropy": ("linear_cross_entropy", {}),
+    **{name: (name, {}) for name in NAMED_AS_THEIR_MODULE},
 }
 
 # Kernels that do not take a shape of any number of dimensions: how many they take, and which.

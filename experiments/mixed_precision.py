@@ -162,6 +162,13 @@ def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
 
 
+def model_and_data(config: PrecisionConfig, device: torch.device) -> tuple[TransformerLM, SyntheticTokens]:
+    """The language model and its batches, alike at every call."""
+    shape = config.model()
+    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device)
+    return TransformerLM(shape, device=device, seed=0), data
+
+
 def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
     """Gradients under autocast at each loss scale, against those of fp32."""
     logits, exact = gradients(config, device, None, 1.0)
@@ -192,10 +199,7 @@ def gradients(
 
     Of one micro-batch; the embedding is left out, most of whose rows no token looked up.
     """
-    shape = config.model()
-    model = TransformerLM(shape, device=device, seed=0)
-    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0,
-                           device=device)  # fmt: skip
+    model, data = model_and_data(config, device)
     tokens, targets = data.batch(0)
     with autocast(device, low):
         logits = model(tokens)
@@ -219,13 +223,11 @@ def float8(config: PrecisionConfig, device: torch.device) -> Rows:
 
 def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Tensor:
     """Loss of each step, whose number is rounded down to a multiple of four."""
-    shape = config.model()
-    model = TransformerLM(shape, device=device, seed=0)
+    model, data = model_and_data(config, device)
     for module in model.blocks.modules():
         if in_fp8 and isinstance(module, Linear):
             module.multiply = float8_linear
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device)
     found = []
     for step in range(config.steps // 4 * 4):
         tokens, targets = data.batch(step)

@@ -230,12 +230,7 @@ class Curves:
                 print(f"rank {self.context.rank} kills itself", file=sys.stderr, flush=True)
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        metrics = self.curve(config, self.run.path / "killed" / "checkpoints", die)
-        reference = self.run.done(REFERENCE)
-        if reference is not None:
-            unharmed = reference.metrics["loss"][metrics["first_step"] :]
-            metrics["max_abs_loss_diff"] = max(abs(a - b) for a, b in zip(metrics["loss"], unharmed, strict=True))
-        return metrics
+        return self.curve(config, self.run.path / "killed" / "checkpoints", die)
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
@@ -295,7 +290,6 @@ VIEW = View(
         Column("metrics.first_step", "from step", "d"),
         Column("metrics.final_loss", f"loss, last {LAST}", ".4f"),
         Column("metrics.mean_abs_loss_diff", "mean |Δloss|", ".4f"),
-        Column("metrics.max_abs_loss_diff", "max |Δloss|", ".1e"),
         Column("metrics.step_p50_ms", "step p50 ms", ".1f"),
         PEAK,
     ],

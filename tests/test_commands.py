@@ -25,6 +25,7 @@ QUICK = {
     r"^make test$": "ARGS=tests/test_hardware.py",
     r"^make nightly$": "--dry-run",
     r"^make test-(commands|gpu)$": "ARGS=--collect-only",
+    r"train .*--name speaks-gpu": "--size tiny --steps 4 --log-every 1 --batch 4 --dtype fp32",
     r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
     r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",  # the default name is the run's before
     r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
@@ -40,10 +41,10 @@ QUICK = {
 CANNOT = {
     r"^pip install|^export|submission": "changes the environment",
     r"--nnodes 2|machine0|^sbatch": "needs several machines",
-    r"distlab compare|^PYTHONPATH=mine": "needs the reader's own runs, or files",
+    r"distlab compare|show RUN|^PYTHONPATH=mine": "needs the reader's own runs, or files",
     r"^make docs": "installs mkdocs; test_site.py builds the site where it is",
     r"^compute-sanitizer|flash_attention\.tune": "needs a GPU",
-    r"^make size": "counts what git tracks, and this copy has no .git",
+    r"^make (size|quick)": "asks git, and this copy has no .git",
 }
 TIMEOUT_S = 420
 
@@ -56,8 +57,8 @@ def runnable():
             text = filled_in(command.text)
             words = shlex.split(text)
             ours = arguments_of(words)
-            if ours == ["show"]:
-                continue  # named on a page, not to be run without a file
+            if ours in (["show"], ["check"]):
+                continue  # named on a page, not to be run without a file or a model
             if ours[:1] == ["run"] and ours[1] != "calculator":
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
                 text = f"python -m launch run {ours[1]} {restarts}--preset smoke"
@@ -69,7 +70,7 @@ def runnable():
 
 @pytest.fixture(scope="session")
 def checkout(tmp_path_factory):
-    """A copy of the working tree, with this interpreter as its virtual environment and a text to train on."""
+    """A copy of the working tree with this interpreter as its virtual environment, and a reader's text and code."""
     copy = tmp_path_factory.mktemp("checkout") / "distlab"
     ignored = shutil.ignore_patterns(".venv", ".git", "outputs", "__pycache__")
     shutil.copytree(ROOT, copy, ignore=ignored)
@@ -82,6 +83,9 @@ def checkout(tmp_path_factory):
             wrapper.chmod(0o755)
     (copy / ".venv/.installed").touch()
     (copy / "my.txt").write_text((ROOT / "README.md").read_text() * 3)
+    shutil.copy(ROOT / "examples/own_model.py", copy / "my_model.py")
+    own = re.search(r"```python\n(def parallelize.*?)```", (ROOT / "docs/learn/check.md").read_text(), re.DOTALL)
+    (copy / "my_code.py").write_text("import torch.distributed as dist\n" + own.group(1))
     return copy
 
 

@@ -263,16 +263,7 @@ def allocator_history(path: str | os.PathLike, max_entries: int = MAX_ENTRIES) -
 
     Args:
         max_entries: the last so many allocations and frees are kept, which bounds the file.
-
-    Raises:
-        ValueError: no CUDA device, or ``max_entries`` below one.
     """
-    if not torch.cuda.is_available():
-        raise ValueError(
-            "the allocator's history needs a CUDA device and there is none; the picture needs none"
-        )
-    if max_entries < 1:
-        raise ValueError(f"max_entries={max_entries}: keep at least one")
     # Python's stacks alone: those of C++ are most of the bytes, and resolving them takes minutes.
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")
     try:

@@ -65,7 +65,6 @@ class Graph:
     Args:
         operators: see `Operator`.
         sizes: bytes of each tensor.
-        results: tensors that are needed after the graph; a tensor that nobody in it reads is one anyway.
 
     Raises:
         ValueError: a tensor without a size, or two operators of one name.
@@ -73,7 +72,6 @@ class Graph:
 
     operators: tuple[Operator, ...]
     sizes: Mapping[str, int] = field(hash=False)
-    results: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.operators]
@@ -85,31 +83,29 @@ class Graph:
                     raise ValueError(f"operator {op.name!r} uses tensor {tensor!r}, which has no size")
 
     def leaves(self, tensor: str, group: Iterable[Operator]) -> bool:
-        """Whether a tensor that `group` writes is needed outside of it."""
+        """Whether a tensor that `group` writes is needed outside of it: others read it, or nobody in the graph does."""
         inside = {op.name for op in group}
         users = [op.name for op in self.operators if tensor in op.reads]
-        return tensor in self.results or not users or any(user not in inside for user in users)
+        return not users or any(user not in inside for user in users)
 
     def alone(self, op: Operator) -> Cost:
         """An operator's FLOPs and bytes by itself, each tensor once."""
         return Cost(op.flops, sum(self.sizes[t] for t in {*op.reads, *op.writes}))
 
-    def unfused(self, group: Sequence[Operator] | None = None) -> Cost:
-        """Operators one by one (all of them by default)."""
-        costs = [self.alone(op) for op in (self.operators if group is None else group)]
-        return sum(costs, Cost(0, 0))
+    def unfused(self) -> Cost:
+        """All operators one by one."""
+        return sum(map(self.alone, self.operators), Cost(0, 0))
 
     def fused(self, group: Sequence[Operator] | None = None) -> Cost:
-        """The same operators as one kernel: what enters and what leaves, once each."""
+        """Operators (all by default) as one kernel: what enters and what leaves, once each."""
         group = self.operators if group is None else group
         written = {tensor for op in group for tensor in op.writes}
         entering = {tensor for op in group for tensor in op.reads} - written
         leaving = {tensor for tensor in written if self.leaves(tensor, group)}
         return Cost(sum(op.flops for op in group), sum(self.sizes[t] for t in entering | leaving))
 
-    def speed_up(self, roof: Roofline, group: Sequence[Operator] | None = None) -> float:
-        """Predicted time of operators (all by default) unfused over fused, launches left out."""
-        group = self.operators if group is None else group
+    def speed_up(self, roof: Roofline, group: Sequence[Operator]) -> float:
+        """Predicted time of operators unfused over fused, launches left out."""
         return sum(roof.seconds(self.alone(op)) for op in group) / roof.seconds(self.fused(group))
 
 
@@ -259,7 +255,7 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
         Operator("multiply", ("act", "up"), ("h",), tokens * f),
         matmul("down_matmul", "h", "w2", "m", f, d),
         Operator("add2", ("x2", "m"), ("y",), tokens * d),
-    ), tensors, frozenset({"y"}))
+    ), tensors)
 
 
 OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "multiply"))  # one kernel of this lab

@@ -261,7 +261,6 @@ def _matmuls() -> list[Case]:
     layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
              "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
     in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear}
-    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear}
     layers = [
         Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost, in_fp8,
              compute=True),

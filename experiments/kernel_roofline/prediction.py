@@ -11,36 +11,10 @@ import contextlib
 from collections import Counter
 
 import torch
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from distlab.measure.memory_traffic import kind_of, stored
+from experiments._traffic import TrafficLog
 
 from .cases import Case, first, leaves, with_gradients
-
-
-class TrafficCounter(TorchDispatchMode):
-    """`bytes`, kind → bytes that dispatched operations read and write; views and empty allocations are left out."""
-
-    FREE = ("view", "reshape", "expand", "unsqueeze", "squeeze", "transpose", "permute", "slice", "select", "detach",
-            "alias", "empty", "t.", "as_strided", "split", "unbind", "chunk")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func.name().removeprefix("aten::")
-        if not any(name.startswith(free) for free in self.FREE):
-            inputs, outputs = (_tensors(tree) for tree in ((args, kwargs), out))
-            everything = {id(t): t for t in (*inputs, *outputs)}.values()
-            self.bytes[kind_of(inputs, outputs)] += sum(stored(t) * t.element_size() for t in everything)
-        return out
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(tree) if isinstance(t, Tensor)]
 
 
 def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
@@ -48,13 +22,15 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
     if "naive" not in case.variants or case.name == "adamw":  # adamw's tensors are not those of its call
         return None
     inputs = with_gradients(case.inputs("meta"))
-    counter = TrafficCounter()
-    with counter if direction in ("fwd", "both") else contextlib.nullcontext():
+    log, found = TrafficLog(), Counter()
+    with contextlib.nullcontext() if direction == "bwd" else log:
         out = first(case.variants["naive"](*inputs))
-    if direction in ("bwd", "both"):
-        with counter:
+    if direction != "fwd":
+        with log:
             torch.autograd.grad(out, leaves(inputs), torch.empty_like(out))
-    return counter.bytes
+    for operator, (kind, _) in zip(log.items, log.places, strict=True):
+        found[kind] += operator.bytes
+    return found
 
 
 def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str, float]:

@@ -30,14 +30,13 @@ from distlab.measure import (
     named_ranges,
     step_windows,
 )
-from distlab.measure.collectives import tensors_in
 from distlab.measure.nvtx import Emitter
 from distlab.measure.trace.capture import PHASES
 from distlab.model.ops import sdpa
 from distlab.precision import DTYPES
-from distlab.report import prediction_error, stacked_bars
-from distlab.simulate.events import EventLog
+from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.operators import Compute
+from experiments._traffic import TrafficLog
 
 from .trials import headline, ms_column, prefix
 
@@ -148,26 +147,11 @@ def rates(trial: Trial) -> Rates | None:
     return Rates(flops_per_s, bytes_per_s, seconds(tiny.clone))
 
 
-class _CountedByPart(EventLog):
-    """`items`, and for each the kind of its traffic and the range that was the innermost."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.phase, self.open, self.places = "forward", [""], []
-
-    def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        before = len(self.items)
-        super()._add_operator(func, args, kwargs, result)
-        for operator in self.items[before:]:
-            kind = "copy" if operator.flops else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
-            self.places.append((kind, self.open[-1]))
-
-
 def counted_parts(
     plain: Trial, device: Rates | None
 ) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
-    log, by_phase = _CountedByPart(), {}
+    log, by_phase = TrafficLog(), {}
     with FlopsByCategory() as counted, log:
 
         def mark(phase: str) -> None:
@@ -203,9 +187,8 @@ def part_rows(
 def part_findings(records: Sequence[Record]) -> list[str]:
     """The whole step's kernels beside the prediction."""
     lines = []
-    for label in dict.fromkeys(record.config["label"] for record in records):
-        mine = [record.metrics for record in records if record.config["label"] == label]
-        total, said = (sum(m[name] or 0 for m in mine) for name in ("part_ms", "predicted_part_ms"))
+    for label, rows in grouped(records, lambda r: r.config["label"]).items():
+        total, said = (sum(r.metrics[name] or 0 for r in rows) for name in ("part_ms", "predicted_part_ms"))
         predicted = f", predicted {said:.2f} ms" if said else ""
         lines.append(f"{prefix(label)}kernels take {total:.2f} ms{predicted}.")
     return lines

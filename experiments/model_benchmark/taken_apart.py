@@ -14,19 +14,10 @@ from distlab.experiment import Column, RankContext, Record, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import stacked_bars
+from distlab.report import grouped, stacked_bars
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 from .trials import Rows, TrialConfig, headline, ms_column, opened, prefix
-
-
-def of_each(records: Sequence[Record]) -> dict[str, Record]:
-    """The first record of every combination."""
-    found: dict[str, Record] = {}
-    for record in records:
-        found.setdefault(record.config["label"], record)
-    return found
-
 
 KERNELS, WORK = "model_kernels", "model_work"
 UNTIMED_STEPS, TRACED_STEPS = 3, 3
@@ -109,8 +100,7 @@ def short_name(kernel: str, longest: int = 64) -> str:
         .replace("at::native::", "")
     )
     if "elementwise_kernel" in name:  # what it computes is in its arguments
-        inner = [word for word in ("Functor", "_kernel_cuda", "copy") if word in name]
-        name = name if not inner else name.replace("binary_internal::", "")
+        name = name.replace("binary_internal::", "")
     else:
         name = name.split("<")[0].split("(")[0]
     return name if len(name) <= longest else name[: longest - 1] + "…"
@@ -147,7 +137,7 @@ def draw_work(records: Sequence[Record], path: Path) -> None:
     and backward.
     """
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
-    if len(of_each(records)) > 1:
+    if len({label for label, _ in bars}) > 1:
         bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
     known = {
         (r.config["label"], r.metrics["phase"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics
@@ -166,14 +156,12 @@ def draw_work(records: Sequence[Record], path: Path) -> None:
 def work_findings(records: Sequence[Record]) -> list[str]:
     """The profiler's total beside the timer's."""
     lines = []
-    for label, r in of_each(records).items():
-        phases = {e.metrics["phase"]: e.metrics["phase_kernel_ms"] for e in records if e.config["label"] == label}
+    for label, rows in grouped(records, lambda r: r.config["label"]).items():
+        m, phases = rows[0].metrics, {r.metrics["phase"]: r.metrics["phase_kernel_ms"] for r in rows}
         lines.append(
-            f"{prefix(label)}the profiler's step takes {r.metrics['profiler_step_ms']:.2f} ms and its kernels "
-            f"{r.metrics['profiler_kernel_ms']:.2f} ms ("
-            f"{', '.join(f'{phase} {phases[phase]:.2f}' for phase in PHASES if phase in phases)}; inference "
-            f"{phases.get('inference', 0):.2f}); the timer's step, without the profiler, "
-            f"{r.metrics['timer_step_ms']:.2f} ms ({r.metrics['profiler_error_pct']:+.1f} %)."
+            f"{prefix(label)}the profiler's step takes {m['profiler_step_ms']:.2f} ms and its kernels "
+            f"{m['profiler_kernel_ms']:.2f} ms ({', '.join(f'{phase} {ms:.2f}' for phase, ms in phases.items())}); "
+            f"the timer's step, without the profiler, {m['timer_step_ms']:.2f} ms ({m['profiler_error_pct']:+.1f} %)."
         )
     return lines
 

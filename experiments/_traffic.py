@@ -1,0 +1,22 @@
+"""The memory traffic of a computation, operator by operator, counted at torch's dispatcher."""
+
+from typing import Any
+
+from distlab.measure import memory_traffic
+from distlab.measure.collectives import tensors_in
+from distlab.simulate.events import EventLog
+
+
+class TrafficLog(EventLog):
+    """`items`, and in `places` for each its kind of traffic and the innermost of the ranges that are `open`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase, self.open, self.places = "forward", [""], []
+
+    def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
+        before = len(self.items)
+        super()._add_operator(func, args, kwargs, result)
+        for operator in self.items[before:]:
+            kind = "copy" if operator.flops else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            self.places.append((kind, self.open[-1]))
