@@ -217,8 +217,8 @@ def find_triton() -> list[Finding]:
     return [triton, Finding("kernels", *how)]
 
 
-def examine(start_ranks: bool = True) -> list[Finding]:
-    """Look at everything; takes some ten seconds, most of it starting two ranks (`start_ranks`)."""
+def examine() -> list[Finding]:
+    """Look at everything; takes some ten seconds, most of it starting two ranks."""
     needed = (("torch", TORCH_LEAST, "nothing runs without it"),
               ("matplotlib", (0, 0), "no pictures"), ("tabulate", (0, 0), "no tables"))  # fmt: skip
     packages = [package(name, least, f"{advice}: {INSTALL}") for name, least, advice in needed]
@@ -226,7 +226,7 @@ def examine(start_ranks: bool = True) -> list[Finding]:
     if packages[0].state == MISSING:
         return findings
     findings += [*find_triton(), *find_gpus(), *find_backends()]
-    if start_ranks and all(f.state == OK for f in findings if f.name == "gloo"):
+    if all(f.state == OK for f in findings if f.name == "gloo"):
         findings.append(find_ranks())
     return findings
 
@@ -276,13 +276,10 @@ def main(argv: list[str] | None = None) -> int:
     """Print the report; 0 if the main job will run here, else 1."""
     parser = Parser("distlab.doctor", description="What this machine has and what runs on it.")
     parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
-    parser.add_argument(
-        "--no-ranks", action="store_true", help="do not start two ranks to see whether they can"
-    )
     args = parser.parse_args(argv)
 
     def examine_and_report() -> int:
-        findings = examine(start_ranks=not args.no_ranks)
+        findings = examine()
         able = abilities(findings)
         body = {"findings": [asdict(f) for f in findings], "abilities": [asdict(a) for a in able]}
         line = json.dumps(body | {"first_command": first_command(able)})

@@ -308,7 +308,6 @@ VIEW = View(
               "ours_over_fwd", "peak_alloc_bytes", "predicted_peak_bytes", "status"),
     pictures={
         "time.png": partial(draw, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
-        "tflops.png": partial(draw, metric="fwd_bwd_tflop_per_s", label="TFLOP/s"),
         "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
     },
     derive=compare,

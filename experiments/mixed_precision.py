@@ -39,6 +39,7 @@ from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
+from kernels._triton import interpreted
 from kernels.float8_linear import float8_linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -231,7 +232,7 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     found = []
     for step in range(config.steps // 4 * 4):
         tokens, targets = data.batch(step)
-        with autocast(device, torch.bfloat16):
+        with autocast(device, None if interpreted() else torch.bfloat16):  # which Triton's interpreter refuses
             found.append(cross_entropy(model(tokens), targets))
         found[-1].backward()
         found[-1] = found[-1].detach()

@@ -140,7 +140,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
             continue
         run.progress(variant)
         metrics, reference = part(), run.done(REFERENCE)
-        if reference and "loss" in metrics and variant != MUON:
+        if reference and variant != MUON:
             metrics["mean_abs_loss_diff"] = distance(metrics, reference.metrics)
         run.add(variant, metrics, **curves.shared)
         dist.barrier(context.group)

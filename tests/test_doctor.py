@@ -47,7 +47,7 @@ def test_what_is_missing_is_the_reason(lost, capsys, monkeypatch):
     findings = [f if f.name != lost else Finding(lost, MISSING, "gone") for f in healthy(2)]
     able = doctor.abilities(findings)
     assert not any(a.runs for a in able) and all(f"{lost}: gone" in a.why for a in able)
-    monkeypatch.setattr(doctor, "examine", lambda start_ranks: findings)
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
     assert doctor.main([]) == 1
     assert doctor.INSTALL in capsys.readouterr().out
 

@@ -172,8 +172,8 @@ def receive(tensor: Tensor, group: ProcessGroup) -> Work:
 
 
 @torch.no_grad()
-def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int = 0) -> None:
-    """Overwrite all tensors, of any strides, by those of rank `source`, and wait.
+def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
+    """Overwrite all tensors, of any strides, by those of the group's first rank, and wait.
 
     Collectives do not bump a tensor's version counter: called between forward and backward, this would change
     saved activations without autograd noticing.
@@ -181,7 +181,7 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup, *, source: int
     in_flight = []
     for tensor in tensors:
         sent = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        in_flight.append((tensor, sent, broadcast(sent, group, source=source)))
+        in_flight.append((tensor, sent, broadcast(sent, group)))
     for tensor, sent, work in in_flight:
         wait(work, group, "broadcasting tensors")
         if not tensor.is_contiguous():

@@ -50,19 +50,19 @@ def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None
             dist.destroy_process_group(group)
 
 
-def rest(context: RankContext, name: str, busy_ranks: int, *, limit_s: float = 1800.0) -> None:
+def rest(context: RankContext, name: str, busy_ranks: int) -> None:
     """Wait until the first `busy_ranks` ranks have come here too, without a kernel that spins on a GPU meanwhile.
 
     Args:
         name: of this rendezvous, not used before in this job.
 
     Raises:
-        RuntimeError: they did not come within `limit_s`.
+        RuntimeError: they did not come within half an hour.
     """
     store = dist.distributed_c10d._get_default_store()
     if context.rank < busy_ranks and store.add(f"rest/{name}", 1) == busy_ranks:
         store.set(f"rest/{name}/done", "yes")
-    store.wait([f"rest/{name}/done"], timedelta(seconds=limit_s))
+    store.wait([f"rest/{name}/done"], timedelta(minutes=30))
 
 
 # -- a mesh ------------------------------------------------------------------------------------------------------------

@@ -79,11 +79,9 @@ def simulate_step(
     checkpointing: Checkpointing = False,
     layout: Layout = DATA_PARALLEL,
     compute_dtype: torch.dtype | None = None,
-    optimizer_cls: type[Optimizer] = torch.optim.AdamW,
-    optimizer_options: dict[str, Any] | None = None,
     like_nccl: bool = True,
 ) -> SimulatedStep:
-    """What one step does on rank `rank` of `world_size`, without its memory or its time.
+    """What one step with fused AdamW does on rank `rank` of `world_size`, without its memory or its time.
 
     Args:
         strategy: a name of `distlab.parallel.STRATEGIES`, or an entry; torch's peers are refused.
@@ -91,7 +89,6 @@ def simulate_step(
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
         shard_size, checkpointing, layout, compute_dtype: see `build_training`.
-        optimizer_options: default for AdamW: the fused kernel.
         like_nccl: see `fake_world`.
 
     Raises:
@@ -103,12 +100,10 @@ def simulate_step(
             f"{entry.name} cannot be simulated: torch's reducer reads the parameters' memory, and fake tensors have "
             "none; its volume is in closed form in distlab.theory.volume"
         )
-    if optimizer_options is None:
-        optimizer_options = {"fused": True} if optimizer_cls is torch.optim.AdamW else {}
     log = EventLog()
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
         _, wrapper, optimizer = build_training(
-            build if isinstance(build, ModelConfig) else build(), entry, group, optimizer_cls, optimizer_options,
+            build if isinstance(build, ModelConfig) else build(), entry, group, torch.optim.AdamW, {"fused": True},
             device="cpu", checkpointing=checkpointing, layout=layout, compute_dtype=compute_dtype,
             bucket_size_mb=bucket_size_mb, shard_size=shard_size,
         )  # fmt: skip

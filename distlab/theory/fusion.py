@@ -25,7 +25,7 @@ registers: what remains are the tensors that come from outside, once each, and t
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from distlab.hardware import GPUSpec
 from distlab.theory.checks import at_least_one
@@ -71,7 +71,7 @@ class Graph:
     """
 
     operators: tuple[Operator, ...]
-    sizes: Mapping[str, int] = field(hash=False)
+    sizes: Mapping[str, int]
 
     def __post_init__(self) -> None:
         names = [op.name for op in self.operators]
@@ -121,13 +121,11 @@ class Decision:
         operator: its name.
         action: "start", "fuse", "split" or "leave".
         reason: why, for people.
-        saving: time one by one over time fused, of the group with this operator; None where it was not asked.
     """
 
     operator: str
     action: str
     reason: str
-    saving: float | None = None
 
 
 @dataclass(frozen=True)
@@ -197,11 +195,11 @@ def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roo
         note += f"; with {', '.join(each.name for each in chain[1:])}, which follows"
     if epilogue and graph.speed_up(roof, chain) >= max(saving, LEAST_SAVING):
         return Decision(op.name, "leave", f"saves {graph.speed_up(roof, chain):.2f} × with {chain[1].name}, which "
-                        f"follows, and {saving:.2f} × as an epilogue", saving)
+                        f"follows, and {saving:.2f} × as an epilogue")
     what = "as an epilogue" if epilogue else "memory-bound, same pattern:"
     if saving < LEAST_SAVING:
-        return Decision(op.name, "leave", f"{what} saves {saving:.2f} ×, less than {LEAST_SAVING}{note}", saving)
-    return Decision(op.name, "fuse", f"{what} saves {saving:.2f} ×{note}", saving)
+        return Decision(op.name, "leave", f"{what} saves {saving:.2f} ×, less than {LEAST_SAVING}{note}")
+    return Decision(op.name, "fuse", f"{what} saves {saving:.2f} ×{note}")
 
 
 def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_heads: int, itemsize: int = 2,

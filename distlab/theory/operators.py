@@ -111,8 +111,8 @@ class Workload:
 
     # -- one block ------------------------------------------------------------------------------------------------
 
-    def _matmul(self, inputs: int, outputs: int, n: int | None = None) -> tuple[str, int, int]:
-        n, c = n or self.tokens, self.precision.compute
+    def _matmul(self, inputs: int, outputs: int) -> tuple[str, int, int]:
+        n, c = self.tokens, self.precision.compute
         return "mm", 2 * n * inputs * outputs, c * (n * inputs + inputs * outputs + n * outputs)
 
     def _both_gradients(self, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:

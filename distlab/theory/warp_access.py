@@ -27,17 +27,12 @@ def bank_conflicts(words: Sequence[int]) -> int:
     return max(len(distinct) for distinct in per_bank.values())
 
 
-def swizzle(row: int, column: int, columns: int = BANKS) -> int:
-    """Where column `column` of `row` is kept when columns are exchanged by row xor column: within its row.
+def swizzle(row: int, column: int) -> int:
+    """Where column `column` of `row` is kept, of as many columns as banks, when row xor column exchanges them.
 
     A column of a tile, which without it lies in one bank, is spread over all; rows stay spread.
-
-    Raises:
-        ValueError: a width that is not a power of two.
     """
-    if columns < 1 or columns & (columns - 1):
-        raise ValueError(f"columns={columns}: xor permutes a row only if its length is a power of two")
-    return column ^ (row % columns)
+    return column ^ (row % BANKS)
 
 
 @dataclass(frozen=True)

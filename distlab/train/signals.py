@@ -10,22 +10,23 @@ from types import FrameType
 
 from distlab.cli_errors import answered
 
+GRACE_S = 5.0  # until the main thread must have noticed
+
 
 class StopSignals:
     """Remembers such a signal instead of dying of it.
 
     A main thread that waits in a collective for a dead rank never gets to see a signal; then the process ends
-    after `grace_s`, and the agent need not wait 30 s before it kills it.
+    after `GRACE_S`, and the agent need not wait 30 s before it kills it.
 
     Args:
-        grace_s: seconds until the main thread must have noticed.
         answers: whether a line says at once that the signal has come, since a step may take long; of several ranks
             one does.
     """
 
-    def __init__(self, grace_s: float = 5.0, *, answers: bool = False) -> None:
+    def __init__(self, *, answers: bool = False) -> None:
         self.received = 0
-        self.grace_s, self.answers = grace_s, answers
+        self.answers = answers
 
     @contextmanager
     def caught(self) -> Iterator["StopSignals"]:
@@ -44,7 +45,7 @@ class StopSignals:
             name = signal.Signals(number).name
             print(f"asked to stop ({name}): this step is finished, then a checkpoint written", file=sys.stderr,
                   flush=True)  # fmt: skip
-        deadline = time.monotonic() + self.grace_s
+        deadline = time.monotonic() + GRACE_S
         while not self.received and time.monotonic() < deadline:
             time.sleep(0.05)
         if not self.received:

@@ -199,8 +199,7 @@ class Row:
         metrics: dict[str, Any] = {"error": worst_error(results, expected)}
         if before is not None:  # inputs, results and what lies between, and nothing that lay there before
             metrics["peak_alloc_bytes"] = memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
-        del fresh, results
-        if before is not None:
+            del fresh, results
             again = self._maker(function)()
             kernels = [count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)]
             metrics |= {"kernels": sum(kernels)} | (spills(again) if variant == "ours" else {})

@@ -24,6 +24,7 @@ from kernels.cost import Cost
 
 from .cases import NORM, Case, Function, Operand
 from .prediction import naive_bytes
+from .view import headline
 
 SCALE = 0.125
 
@@ -143,8 +144,7 @@ def chain_case(chain: Chain) -> Case:
     return Case("+".join(chain), NORM, (16, 4096), "bfloat16", operands, least, found, ("fwd",))
 
 
-ONE_BY_ONE, WIDENED = "one by one", "one by one, in fp32"
-FORMS = {"builtin": ONE_BY_ONE, "naive": WIDENED, "compile": "fused by Inductor", "ours": "fused, ours"}
+FORMS = {"builtin": "one by one", "naive": "one by one, in fp32", "compile": "fused by Inductor", "ours": "fused, ours"}
 
 
 def accounting(case: Case, rows: dict[str, Record], limits: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
@@ -236,9 +236,7 @@ TRAFFIC = View(
         _ratio("predicted_over_builtin", "predicted"), prediction_error("predicted_over_builtin", "over_builtin"),
         _ratio("over_naive", "/ fp32"), _ratio("predicted_over_naive", "predicted"),
     ],
-    headline=lambda records: (
-        f"{records[0].environment.get('device_name', 'CPU')}, torch {records[0].environment.get('torch', '?')}"
-    ),
+    headline=headline,
     terminal=("label", "bytes", "time_p50_ms", "predicted_time_p50_ms", "over_builtin", "predicted_over_builtin"),
     findings=advice,
     reading="A row for each operation by itself, then for each form of the chain. / same dtype is its time over that "

@@ -137,10 +137,7 @@ VIEW = View(
         Column("metrics.lost_ms_per_gb", "ms lost per GB", ".3f"),
         Column("metrics.max_abs_error", "max |Δ|", ".1e"),
     ],
-    headline=headline_from(
-        "Contention on {ranks} ranks, {device_name} ({backend}), torch {torch}",
-        ranks=lambda records: records[0].config["world_size"],
-    ),
+    headline=headline_from("Contention on {world_size} ranks, {device_name} ({backend}), torch {torch}"),
     terminal=("variant", "megabytes", "compute_rate", "compute_noise_pct", "alone_busbw_gb_per_s",
               "beside_busbw_gb_per_s", "lost_ms_per_gb"),
     reading="A rate is the speed relative to running alone, of the computation and of the messages. What is lost is "

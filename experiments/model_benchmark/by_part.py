@@ -160,7 +160,6 @@ def counted_parts(
 
         with named_ranges(plain.model, Emitter(log.open.append, log.open.pop), plain.optimizer):
             plain("step", mark)
-    by_phase["optimizer"] = by_phase.get("optimizer", Counter()) + counted.flops
     ms, flops = Counter(), Counter()
     for operator, (kind, place) in zip(log.items, log.places, strict=True):
         ms[operator.phase, part_of(place)] += 0.0 if device is None else 1e3 * device.seconds(operator, kind)

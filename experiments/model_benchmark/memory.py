@@ -31,7 +31,7 @@ SCOPES = {"inference": "forward only", "step": "full step"}
 
 
 def memory(
-    context: RankContext, config: TrialConfig, folder: Path, slug: str, most: int = 8
+    context: RankContext, config: TrialConfig, folder: Path, slug: str
 ) -> dict[str, Rows]:
     """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
     with what is held then.
@@ -63,9 +63,9 @@ def memory(
                 "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
                 "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
             } | shared)
-            for block in timeline.largest(most)
+            for block in timeline.largest(8)
         ]  # fmt: skip
-    return {MEMORY: rows} if rows else {}
+    return {MEMORY: rows}
 
 
 def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
@@ -143,7 +143,7 @@ FORMS = {  # how the blocks are run, and with which operations
 }
 
 
-def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, Rows]:
+def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
     """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
     rows: Rows = []
     for form, (how, changes) in FORMS.items() if context.is_main else ():
@@ -164,7 +164,7 @@ def saved(context: RankContext, trial: TrialConfig, most: int = 5) -> dict[str, 
             "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
         }  # fmt: skip
         rows.append((f"{form}, all", whole))
-        for rank, tensor in enumerate(kept[:most], 1):
+        for rank, tensor in enumerate(kept[:5], 1):
             metrics = {
                 "status": "ok", "saved_block_bytes": tensor.bytes, "of_block_pct": 100 * tensor.bytes / total,
                 "shape": "×".join(map(str, tensor.shape)), "dtype": str(tensor.dtype).removeprefix("torch."),

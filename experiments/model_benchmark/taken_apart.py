@@ -81,18 +81,18 @@ def _renamed(profile: Profile) -> Profile:
     return replace(profile, kernels=tuple(replace(kernel, phase="inference") for kernel in profile.kernels))
 
 
-def _kernel_rows(profiles: Mapping[str, Profile], most: int = 8) -> Rows:
+def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
     return [
         (short_name(kernel.name), {
             "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
             "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
         })
-        for phase, profile in profiles.items() for kernel in profile.top(phase, most)
+        for phase, profile in profiles.items() for kernel in profile.top(phase, 8)
     ]  # fmt: skip
 
 
-def short_name(kernel: str, longest: int = 64) -> str:
-    """A kernel's name without its return type, template arguments and namespaces."""
+def short_name(kernel: str) -> str:
+    """A kernel's name without its return type, template arguments and namespaces, of at most 64 characters."""
     name = (
         readable(kernel)
         .removeprefix("void ")
@@ -103,7 +103,7 @@ def short_name(kernel: str, longest: int = 64) -> str:
         name = name.replace("binary_internal::", "")
     else:
         name = name.split("<")[0].split("(")[0]
-    return name if len(name) <= longest else name[: longest - 1] + "…"
+    return name if len(name) <= 64 else name[:63] + "…"
 
 
 def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[str, Mapping[str, int]]) -> Rows:

@@ -96,7 +96,7 @@ def sizes(records: Sequence[Record]) -> str:
 
 
 of_published = headline_from(
-    "{count} runs, predicted from datasheets and this lab's one-host records", count=lambda records: len(records)
+    "{count} runs, predicted from datasheets and this lab's one-host records", count=len
 )
 of_steps = headline_from("Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}", sizes=sizes)
 FIT = (

@@ -125,5 +125,5 @@ def test_the_advisor_proposes_the_kernels_of_this_labs_block():
         groups = [tuple(op.name for op in group) for group in plan.groups if len(group) > 1]
         assert groups == [("norm1", "cast1"), ("add1", "norm2", "cast2"), ("silu", "multiply")]
         left = {d.operator: d for d in plan.decisions if d.action == "leave"}
-        assert left["add2"].saving < 1.5 and left["rope"].saving < 1.5
+        assert all("less than 1.5" in left[name].reason for name in ("add2", "rope"))
         assert "with norm2, which follows" in left["add1"].reason

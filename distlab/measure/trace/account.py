@@ -141,13 +141,13 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     )
 
 
-def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
-    """What a timeline picture shows of ``window``, by default the median step; 0 ms is the window's start.
+def lanes(events: Sequence[Event]) -> dict[str, list[Interval]]:
+    """What a timeline picture shows of the median step, which starts at 0 ms.
 
     Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no compute covers),
     each disjoint and ascending.
     """
-    window = median_step(events) if window is None else window
+    window = median_step(events)
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
     found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
     return {lane: _from_start(spans, window) for lane, spans in found.items()}

@@ -30,7 +30,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,15 +152,15 @@ def profile_steps(
         temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
 
 
-def busy_ms(step: Callable[[], object], steps: int = 2) -> tuple[float, float]:
+def busy_ms(step: Callable[[], object]) -> tuple[float, float]:
     """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
 
     Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
     traced, this says for how long the GPU waits. `step` must be warm.
     """
-    events = _on_device(step, steps)
+    events = _on_device(step, 2)
     spans = union((e.time_range.start, e.time_range.end) for e in events)
-    return total(spans) / 1e3 / steps, len(events) / steps
+    return total(spans) / 1e3 / 2, len(events) / 2
 
 
 def launched(call: Callable[[], object]) -> Counter[str]:
@@ -182,29 +182,28 @@ class Phases:
     A mark says which phase ends, as those of `clock.PhaseTimer` do, so the same step serves both::
 
         phases = Phases()
-        with phases.step("forward"):  # the first phase begins with the step
+        with phases.step():  # the first phase begins with the step
             ...
             phases.mark("forward")
             ...
     """
 
-    def __init__(self, order: Sequence[str] = PHASES) -> None:
-        self._order = list(order)
+    def __init__(self) -> None:
         self._open = ExitStack()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Mark a step: its first phase begins now, its last ends with a mark or with the step."""
         with self._open:
-            self._open.enter_context(record_function(f"distlab:{self._order[0]}"))
+            self._open.enter_context(record_function(f"distlab:{PHASES[0]}"))
             yield
 
     def mark(self, phase: str) -> None:
         """`phase` ends here and the next in order begins."""
         self._open.close()
-        following = self._order.index(phase) + 1
-        if following < len(self._order):
-            self._open.enter_context(record_function(f"distlab:{self._order[following]}"))
+        following = PHASES.index(phase) + 1
+        if following < len(PHASES):
+            self._open.enter_context(record_function(f"distlab:{PHASES[following]}"))
 
 
 def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
