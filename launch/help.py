@@ -22,10 +22,12 @@ LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs
 
 
 class Source:
-    """What the file of an experiment says of it, without being run."""
+    """What the files of an experiment say of it, without being run."""
 
     def __init__(self, path: Path) -> None:
-        self.tree = ast.parse(path.read_text(encoding="utf-8"))
+        others = sorted(path.parent.glob("[!_]*.py")) if path.name == "__init__.py" else []
+        texts = [each.read_text(encoding="utf-8") for each in (path, *others)]
+        self.tree = ast.Module([node for text in texts for node in ast.parse(text).body], [])
         self.question, self.second = [*(ast.get_docstring(self.tree) or "").split("\n\n"), ""][:2]
         assigned = [node for node in self.tree.body if isinstance(node, ast.Assign)]
         self.names = {ast.unparse(node.targets[0]): node.value for node in assigned}
@@ -51,7 +53,7 @@ class Source:
         return ast.unparse(node)
 
     def options(self) -> dict[str, str]:
-        """Flag → help of every option that is written in this file."""
+        """Flag → help of every option that is written in these files."""
         found = {}
         for node in ast.walk(self.tree):
             match node:
