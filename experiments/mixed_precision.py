@@ -233,9 +233,9 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     for step in range(config.steps // 4 * 4):
         tokens, targets = data.batch(step)
         with autocast(device, None if interpreted() else torch.bfloat16):  # which Triton's interpreter refuses
-            found.append(cross_entropy(model(tokens), targets))
-        found[-1].backward()
-        found[-1] = found[-1].detach()
+            loss = cross_entropy(model(tokens), targets)
+        loss.backward()
+        found.append(loss.detach())
         optimizer.step()
         optimizer.zero_grad()
     return torch.stack(found)
