@@ -83,11 +83,12 @@ def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
 
 
 def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
-    """Bytes at the peak by the closed form; None for a user's model, and for a forward that keeps what backward needs.
+    """Bytes at the peak by the closed form; None for a user's model, for a forward that keeps what backward needs, and
+    for inference whose logits never exist all at a time.
 
     A step is a settled one; of forward and backward alone no optimizer state is there.
     """
-    if config.factory is not None or mode == "forward":
+    if config.factory is not None or mode == "forward" or (mode == "inference" and config.model().loss_in_head):
         return None
     expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
     if mode == "step":
