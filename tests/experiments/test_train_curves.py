@@ -31,7 +31,8 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
     records = {record.variant: record for record in read_json(folder / "records.json")}
     assert set(records) == {REFERENCE, "zero1", "fsdp", ROUNDING, MUON, KILLED}
     killed = records[KILLED].metrics
-    assert killed["first_step"] == 6 and killed["mean_abs_loss_diff"] == 0
+    # Killed after step 7: the checkpoint of step 6, written meanwhile, may not be whole yet.
+    assert killed["first_step"] in (3, 6) and killed["mean_abs_loss_diff"] == 0
     assert len(records["fsdp"].metrics["loss"]) == 14 == len(killed["loss"]) + killed["first_step"]
     assert verdicts(list(records.values())) == []
     assert (folder / "loss.png").stat().st_size > 10_000
