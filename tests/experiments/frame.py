@@ -46,6 +46,7 @@ def refused(capsys, *arguments):
         code = main(["run", *arguments])
     except SystemExit as end:  # argparse's
         code = end.code
-    lines = [line for line in capsys.readouterr().err.splitlines() if "error:" in line]
-    assert code == 2 and len(lines) == 1, (code, lines)
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if "error:" in line]
+    assert code == 2 and len(lines) == 1, (code, said)
     return lines[0]
