@@ -52,7 +52,8 @@ class DataParallel(ParallelModel):
         process_group: all ranks; default: the default group.
 
     Attributes:
-        trainable, trainable_names: the parameters that are averaged, in registration order; a tied one once.
+        trainable, named: the parameters that are averaged, in registration order, without and with names; a tied one
+            once.
         unsent: the messages of this step that may leave before its end and have not, in the order of the plan.
         guard: raises what is wrong (`distlab.parallel.guards`).
 
@@ -68,12 +69,12 @@ class DataParallel(ParallelModel):
     ):
         super().__init__()
         self.module, self.mesh = module, mesh
-        self.groups = resolve_mesh(mesh, process_group)
-        self.process_group, self.all_reduce = self.groups.world, all_reduce_on(self.groups)
+        groups = resolve_mesh(mesh, process_group)
+        self.process_group, self.all_reduce = groups.world, all_reduce_on(groups)
         self.device = module_guard.check_module(module, type(self).__name__, self.process_group)
         named = list(module.named_parameters())  # a tied parameter is listed once
-        self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
-        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.trainable = [parameter for _, parameter in self.named]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         self.unsent: deque[Any] = deque()
@@ -156,8 +157,7 @@ class DataParallel(ParallelModel):
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
-        named = [*zip(self.trainable_names, self.trainable, strict=True), *self._frozen]
-        return [whole(name, parameter) for name, parameter in named]
+        return [whole(name, parameter) for name, parameter in (*self.named, *self._frozen)]
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """See `ParallelModel.elementwise_gradient_edits`."""
