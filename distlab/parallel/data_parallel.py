@@ -18,8 +18,6 @@ orders differ.
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,14 +30,13 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
 from distlab.parallel import order
-from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import UsedFlags
-from distlab.parallel.guards import module as module_guard
 from distlab.parallel.guards.gradients import GradientGuard
+from distlab.parallel.guards.module import Guarded, check_module
 from distlab.parallel.shard import Shard, whole
 
 
-class DataParallel(ParallelModel):
+class DataParallel(Guarded):
     """Base class of our DDPs.
 
     Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
@@ -55,7 +52,6 @@ class DataParallel(ParallelModel):
         trainable, named: the parameters that are averaged, in registration order, without and with names; a tied one
             once.
         unsent: the messages of this step that may leave before its end and have not, in the order of the plan.
-        guard: raises what is wrong (`distlab.parallel.guards`).
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
@@ -71,7 +67,7 @@ class DataParallel(ParallelModel):
         self.module, self.mesh = module, mesh
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.all_reduce = groups.world, all_reduce_on(groups)
-        self.device = module_guard.check_module(module, type(self).__name__, self.process_group)
+        self.device = check_module(module, type(self).__name__, self.process_group)
         named = list(module.named_parameters())  # a tied parameter is listed once
         self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
         self.trainable = [parameter for _, parameter in self.named]
@@ -159,14 +155,6 @@ class DataParallel(ParallelModel):
         """All parameters, whole."""
         return [whole(name, parameter) for name, parameter in (*self.named, *self._frozen)]
 
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """See `ParallelModel.elementwise_gradient_edits`."""
-        return self.guard.elementwise_edits()
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
-        self.guard.check_step()
-
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; the module is as before (gradients may still be views of a bucket's memory)."""
         for handle in self._handles:
@@ -174,14 +162,6 @@ class DataParallel(ParallelModel):
         self._handles.clear()
         order.begun.pop(self, None)
         self.guard.close()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
-        """What `to()`, `half()`, `cuda()` and the like end in: nothing may change."""
-        module_guard.refuse_conversion(self, self.module, fn)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        module_guard.refuse_copy(self)
 
 
 class CopiedBack(NamedTuple):
