@@ -118,17 +118,15 @@ class FSDP(Guarded):
         if deferred:
             materialize_buffers(module, self.device)
             initialize_in_turn(module, self._stand_ins(), init_fn)
-            collectives.broadcast_all([*self._replicated.masters, *module.buffers()], self.process_group)
+            vectors = [master for _, master in self._replicated.masters]
+            collectives.broadcast_all([*vectors, *module.buffers()], self.process_group)
             for unit in self._units:
                 unit.register()  # in place of what was initialized
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
-        replicated = {id(master) for master in self._replicated.masters}
-        sharded, vectors = (
-            [(name, p) for name, p in trainable if (id(p) in replicated) == is_vector] for is_vector in (False, True)
-        )
-        self.guard = ShardGuard(self, entries, sharded, vectors, self._replicated.cast)
-        self._runtime = Runtime(self._units, self.process_group, self.guard, keep_gathered)
+        sharded = [(name, p) for name, p in trainable if p.ndim >= 2]
+        replicated = [(name, p) for name, p in trainable if p.ndim < 2]
+        self.guard = ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
+        self._runtime = Runtime(self._units, self.guard, keep_gathered)
         self._held = list(self._find_shards())
         self._handles = list(hook_casts(casts))
 
@@ -201,7 +199,7 @@ class FSDP(Guarded):
         for param in self.flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):
                 found.update(dict.fromkeys(entry.names, full))
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             found.update(dict.fromkeys(entry.names, master.detach().clone()))
         return {name: found[name] for name in self._names}
 
@@ -235,7 +233,7 @@ class FSDP(Guarded):
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
             copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
             yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index], copies=copies)
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             yield whole(entry.name, master)
 
     def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
@@ -248,7 +246,7 @@ class FSDP(Guarded):
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
         for entry, param, index in self._sharded:
             yield entry, partial(param.load, index)
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             yield entry, master.copy_
 
     def relearn_order(self) -> None:

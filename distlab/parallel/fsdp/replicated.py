@@ -21,9 +21,7 @@ class Replicated:
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
-        self.entries = list(entries)
-        self.group = group
-        self.masters: list[nn.Parameter] = []
+        self.masters: list[tuple[Entry, nn.Parameter]] = []
         self.cast: list[tuple[str, nn.Parameter]] = []  # masters that forward does not read
         self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
         for entry in entries:
@@ -33,7 +31,7 @@ class Replicated:
             else:
                 values = before.detach().to(entry.master_dtype)
             master = nn.Parameter(values, before.requires_grad)
-            self.masters.append(master)
+            self.masters.append((entry, master))
             entry.register(master)
             if entry.compute_dtype != master.dtype:
                 copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
@@ -42,7 +40,7 @@ class Replicated:
                 entry.install(copy)
                 self._casts.append((copy, master))
                 self.cast.append((entry.name, master))
-        self.trainable = [master for master in self.masters if master.requires_grad]
+        self.trainable = [master for _, master in self.masters if master.requires_grad]
         self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
         self._exchange = AllReduce(group, lambda flat: collectives.all_reduce_mean(flat, group))
 

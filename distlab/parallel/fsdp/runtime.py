@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from distlab.parallel import order
 from distlab.parallel.fsdp.order import UnitOrder
@@ -48,16 +47,16 @@ class Runtime:
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
-    def __init__(self, units: Sequence[Unit], group: ProcessGroup, guard: ShardGuard, keep: bool = False):
+    def __init__(self, units: Sequence[Unit], guard: ShardGuard, keep: bool = False):
         self.units, self.guard = units, guard
         self.keep, self._keeping = keep, False
         self.synchronize, self.stage = True, 0
         self.arrived = False
         self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
-        self._group = group
+        self._group = guard.process_group
         self.backward_task: int | None = None
-        self._order = UnitOrder([unit.name for unit in units], group)
-        self._backward_order = UnitOrder([unit.name for unit in units], group)
+        self._order = UnitOrder(units, self._group)
+        self._backward_order = UnitOrder(units, self._group)
         self._in_forward = False
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
         self._ran: list[int] = []  # units run with gradients since the last backward began
