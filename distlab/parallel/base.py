@@ -259,9 +259,7 @@ class LocalOptimizer(Optimizer, ABC):
         self._take([parameter for group in self.param_groups for parameter in group["params"]])
         self.local = optimizer_cls([self._mine(group) for group in self.param_groups], **options)
         self.defaults = self.local.defaults
-        for group in self.param_groups:
-            self._complete(group)
-        self._note_parameters()
+        self._complete_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, during training too; call it on every rank alike."""
@@ -270,8 +268,7 @@ class LocalOptimizer(Optimizer, ABC):
             group = self.param_groups[-1]
             self._take(group["params"])
             self.local.add_param_group(self._mine(group))
-            self._complete(group)
-            self._note_parameters()
+            self._complete_groups()
 
     @property
     def state(self) -> Any:
@@ -303,10 +300,12 @@ class LocalOptimizer(Optimizer, ABC):
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's share of its parameters, which may be empty."""
 
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the options that only the local optimizer's defaults know."""
-        for key, value in self.defaults.items():
-            group.setdefault(key, value)
+    def _complete_groups(self) -> None:
+        """Give groups the options that only the local optimizer's defaults know, and note what they hold."""
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._noted = self._held()
 
     def _copy_options_inwards(self) -> None:
         """What a scheduler or the user changed in our groups (lr, weight decay, …) holds for the local ones."""
@@ -317,9 +316,6 @@ class LocalOptimizer(Optimizer, ABC):
             )
         for outer, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update(options_of(outer))
-
-    def _note_parameters(self) -> None:
-        self._noted = self._held()
 
     def _held(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]

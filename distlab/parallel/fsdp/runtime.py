@@ -57,7 +57,6 @@ class Runtime:
         self.backward_task: int | None = None
         self._order = UnitOrder(units, self._group)
         self._backward_order = UnitOrder(units, self._group)
-        self._in_forward = False
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
@@ -93,12 +92,12 @@ class Runtime:
         try:
             self._order.begin((self.stage, training, torch.is_grad_enabled()))
             self.guard.pending |= torch.is_grad_enabled() and self.synchronize
-            self._in_forward, self._running = True, []
+            self._running = []
             self._keeping |= self.keep and torch.is_grad_enabled()
             try:
                 yield
             finally:
-                self._in_forward, self._running = False, []
+                self._running = []
                 self.reshard()
             self._order.end()
         finally:
@@ -112,7 +111,7 @@ class Runtime:
             unit.unshard()
             unit.wait_for_unshard()
             return
-        if not self._in_forward:
+        if not unit.watching:
             refuse_outside_forward(unit)
         self._running.append(unit)
         following = self._order.advance(unit.index)
