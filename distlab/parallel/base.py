@@ -287,12 +287,6 @@ class LocalOptimizer(Optimizer, ABC):
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Of the model's trainable shards, what this rank steps; `state` has its entries by `Shard.tensor`."""
 
-    def synchronize(self) -> None:
-        """Wait until nothing of the last step is in flight."""
-
-    def close(self) -> None:
-        """Let go of the model."""
-
     def _take(self, parameters: list[nn.Parameter]) -> None:
         """New parameters arrived; decide whose they are."""
 
@@ -320,14 +314,6 @@ class LocalOptimizer(Optimizer, ABC):
     def _held(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
 
-    def load_shards(
-        self, saved_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> None:
-        """Take over options of all groups, and state for what this rank steps, by `Shard.tensor`. No communication."""
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update(options_of(saved))
-        load_shards(self.local, self.param_groups, state)
-
 
 def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
     """What this rank's optimizer steps, for every strategy alike."""
@@ -338,13 +324,14 @@ def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
 def load_shards(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
-    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps.
+    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps. No communication.
 
     torch casts states to the dtype and device of what is stepped.
     """
     if isinstance(optimizer, LocalOptimizer):
-        optimizer.load_shards(groups, state)
-        return
+        for group, changed in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options_of(changed))
+        optimizer, groups = optimizer.local, optimizer.param_groups
     packed = optimizer.state_dict()  # whose groups number the parameters
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

@@ -70,7 +70,7 @@ class BucketedDDP(DataParallel):
         """Take the buckets' memory, unless they have it."""
         if self.buckets:
             return
-        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan, self.device), strict=True):
+        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan), strict=True):
             self.buckets.append(GradientBucket(plan, self.trainable, buffer))
         self._place = {  # parameter index → (its bucket, its position there)
             index: (bucket, position)

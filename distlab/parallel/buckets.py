@@ -162,7 +162,7 @@ class GradientBucket:
     Args:
         plan: the layout.
         parameters: all planned parameters; the plan picks those of this bucket.
-        buffer: `(plan.numel,)` zeros that the caller allocated; default: allocated here.
+        buffer: `(plan.numel,)` zeros; None: made here.
 
     Attributes:
         missing: gradients that have not arrived in this step.

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, load_shards, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
 from distlab.parallel.exchange import ReduceScatter
@@ -159,7 +159,7 @@ class ZeroOptimizer(LocalOptimizer):
                 tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
                 part = slice(start, start + tensor.numel())
                 state[tensor] = _cut(state_dict["state"][name], parameter, part)
-        self.load_shards(saved, state)
+        load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Return the shards that hold anything."""
