@@ -21,6 +21,8 @@ from distlab.parallel.shard import Cut, Shard, local_part, whole
 from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.precision import autocast
 
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # or groups of them
+
 
 class ParallelModel(nn.Module, ABC):
     """A module under a strategy. It never sees the optimizer.
@@ -250,7 +252,7 @@ class LocalOptimizer(Optimizer, ABC):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Params,
         optimizer_cls: type[Optimizer],
         options: dict[str, Any],
     ):

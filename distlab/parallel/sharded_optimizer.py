@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import order
-from distlab.parallel.base import LocalOptimizer, load_shards, to_cpu
+from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
 from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
 from distlab.parallel.shard import Shard
 
@@ -44,7 +44,7 @@ class ShardedOptimizer(LocalOptimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Params,
         optimizer_cls: type[Optimizer],
         process_group: ProcessGroup | None = None,
         **kwargs: Any,

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, load_shards, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
 from distlab.parallel.exchange import ReduceScatter
@@ -64,7 +64,7 @@ class ZeroOptimizer(LocalOptimizer):
         ddp: BucketedDDP,
         optimizer_cls: type[Optimizer],
         *,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        params: Params | None = None,
         elementwise: bool = False,
         **kwargs: Any,
     ):

@@ -36,7 +36,7 @@ from distlab.parallel.guards.assignments import refuse_assigned
 from distlab.parallel.guards.module import Guarded, check_ranks_agree, refuse_uninitialized
 from distlab.parallel.guards.shards import ShardGuard
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
-from distlab.parallel.meta import initialize_in_turn, materialize_buffers
+from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
 
 
@@ -236,7 +236,7 @@ class FSDP(Guarded):
         for entry, master in self._replicated.masters:
             yield whole(entry.name, master)
 
-    def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
+    def _stand_ins(self) -> Iterator[StandIn]:
         for entry, param, index in self._sharded:
             full = torch.empty_like(entry.parameter, device=self.device)
             stand_in = nn.Parameter(full, entry.parameter.requires_grad)

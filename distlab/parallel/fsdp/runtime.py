@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from distlab.parallel import order
 from distlab.parallel.fsdp.order import UnitOrder
@@ -52,7 +53,7 @@ class Runtime:
         self.keep, self._keeping = keep, False
         self.synchronize, self.stage = True, 0
         self.arrived = False
-        self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
+        self._reached: list[Node] = []  # operations of units, while nothing has arrived
         self._group = guard.process_group
         self.backward_task: int | None = None
         self._order = UnitOrder(units, self._group)
@@ -306,7 +307,7 @@ class _Call:
     task: int | None = None
 
 
-def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+def made_by(tensor: Tensor) -> Iterator[Node]:
     """Yield the operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
 
     That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
@@ -317,9 +318,9 @@ def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
         yield tensor._base.grad_fn
 
 
-def lead_to(operations: Iterable[torch.autograd.graph.Node], parameters: Iterable[nn.Parameter]) -> bool:
+def lead_to(operations: Iterable[Node], parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a gradient of what these operations made reaches one of the parameters."""
-    ends = {torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters}
+    ends = {get_gradient_edge(parameter).node for parameter in parameters}
     found, following = set(), list(operations)
     while following:
         node = following.pop()
