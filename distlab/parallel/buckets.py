@@ -145,15 +145,14 @@ class UsedFlags:
             self.flags[index] = 0
         return self.flags
 
-    def adopt(self, mean_of: Callable[[nn.Parameter], Tensor]) -> None:
+    def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
         """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
 
         Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
         """
         for index in self.unused:
             if self.flags[index].item() > 0:
-                parameter = self._parameters[index]
-                parameter.grad = mean_of(parameter)
+                self._parameters[index].grad = mean_of(index)
 
 
 class GradientBucket:
@@ -166,7 +165,7 @@ class GradientBucket:
 
     Attributes:
         missing: gradients that have not arrived in this step.
-        view_of: each parameter's part of the buffer.
+        views: each parameter's part of the buffer.
     """
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None):
@@ -177,7 +176,6 @@ class GradientBucket:
         self.buffer = buffer
         # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
-        self.view_of = dict(zip(self.parameters, self.views, strict=True))
         flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
         self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
         self.unpack()
@@ -209,7 +207,7 @@ class GradientBucket:
         Who computes a gradient may write it straight into the bucket, if it can (`model.ops.gradient_target`).
         """
         if self._used is not None and self._used.unused:
-            self._used.adopt(self.view_of.__getitem__)
+            self._used.adopt(self.views.__getitem__)
         self.missing = len(self.views)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.gradient_target = view

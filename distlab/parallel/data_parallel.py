@@ -145,9 +145,9 @@ class DataParallel(Guarded):
         """Used flags that have a message of their own."""
         return UsedFlags(self.trainable, torch.empty(len(self.trainable), device=self.device))
 
-    def mean_of(self, parameter: nn.Parameter) -> Tensor:
-        """Where the mean of a gradient arrives, also of one that only other ranks have."""
-        return self._averaged[parameter]
+    def mean_of(self, index: int) -> Tensor:
+        """Where the mean of the gradient of `trainable[index]` arrives, also of one that only other ranks have."""
+        return self._averaged[self.trainable[index]]
 
     # -- the rest of the interface -------------------------------------------------------------------------
 
