@@ -23,7 +23,7 @@ class Replicated:
     def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
         self.masters: list[tuple[Entry, nn.Parameter]] = []
         self.cast: list[tuple[str, nn.Parameter]] = []  # masters that forward does not read
-        self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._copies: list[nn.Parameter] = []  # of these, which it reads instead
         for entry in entries:
             before = entry.parameter
             if before.is_meta:
@@ -38,7 +38,7 @@ class Replicated:
                 if copy.requires_grad:
                     copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
-                self._casts.append((copy, master))
+                self._copies.append(copy)
                 self.cast.append((entry.name, master))
         self.trainable = [master for _, master in self.masters if master.requires_grad]
         self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
@@ -47,10 +47,7 @@ class Replicated:
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the masters again. Through `.data`, because a forward before this one may have saved the copy."""
-        if self._casts:
-            torch._foreach_copy_(
-                [copy.data for copy, _ in self._casts], [master for _, master in self._casts]
-            )
+        torch._foreach_copy_([copy.data for copy in self._copies], [master for _, master in self.cast])
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
