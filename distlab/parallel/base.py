@@ -21,6 +21,8 @@ from distlab.parallel.shard import Cut, Shard, local_part, whole
 from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.precision import autocast
 
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # or groups of them
+
 
 class ParallelModel(nn.Module, ABC):
     """A module under a strategy. It never sees the optimizer.
@@ -250,7 +252,7 @@ class LocalOptimizer(Optimizer, ABC):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Params,
         optimizer_cls: type[Optimizer],
         options: dict[str, Any],
     ):
@@ -259,9 +261,7 @@ class LocalOptimizer(Optimizer, ABC):
         self._take([parameter for group in self.param_groups for parameter in group["params"]])
         self.local = optimizer_cls([self._mine(group) for group in self.param_groups], **options)
         self.defaults = self.local.defaults
-        for group in self.param_groups:
-            self._complete(group)
-        self._note_parameters()
+        self._complete_groups()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, during training too; call it on every rank alike."""
@@ -270,8 +270,7 @@ class LocalOptimizer(Optimizer, ABC):
             group = self.param_groups[-1]
             self._take(group["params"])
             self.local.add_param_group(self._mine(group))
-            self._complete(group)
-            self._note_parameters()
+            self._complete_groups()
 
     @property
     def state(self) -> Any:
@@ -290,12 +289,6 @@ class LocalOptimizer(Optimizer, ABC):
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Of the model's trainable shards, what this rank steps; `state` has its entries by `Shard.tensor`."""
 
-    def synchronize(self) -> None:
-        """Wait until nothing of the last step is in flight."""
-
-    def close(self) -> None:
-        """Let go of the model."""
-
     def _take(self, parameters: list[nn.Parameter]) -> None:
         """New parameters arrived; decide whose they are."""
 
@@ -303,10 +296,12 @@ class LocalOptimizer(Optimizer, ABC):
     def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
         """The group with this rank's share of its parameters, which may be empty."""
 
-    def _complete(self, group: dict[str, Any]) -> None:
-        """Give a group the options that only the local optimizer's defaults know."""
-        for key, value in self.defaults.items():
-            group.setdefault(key, value)
+    def _complete_groups(self) -> None:
+        """Give groups the options that only the local optimizer's defaults know, and note what they hold."""
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._noted = self._held()
 
     def _copy_options_inwards(self) -> None:
         """What a scheduler or the user changed in our groups (lr, weight decay, …) holds for the local ones."""
@@ -318,19 +313,8 @@ class LocalOptimizer(Optimizer, ABC):
         for outer, local in zip(self.param_groups, self.local.param_groups, strict=True):
             local.update(options_of(outer))
 
-    def _note_parameters(self) -> None:
-        self._noted = self._held()
-
     def _held(self) -> list[list[int]]:
         return [list(map(id, group["params"])) for group in self.param_groups]
-
-    def load_shards(
-        self, saved_groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
-    ) -> None:
-        """Take over options of all groups, and state for what this rank steps, by `Shard.tensor`. No communication."""
-        for group, saved in zip(self.param_groups, saved_groups, strict=True):
-            group.update(options_of(saved))
-        load_shards(self.local, self.param_groups, state)
 
 
 def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
@@ -342,13 +326,14 @@ def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
 def load_shards(
     optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
 ) -> None:
-    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps.
+    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps. No communication.
 
     torch casts states to the dtype and device of what is stepped.
     """
     if isinstance(optimizer, LocalOptimizer):
-        optimizer.load_shards(groups, state)
-        return
+        for group, changed in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options_of(changed))
+        optimizer, groups = optimizer.local, optimizer.param_groups
     packed = optimizer.state_dict()  # whose groups number the parameters
     numbers = [number for group in packed["param_groups"] for number in group["params"]]
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]

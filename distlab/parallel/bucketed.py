@@ -70,7 +70,7 @@ class BucketedDDP(DataParallel):
         """Take the buckets' memory, unless they have it."""
         if self.buckets:
             return
-        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan, self.device), strict=True):
+        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan), strict=True):
             self.buckets.append(GradientBucket(plan, self.trainable, buffer))
         self._place = {  # parameter index → (its bucket, its position there)
             index: (bucket, position)
@@ -101,15 +101,16 @@ class BucketedDDP(DataParallel):
         for bucket in self.buckets:
             self.exchange.finish(bucket)
 
-    def mean_of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the parameter's place in a bucket; see `DataParallel.mean_of`."""
-        return next(bucket.view_of[parameter] for bucket in self.buckets if parameter in bucket.view_of)
+    def mean_of(self, index: int) -> Tensor:
+        """Return the gradient's place in a bucket; see `DataParallel.mean_of`."""
+        bucket, position = self._place[index]
+        return bucket.views[position]
 
     @torch.no_grad()
     def adopt_gradients(self) -> None:
         """Copy gradients that were put into `.grad` by hand to their places in the buckets."""
-        for parameter in self.trainable:
-            view = self.mean_of(parameter)
+        for index, parameter in enumerate(self.trainable):
+            view = self.mean_of(index)
             if parameter.grad is not None and parameter.grad is not view:
                 parameter.grad = view.copy_(parameter.grad)
 

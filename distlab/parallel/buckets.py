@@ -42,11 +42,6 @@ class BucketPlan(FlatLayout):
         super().__init__(numels, world_size, extra=len(indices) if has_flags else 0)
         self.dtype, self.indices, self.has_flags = dtype, tuple(indices), has_flags
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes handed to the collective."""
-        return self.numel * self.dtype.itemsize
-
     def slice_of(self, rank: int) -> slice:
         """Return the elements of `rank`'s slice."""
         return slice(rank * self.slice_numel, (rank + 1) * self.slice_numel)
@@ -76,21 +71,19 @@ def plan_buckets(
     dtypes: Sequence[torch.dtype],
     bucket_size_mb: float | None,
     *,
-    order: Sequence[int] | None = None,
     world_size: int = 1,
     has_flags: bool = True,
 ) -> tuple[BucketPlan, ...]:
     """Cut the parameters into buckets of one dtype each, of at most `bucket_size_mb` MiB of gradients.
 
-    Walks the parameters in `order` and closes a bucket before it would exceed the limit; a parameter larger
-    than the limit has a bucket of its own. Buckets are returned in the order in which their last parameter
-    comes, which is the order in which they can leave.
+    Walks the parameters in reversed registration order, because backward visits a model's layers roughly from last to
+    first, and closes a bucket before it would exceed the limit; a parameter larger than the limit has a bucket of its
+    own. Buckets are returned in the order in which their last parameter comes, which is the order in which they can
+    leave.
 
     Args:
         numels, dtypes: of each parameter, in registration order.
         bucket_size_mb: limit in MiB, as torch's `bucket_cap_mb`; None for one unbounded bucket per dtype.
-        order: parameter indices in the order in which gradients are expected; default: reversed registration,
-            because backward visits a model's layers roughly from last to first.
         world_size: every bucket's length is padded to a multiple of it.
         has_flags: whether each bucket carries its parameters' used flags.
 
@@ -99,20 +92,18 @@ def plan_buckets(
     """
     check_bucket_size(bucket_size_mb)
     limit = float("inf") if bucket_size_mb is None else bucket_size_mb * MIB
-    order = range(len(numels) - 1, -1, -1) if order is None else order
 
     buckets: list[list[int]] = []
     filled: dict[torch.dtype, int] = {}  # elements in the last bucket of each dtype
     last: dict[torch.dtype, list[int]] = {}
-    for index in order:
+    for index in reversed(range(len(numels))):
         dtype, numel = dtypes[index], numels[index]
         if dtype not in last or (filled[dtype] + numel) * dtype.itemsize > limit:
             last[dtype], filled[dtype] = [], 0
             buckets.append(last[dtype])
         last[dtype].append(index)
         filled[dtype] += numel
-    position = {index: number for number, index in enumerate(order)}
-    buckets.sort(key=lambda indices: position[indices[-1]])
+    buckets.sort(key=lambda indices: -indices[-1])
     return tuple(
         BucketPlan(dtypes[indices[0]], indices, [numels[i] for i in indices], world_size, has_flags)
         for indices in buckets
@@ -154,15 +145,14 @@ class UsedFlags:
             self.flags[index] = 0
         return self.flags
 
-    def adopt(self, mean_of: Callable[[nn.Parameter], Tensor]) -> None:
+    def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
         """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
 
         Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
         """
         for index in self.unused:
             if self.flags[index].item() > 0:
-                parameter = self._parameters[index]
-                parameter.grad = mean_of(parameter)
+                self._parameters[index].grad = mean_of(index)
 
 
 class GradientBucket:
@@ -171,11 +161,11 @@ class GradientBucket:
     Args:
         plan: the layout.
         parameters: all planned parameters; the plan picks those of this bucket.
-        buffer: `(plan.numel,)` zeros that the caller allocated; default: allocated here.
+        buffer: `(plan.numel,)` zeros; None: made here.
 
     Attributes:
         missing: gradients that have not arrived in this step.
-        view_of: each parameter's part of the buffer.
+        views: each parameter's part of the buffer.
     """
 
     def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None):
@@ -186,7 +176,6 @@ class GradientBucket:
         self.buffer = buffer
         # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
-        self.view_of = dict(zip(self.parameters, self.views, strict=True))
         flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
         self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
         self.unpack()
@@ -218,7 +207,7 @@ class GradientBucket:
         Who computes a gradient may write it straight into the bucket, if it can (`model.ops.gradient_target`).
         """
         if self._used is not None and self._used.unused:
-            self._used.adopt(self.view_of.__getitem__)
+            self._used.adopt(self.views.__getitem__)
         self.missing = len(self.views)
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.gradient_target = view

@@ -18,8 +18,6 @@ orders differ.
 import weakref
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,14 +30,13 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
 from distlab.parallel import order
-from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import UsedFlags
-from distlab.parallel.guards import module as module_guard
 from distlab.parallel.guards.gradients import GradientGuard
+from distlab.parallel.guards.module import Guarded, check_module
 from distlab.parallel.shard import Shard, whole
 
 
-class DataParallel(ParallelModel):
+class DataParallel(Guarded):
     """Base class of our DDPs.
 
     Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
@@ -52,9 +49,9 @@ class DataParallel(ParallelModel):
         process_group: all ranks; default: the default group.
 
     Attributes:
-        trainable, trainable_names: the parameters that are averaged, in registration order; a tied one once.
+        trainable, named: the parameters that are averaged, in registration order, without and with names; a tied one
+            once.
         unsent: the messages of this step that may leave before its end and have not, in the order of the plan.
-        guard: raises what is wrong (`distlab.parallel.guards`).
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
@@ -68,12 +65,12 @@ class DataParallel(ParallelModel):
     ):
         super().__init__()
         self.module, self.mesh = module, mesh
-        self.groups = resolve_mesh(mesh, process_group)
-        self.process_group, self.all_reduce = self.groups.world, all_reduce_on(self.groups)
-        self.device = module_guard.check_module(module, type(self).__name__, self.process_group)
+        groups = resolve_mesh(mesh, process_group)
+        self.process_group, self.all_reduce = groups.world, all_reduce_on(groups)
+        self.device = check_module(module, type(self).__name__, self.process_group)
         named = list(module.named_parameters())  # a tied parameter is listed once
-        self.trainable_names = [name for name, parameter in named if parameter.requires_grad]
-        self.trainable = [parameter for _, parameter in named if parameter.requires_grad]
+        self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.trainable = [parameter for _, parameter in self.named]
         self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         self.unsent: deque[Any] = deque()
@@ -148,24 +145,15 @@ class DataParallel(ParallelModel):
         """Used flags that have a message of their own."""
         return UsedFlags(self.trainable, torch.empty(len(self.trainable), device=self.device))
 
-    def mean_of(self, parameter: nn.Parameter) -> Tensor:
-        """Where the mean of a gradient arrives, also of one that only other ranks have."""
-        return self._averaged[parameter]
+    def mean_of(self, index: int) -> Tensor:
+        """Where the mean of the gradient of `trainable[index]` arrives, also of one that only other ranks have."""
+        return self._averaged[self.trainable[index]]
 
     # -- the rest of the interface -------------------------------------------------------------------------
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
-        named = [*zip(self.trainable_names, self.trainable, strict=True), *self._frozen]
-        return [whole(name, parameter) for name, parameter in named]
-
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """See `ParallelModel.elementwise_gradient_edits`."""
-        return self.guard.elementwise_edits()
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if gradients of a synchronised backward have not been finished."""
-        self.guard.check_step()
+        return [whole(name, parameter) for name, parameter in (*self.named, *self._frozen)]
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; the module is as before (gradients may still be views of a bucket's memory)."""
@@ -174,14 +162,6 @@ class DataParallel(ParallelModel):
         self._handles.clear()
         order.begun.pop(self, None)
         self.guard.close()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "DataParallel":
-        """What `to()`, `half()`, `cuda()` and the like end in: nothing may change."""
-        module_guard.refuse_conversion(self, self.module, fn)
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        module_guard.refuse_copy(self)
 
 
 class CopiedBack(NamedTuple):

@@ -38,9 +38,9 @@ class Exchange(ABC):
         self.layout: dict[str, Any] = {}
         self._works: dict[GradientBucket, Any] = {}
 
-    def buffers(self, plans: Sequence[BucketPlan], device: torch.device) -> list[Tensor]:
-        """Memory for the buckets, each `(plan.numel,)` zeros."""
-        return [torch.zeros(plan.numel, dtype=plan.dtype, device=device) for plan in plans]
+    def buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
+        """Memory for the buckets, each `(plan.numel,)` zeros; None where any will do."""
+        return [None] * len(plans)
 
     @abstractmethod
     def start(self, bucket: GradientBucket) -> None:
@@ -78,12 +78,13 @@ class CopyEngine(Exchange):
     def __init__(self, group: ProcessGroup, device: torch.device):
         super().__init__(group)
         check_copy_engines(device, group)
+        self._device = device
         self.layout = {"world_size": group.size()}
 
-    def buffers(self, plans: Sequence[BucketPlan], device: torch.device) -> list[Tensor]:
+    def buffers(self, plans: Sequence[BucketPlan]) -> list[Tensor]:
         """Memory that all ranks map. A collective."""
         numels, dtypes = [plan.numel for plan in plans], [plan.dtype for plan in plans]
-        self._engine = CopyEngineAllReduce(numels, dtypes, device, self.group)
+        self._engine = CopyEngineAllReduce(numels, dtypes, self._device, self.group)
         self.bytes_outside_allocator = self._engine.num_bytes
         self._number_of = {id(tensor): number for number, tensor in enumerate(self._engine.tensors)}
         return self._engine.tensors

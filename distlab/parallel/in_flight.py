@@ -43,7 +43,6 @@ class InFlight:
     """What a parameter is while its values are on their way; see `in_flight_class`."""
 
     arrive: Callable[[], None]  # waits for the values, and gives every parameter that came with them its class back
-    read: Callable[..., Any]  # `_read`, at which Dynamo ends a graph and runs it outside
 
     @classmethod
     def __torch_function__(
@@ -51,7 +50,7 @@ class InFlight:
     ) -> Any:
         if function in _READ_NO_VALUES:
             return _no_torch_function(function, types, args, kwargs or {})
-        return cls.read(function, types, args, kwargs or {})
+        return _read(function, types, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         type(self).arrive()
@@ -62,6 +61,7 @@ class InFlight:
         return self.__reduce_ex__(protocol)
 
 
+@torch._disable_dynamo  # which ends a graph here
 def _read(function: Callable[..., Any], types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Call a function that reads values, when they have arrived."""
     if TracingContext.try_get() is not None:
@@ -85,7 +85,7 @@ def in_flight_class(parameter: Tensor, arrive: Callable[[], None]) -> type | Non
     original = type(parameter)
     if original.__torch_function__ is not _no_torch_function:
         return None
-    members = {"arrive": staticmethod(arrive), "read": staticmethod(torch.compiler.disable(_read))}
+    members = {"arrive": staticmethod(arrive)}
     subclass = type(original)(f"InFlight{original.__name__}", (InFlight, original), members)
     try:
         parameter.__class__ = subclass

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+StandIn = tuple[str, nn.Parameter, Callable[[Tensor], None]]  # name, what the module finds, what keeps its values
+
 
 def materialize(module: nn.Module, device: torch.device, init: Callable[[nn.Module], Any]) -> None:
     """Give everything on meta memory on `device`, and let `init(module)` write it. Tied parameters stay tied."""
@@ -58,7 +60,7 @@ def reset_parameters(module: nn.Module) -> None:
 
 def initialize_in_turn(
     module: nn.Module,
-    stand_ins: Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]],
+    stand_ins: Iterable[StandIn],
     init_fn: Callable[[nn.Module], Any],
 ) -> None:
     """Call `init_fn(module)` with every stand-in in full, one at a time.
@@ -67,7 +69,7 @@ def initialize_in_turn(
     replicated parameters are ordinary memory all along, uninitialised when `init_fn` begins.
 
     Args:
-        stand_ins: name, the parameter that the module finds, and what to do with its values.
+        stand_ins: each is made when it is asked for, and freed at once.
 
     Raises:
         RuntimeError: `init_fn` returns to a parameter after it has gone on to another, uses two in one
@@ -82,12 +84,12 @@ def initialize_in_turn(
 class _InTurn(TorchDispatchMode):
     """Allocates a stand-in's memory at its first operator, and keeps and frees it at the next parameter's."""
 
-    def __init__(self, stand_ins: Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]]) -> None:
+    def __init__(self, stand_ins: Iterable[StandIn]) -> None:
         super().__init__()
-        self._waiting: dict[int, tuple[str, nn.Parameter, Callable[[Tensor], None], int]] = {}
-        for name, parameter, keep in stand_ins:
-            storage = parameter.untyped_storage()
-            self._waiting[storage._cdata] = (name, parameter, keep, storage.nbytes())
+        self._waiting: dict[int, StandIn] = {}
+        for stand_in in stand_ins:
+            storage = stand_in[1].untyped_storage()
+            self._waiting[storage._cdata] = stand_in
             storage.resize_(0)
         self._current: int | None = None  # by the address of the storage object, as above
         self._done: set[int] = set()
@@ -112,18 +114,18 @@ class _InTurn(TorchDispatchMode):
 
     def _turn_to(self, storage: int) -> None:
         self._keep_current()
-        name, parameter, _, size = self._waiting[storage]
+        name, parameter, _ = self._waiting[storage]
         if storage in self._done:
             raise RuntimeError(
                 f"init_fn returns to '{name}' after another parameter: only one is held at a time; "
                 "finish each before the next"
             )
-        parameter.untyped_storage().resize_(size)
+        parameter.untyped_storage().resize_(parameter.nbytes)
         self._current = storage
 
     def _keep_current(self) -> None:
         if self._current is not None:
-            _, parameter, keep, _ = self._waiting[self._current]
+            _, parameter, keep = self._waiting[self._current]
             keep(parameter.detach())
             parameter.untyped_storage().resize_(0)
             self._done.add(self._current)

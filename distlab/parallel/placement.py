@@ -10,7 +10,6 @@ Slices end inside parameters: rank 1 above has a shard of parameter 6 and nothin
 parameter 5.
 """
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,40 +59,39 @@ class Slices(Whole):
     """
 
     def __init__(self, ddp: "BucketedDDP"):
-        self._group, self._rank = ddp.process_group, ddp.process_group.rank()
-        self._buckets: Sequence[GradientBucket] = ddp.buckets
+        self._group = ddp.process_group
         self._means: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # parameter, its shard, that shard's mean
         self.starts: dict[nn.Parameter, int] = {}
-        values: dict[nn.Parameter, nn.Parameter] = {}
-        self._flat = [self._move(bucket, values) for bucket in self._buckets]
-        slices = [flat[b.plan.slice_of(self._rank)] for flat, b in zip(self._flat, self._buckets, strict=True)]
-        self._own = list(zip(range(len(slices)), self._flat, slices, strict=True))
+        self.shard_of: dict[nn.Parameter, Shard] = {}
+        names = {parameter: name for name, parameter in ddp.named}
+        self._own = [(number, *self._move(bucket, names)) for number, bucket in enumerate(ddp.buckets)]
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
-        named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
-        self.shard_of = {
-            p: Shard(plain_name(name), p.shape, self.starts[p] if p.is_contiguous() else None, values[p])
-            for name, p in named
-        }
-        self._placed = [(name, parameter, place_of(parameter)) for name, parameter in named]
-        self._gathering = Gathering(ddp, [bucket.parameters for bucket in self._buckets], self._group)
+        self._placed = [(name, parameter, place_of(parameter)) for name, parameter in ddp.named]
+        self._gathering = Gathering(ddp, [bucket.parameters for bucket in ddp.buckets], self._group)
 
     @torch.no_grad()
-    def _move(self, bucket: GradientBucket, values: dict[nn.Parameter, nn.Parameter]) -> Tensor:
-        """Move the parameters of a bucket into one buffer; note this rank's shards of them, and where means lie."""
-        plan = bucket.plan
+    def _move(self, bucket: GradientBucket, names: dict[nn.Parameter, str]) -> tuple[Tensor, Tensor]:
+        """Move the parameters of a bucket into one buffer; note this rank's shards of them, and where means lie.
+
+        Returns:
+            The buffer, and this rank's slice of it.
+        """
+        plan, rank = bucket.plan, self._group.rank()
         flat = torch.zeros(plan.numel, dtype=plan.dtype, device=bucket.buffer.device)
         for position, view in enumerate(plan.views(flat, bucket.parameters)):
             parameter = bucket.parameters[position]
             parameter.data = view.copy_(parameter)
-            start, stop = plan.shard_range(position, self._rank)
+            start, stop = plan.shard_range(position, rank)
             here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
-            values[parameter] = nn.Parameter(flat[here].view(shape))
-            values[parameter].spread = plan.spread(position, parameter, self._group)
+            value = nn.Parameter(flat[here].view(shape))
+            value.spread = plan.spread(position, parameter, self._group)
             if start < stop or parameter.ndim == 2:  # who orthogonalises matrices asks for those of other ranks, too
-                self._means.append((parameter, values[parameter], bucket.buffer[here].view(shape)))
+                self._means.append((parameter, value, bucket.buffer[here].view(shape)))
             self.starts[parameter] = start
-        return flat
+            first = start if parameter.is_contiguous() else None
+            self.shard_of[parameter] = Shard(plain_name(names[parameter]), parameter.shape, first, value)
+        return flat, flat[plan.slice_of(rank)]
 
     def shards(self, whole: list[Shard]) -> list[Shard]:
         """See `Whole.shards`: slices of the trained parameters.

@@ -106,13 +106,8 @@ class Total(Function):
         return dy, None
 
 
-class Gather(Function):
-    """S → R along `dim`, for what every rank then does alike: R → S."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return gathered(x, group, dim)
+class Gather(Enter):
+    """S → R along `dim` as `Enter`, for what every rank then does alike: R → S."""
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> Any:

@@ -54,14 +54,10 @@ class FlatLayout:
         first = min(max(start, 0), self.numels[index])
         return first, min(max(start + self.slice_numel, first), self.numels[index])
 
-    def place(self, index: int, rank: int) -> tuple[int, int]:
-        """Return the same elements, counted within `rank`'s slice; an empty shard is empty there too."""
+    def place(self, index: int, rank: int) -> int:
+        """Return where that shard begins in `rank`'s slice; 0 of an empty one."""
         first, last = self.shard_range(index, rank)
-        if first == last:
-            return 0, 0
-        shift = self.offsets[index] - rank * self.slice_numel
-        return first + shift, last + shift
-
+        return 0 if first == last else first + self.offsets[index] - rank * self.slice_numel
 
     def spread(self, index: int, parameter: Tensor, group: ProcessGroup) -> "Spread":
         """Where the parameter at `index` lies, whose slices these ranks have."""

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import order
-from distlab.parallel.base import LocalOptimizer, to_cpu
+from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
 from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
 from distlab.parallel.shard import Shard
 
@@ -44,7 +44,7 @@ class ShardedOptimizer(LocalOptimizer):
 
     def __init__(
         self,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        params: Params,
         optimizer_cls: type[Optimizer],
         process_group: ProcessGroup | None = None,
         **kwargs: Any,
@@ -109,7 +109,7 @@ class ShardedOptimizer(LocalOptimizer):
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
-        self.load_shards(saved, state)
+        load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Return the shards that this rank owns: parameters are on all ranks, their state is on the owner alone."""

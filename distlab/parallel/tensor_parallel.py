@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel.meta import initialize_in_turn
+from distlab.parallel.meta import StandIn, initialize_in_turn
 from distlab.parallel.regions import Enter, Gather, Leave, Share, Total, gathered, summed
 from distlab.parallel.shard import Cut, plain_name
 
@@ -102,7 +102,7 @@ def initialize_cut(module: nn.Module, cuts: Mapping[str, Cut], init: Callable[[n
     """
     local = {name: parameter for name, parameter, _ in _cut_parameters(module, cuts)}
 
-    def stand_ins() -> Iterable[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
+    def stand_ins() -> Iterable[StandIn]:
         for name, parameter, cut in list(_cut_parameters(module, cuts)):
             # No operator on `parameter`, which may be a stand-in itself, FSDP's.
             full = torch.empty(cut.shape, dtype=parameter.dtype, device=parameter.device)

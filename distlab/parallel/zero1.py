@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
-from distlab.parallel.base import LocalOptimizer, options_of, to_cpu
+from distlab.parallel.base import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
 from distlab.parallel.exchange import ReduceScatter
@@ -64,7 +64,7 @@ class ZeroOptimizer(LocalOptimizer):
         ddp: BucketedDDP,
         optimizer_cls: type[Optimizer],
         *,
-        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]] | None = None,
+        params: Params | None = None,
         elementwise: bool = False,
         **kwargs: Any,
     ):
@@ -76,7 +76,6 @@ class ZeroOptimizer(LocalOptimizer):
         ddp.placement = self._slices = Slices(ddp)
         ddp.guard.watch_parts(self)
         self._ddp = ddp
-        self._named = list(zip(ddp.trainable_names, ddp.trainable, strict=True))
         super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
 
     @torch._disable_dynamo  # its checks read versions, and reading a parameter waits
@@ -137,13 +136,13 @@ class ZeroOptimizer(LocalOptimizer):
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
         self._copy_options_inwards()
-        tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._named}
+        tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._ddp.named}
         mine = {name: to_cpu(self.state[tensor]) for name, tensor in tensors.items() if tensor in self.state}
         parts: dict[str, list[dict[str, Any]]] = {}  # in the order of ranks, and so of the parameter's elements
         for states in collectives.gather_objects(mine, self._ddp.process_group):
             for name, state in states.items():
                 parts.setdefault(name, []).append(state)
-        state = {name: _join(parts[name], parameter) for name, parameter in self._named if name in parts}
+        state = {name: _join(parts[name], parameter) for name, parameter in self._ddp.named if name in parts}
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -155,12 +154,12 @@ class ZeroOptimizer(LocalOptimizer):
         saved = state_dict["param_groups"]
         refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])
         state = {}
-        for name, parameter in self._named:
+        for name, parameter in self._ddp.named:
             if name in state_dict["state"]:
                 tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
                 part = slice(start, start + tensor.numel())
                 state[tensor] = _cut(state_dict["state"][name], parameter, part)
-        self.load_shards(saved, state)
+        load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Return the shards that hold anything."""
@@ -180,7 +179,7 @@ class ZeroOptimizer(LocalOptimizer):
         return group | {"params": [shard.tensor for shard in held]}
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
-        name_of = {parameter: name for name, parameter in self._named}
+        name_of = {parameter: name for name, parameter in self._ddp.named}
         return [
             options_of(group) | {"params": [name_of[parameter] for parameter in group["params"]]}
             for group in self.param_groups

@@ -76,8 +76,7 @@ def full_gradients(wrapper, context):
     names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
     if not isinstance(wrapper, FSDP):
         return {name: wrapper.module.get_parameter(name).grad for name in names}
-    vectors = wrapper._replicated
-    found = {entry.name: master.grad for entry, master in zip(vectors.entries, vectors.masters, strict=True)}
+    found = {entry.name: master.grad for entry, master in wrapper._replicated.masters}
     for param in wrapper.flat_params:
         for index, entry in enumerate(param.entries):
             gradient = param.shards[index].grad

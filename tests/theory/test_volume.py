@@ -73,7 +73,7 @@ def test_bucketed_is_what_the_plan_sends(parameters, limit):
     limit_mb = None if limit is None else limit / MIB
     plan = plan_buckets(numels, dtypes, limit_mb)
     assert bucketed(numels, sizes, limit_mb, dtypes=dtypes) == CommunicationVolume(
-        len(plan), sum(bucket.num_bytes for bucket in plan)
+        len(plan), sum(bucket.numel * bucket.dtype.itemsize for bucket in plan)
     )
 
 

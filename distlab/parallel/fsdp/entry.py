@@ -1,6 +1,5 @@
 """The parameters before they are wrapped: each one once, with every place of the module that holds it."""
 
-import math
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -22,19 +21,23 @@ class Entry:
         names: its dotted names, more than one if it is tied.
         owners: (module, attribute) of each place.
         compute_dtype: what its owners see in forward.
-        master_dtype: what the optimizer steps.
     """
 
     parameter: nn.Parameter
     names: list[str] = field(default_factory=list)
     owners: list[tuple[nn.Module, str]] = field(default_factory=list)
     compute_dtype: torch.dtype = torch.float32
-    master_dtype: torch.dtype = torch.float32
 
     @property
     def name(self) -> str:
         """The name under which `named_parameters()` lists it."""
         return self.names[0]
+
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """What the optimizer steps: fp32 or wider; integers as they are."""
+        dtype = self.parameter.dtype
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -68,9 +71,8 @@ class Entry:
         """Where a tensor with the parameter's dimensions, of these sizes in memory order, lies in a flat buffer that it
         begins at element `offset` of.
         """
-        strides = [math.prod(max(1, size) for size in sizes[d + 1 :]) for d in range(len(sizes))]
-        order = self._inverse_order
-        return tuple(sizes[d] for d in order), tuple(strides[d] for d in order), offset
+        dense = torch.empty(sizes, device="meta").permute(self._inverse_order)
+        return dense.shape, dense.stride(), offset
 
     def forget_values(self) -> None:
         """Keep the parameter's shape, strides and name only, so that its memory can go."""
@@ -109,10 +111,6 @@ def list_entries(module: nn.Module, compute_dtype: torch.dtype | None) -> list[E
             dtype = parameter_dtype(owner, parameter, compute_dtype)
             if len(entry.names) == 1 or dtype == compute_dtype:  # a norm's weight may be a bias elsewhere
                 entry.compute_dtype = dtype
-            floating = parameter.is_floating_point()
-            entry.master_dtype = (
-                torch.promote_types(parameter.dtype, torch.float32) if floating else parameter.dtype
-            )
     if not entries:
         raise ValueError("FSDP: the module has no parameters; there is nothing to shard")
     return list(entries.values())

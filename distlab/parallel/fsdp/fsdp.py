@@ -14,7 +14,6 @@ it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -26,23 +25,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel import order
-from distlab.parallel.base import ParallelModel
 from distlab.parallel.fsdp.casts import hook_casts, plan_casts
 from distlab.parallel.fsdp.entry import Entry, list_entries
 from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
 from distlab.parallel.fsdp.unit import Unit
 from distlab.parallel.fsdp.units import is_called, plan_units
-from distlab.parallel.guards import module as module_guard
 from distlab.parallel.guards import shards as shard_guard
 from distlab.parallel.guards.assignments import refuse_assigned
+from distlab.parallel.guards.module import Guarded, check_ranks_agree, refuse_uninitialized
 from distlab.parallel.guards.shards import ShardGuard
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
-from distlab.parallel.meta import initialize_in_turn, materialize_buffers
+from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
 
 
-class FSDP(ParallelModel):
+class FSDP(Guarded):
     """Shards a module's matrices over the ranks and replicates its vectors.
 
     `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's own names: this
@@ -92,7 +90,7 @@ class FSDP(ParallelModel):
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
-        module_guard.refuse_uninitialized(module)
+        refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
         self.device = shard_guard.find_device(entries, init_fn, device)
@@ -101,7 +99,7 @@ class FSDP(ParallelModel):
             shard_guard.refuse_uncallable(module)
         shard_guard.refuse_parameters(entries)
         shard_guard.refuse_compiled(module, plans)
-        module_guard.check_ranks_agree(module, self.process_group)
+        check_ranks_agree(module, self.process_group)
         refuse_shared_memory(module)
         owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
         casts = {} if compute_dtype is None else plan_casts(owners, compute_dtype)
@@ -120,17 +118,15 @@ class FSDP(ParallelModel):
         if deferred:
             materialize_buffers(module, self.device)
             initialize_in_turn(module, self._stand_ins(), init_fn)
-            collectives.broadcast_all([*self._replicated.masters, *module.buffers()], self.process_group)
+            vectors = [master for _, master in self._replicated.masters]
+            collectives.broadcast_all([*vectors, *module.buffers()], self.process_group)
             for unit in self._units:
                 unit.register()  # in place of what was initialized
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        self.trainable_names, self.trainable = [n for n, _ in trainable], [p for _, p in trainable]
-        replicated = {id(master) for master in self._replicated.masters}
-        sharded, vectors = (
-            [(name, p) for name, p in trainable if (id(p) in replicated) == is_vector] for is_vector in (False, True)
-        )
-        self.guard = ShardGuard(self, entries, sharded, vectors, self._replicated.cast)
-        self._runtime = Runtime(self._units, self.process_group, self.guard, keep_gathered)
+        sharded = [(name, p) for name, p in trainable if p.ndim >= 2]
+        replicated = [(name, p) for name, p in trainable if p.ndim < 2]
+        self.guard = ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
+        self._runtime = Runtime(self._units, self.guard, keep_gathered)
         self._held = list(self._find_shards())
         self._handles = list(hook_casts(casts))
 
@@ -188,22 +184,6 @@ class FSDP(ParallelModel):
             self._replicated.average()
         self.guard.note(finished=True)
 
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
-        element by itself: `torch.nn.utils.clip_grad_value_`, a factor.
-
-        Outside of it the optimizer's next step raises, because most edits compute something of all elements (a norm,
-        for one), and a rank sees its own only.
-
-        Raises:
-            RuntimeError: gradients that are not synchronized, or have been edited already.
-        """
-        return self.guard.elementwise_edits()
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        self.guard.check_step()
-
     def _note_scaled(self) -> None:
         self.guard.note()
 
@@ -219,7 +199,7 @@ class FSDP(ParallelModel):
         for param in self.flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):
                 found.update(dict.fromkeys(entry.names, full))
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             found.update(dict.fromkeys(entry.names, master.detach().clone()))
         return {name: found[name] for name in self._names}
 
@@ -253,10 +233,10 @@ class FSDP(ParallelModel):
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
             copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
             yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index], copies=copies)
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             yield whole(entry.name, master)
 
-    def _stand_ins(self) -> Iterator[tuple[str, nn.Parameter, Callable[[Tensor], None]]]:
+    def _stand_ins(self) -> Iterator[StandIn]:
         for entry, param, index in self._sharded:
             full = torch.empty_like(entry.parameter, device=self.device)
             stand_in = nn.Parameter(full, entry.parameter.requires_grad)
@@ -266,7 +246,7 @@ class FSDP(ParallelModel):
     def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
         for entry, param, index in self._sharded:
             yield entry, partial(param.load, index)
-        for entry, master in zip(self._replicated.entries, self._replicated.masters, strict=True):
+        for entry, master in self._replicated.masters:
             yield entry, master.copy_
 
     def relearn_order(self) -> None:
@@ -298,16 +278,3 @@ class FSDP(ParallelModel):
             owner, attribute = entry.owners[0]
             whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
             entry.register(whole, made_by_fsdp=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FSDP":
-        probe = torch.empty(0, dtype=torch.float32, device=self.device)
-        after = fn(probe)
-        if after.dtype != probe.dtype or after.device != probe.device:
-            raise TypeError(
-                "FSDP cannot move to another device or type: move the module before wrapping it, and choose the "
-                "type of computation by compute_dtype"
-            )
-        return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        module_guard.refuse_copy(self)

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
+from distlab.parallel.fsdp.unit import Unit
 
 
 class UnitOrder:
@@ -18,12 +19,12 @@ class UnitOrder:
     which unit to fetch ahead.
 
     Args:
-        names: of the units, for messages.
+        units: whose names messages say.
         group: the ranks to agree with.
     """
 
-    def __init__(self, names: Sequence[str], group: ProcessGroup):
-        self._names = names
+    def __init__(self, units: Sequence[Unit], group: ProcessGroup):
+        self._names = [unit.name for unit in units]
         self._group = group
         # The fake group of simulations has no peers that could answer.
         self._alone = group.size() == 1 or dist.get_backend(group) == "fake"

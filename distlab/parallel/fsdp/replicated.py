@@ -21,11 +21,9 @@ class Replicated:
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
-        self.entries = list(entries)
-        self.group = group
-        self.masters: list[nn.Parameter] = []
+        self.masters: list[tuple[Entry, nn.Parameter]] = []
         self.cast: list[tuple[str, nn.Parameter]] = []  # masters that forward does not read
-        self._casts: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self._copies: list[nn.Parameter] = []  # of these, which it reads instead
         for entry in entries:
             before = entry.parameter
             if before.is_meta:
@@ -33,26 +31,23 @@ class Replicated:
             else:
                 values = before.detach().to(entry.master_dtype)
             master = nn.Parameter(values, before.requires_grad)
-            self.masters.append(master)
+            self.masters.append((entry, master))
             entry.register(master)
             if entry.compute_dtype != master.dtype:
                 copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
                 if copy.requires_grad:
                     copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
                 entry.install(copy)
-                self._casts.append((copy, master))
+                self._copies.append(copy)
                 self.cast.append((entry.name, master))
-        self.trainable = [master for master in self.masters if master.requires_grad]
+        self.trainable = [master for _, master in self.masters if master.requires_grad]
         self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
         self._exchange = AllReduce(group, lambda flat: collectives.all_reduce_mean(flat, group))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the masters again. Through `.data`, because a forward before this one may have saved the copy."""
-        if self._casts:
-            torch._foreach_copy_(
-                [copy.data for copy, _ in self._casts], [master for _, master in self._casts]
-            )
+        torch._foreach_copy_([copy.data for copy in self._copies], [master for _, master in self.cast])
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""

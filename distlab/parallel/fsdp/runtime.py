@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.autograd.graph import Node, get_gradient_edge
 
 from distlab.parallel import order
 from distlab.parallel.fsdp.order import UnitOrder
@@ -48,17 +48,16 @@ class Runtime:
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
-    def __init__(self, units: Sequence[Unit], group: ProcessGroup, guard: ShardGuard, keep: bool = False):
+    def __init__(self, units: Sequence[Unit], guard: ShardGuard, keep: bool = False):
         self.units, self.guard = units, guard
         self.keep, self._keeping = keep, False
         self.synchronize, self.stage = True, 0
         self.arrived = False
-        self._reached: list[torch.autograd.graph.Node] = []  # operations of units, while nothing has arrived
-        self._group = group
+        self._reached: list[Node] = []  # operations of units, while nothing has arrived
+        self._group = guard.process_group
         self.backward_task: int | None = None
-        self._order = UnitOrder([unit.name for unit in units], group)
-        self._backward_order = UnitOrder([unit.name for unit in units], group)
-        self._in_forward = False
+        self._order = UnitOrder(units, self._group)
+        self._backward_order = UnitOrder(units, self._group)
         self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
@@ -94,12 +93,12 @@ class Runtime:
         try:
             self._order.begin((self.stage, training, torch.is_grad_enabled()))
             self.guard.pending |= torch.is_grad_enabled() and self.synchronize
-            self._in_forward, self._running = True, []
+            self._running = []
             self._keeping |= self.keep and torch.is_grad_enabled()
             try:
                 yield
             finally:
-                self._in_forward, self._running = False, []
+                self._running = []
                 self.reshard()
             self._order.end()
         finally:
@@ -113,7 +112,7 @@ class Runtime:
             unit.unshard()
             unit.wait_for_unshard()
             return
-        if not self._in_forward:
+        if not unit.watching:
             refuse_outside_forward(unit)
         self._running.append(unit)
         following = self._order.advance(unit.index)
@@ -308,7 +307,7 @@ class _Call:
     task: int | None = None
 
 
-def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
+def made_by(tensor: Tensor) -> Iterator[Node]:
     """Yield the operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
 
     That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
@@ -319,9 +318,9 @@ def made_by(tensor: Tensor) -> Iterator[torch.autograd.graph.Node]:
         yield tensor._base.grad_fn
 
 
-def lead_to(operations: Iterable[torch.autograd.graph.Node], parameters: Iterable[nn.Parameter]) -> bool:
+def lead_to(operations: Iterable[Node], parameters: Iterable[nn.Parameter]) -> bool:
     """Whether a gradient of what these operations made reaches one of the parameters."""
-    ends = {torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters}
+    ends = {get_gradient_edge(parameter).node for parameter in parameters}
     found, following = set(), list(operations)
     while following:
         node = following.pop()

@@ -54,7 +54,7 @@ class FlatParam:
             entry.place_of(entry.sizes, offset) for entry, offset in zip(entries, layout.offsets, strict=True)
         ]
         self._places_in_slice = [
-            entry.place_of(layout.shard_sizes(index, self.rank), layout.place(index, self.rank)[0])
+            entry.place_of(layout.shard_sizes(index, self.rank), layout.place(index, self.rank))
             for index, entry in enumerate(entries)
         ]
         self.trainable = entries[0].parameter.requires_grad
@@ -233,6 +233,7 @@ class Unit:
         full: every entry with its full parameter.
         trained: full parameters that get gradients.
         touched: backward has reached it since its gradients were last accumulated.
+        watching: forward is running, in which attributes must not find shards.
     """
 
     def __init__(self, index: int, plan: UnitPlan, device: torch.device, groups: MeshGroups):
@@ -258,7 +259,7 @@ class Unit:
             ]
             for owner, attribute in entry.owners
         ]
-        self._watching = False  # forward is running: attributes must not find shards
+        self.watching = False
         self.state = State.SHARDED
         self.uses = 0
         self.touched = False
@@ -299,13 +300,13 @@ class Unit:
         """Give the full parameters' memory back, after which the module's attributes do not find them."""
         if self.state is not State.SHARDED:
             self.state = State.SHARDED
-            self.watch(self._watching)  # first: reading a freed buffer would end the process, not raise
+            self.watch(self.watching)  # first: reading a freed buffer would end the process, not raise
             for param in self.params:
                 param.reshard()
 
     def watch(self, watching: bool) -> None:
         """From now on let the module's attributes find, while nothing is gathered, an error (or shards again)."""
-        self._watching = watching
+        self.watching = watching
         if self.state is State.SHARDED:
             for owner, attribute, _, not_gathered in self._places:
                 if watching:

@@ -42,7 +42,7 @@ class GradientGuard(Guard):
     """
 
     def __init__(self, wrapper: DataParallel, frozen: list[tuple[str, nn.Parameter]]):
-        super().__init__(wrapper, list(zip(wrapper.trainable_names, wrapper.trainable, strict=True)))
+        super().__init__(wrapper, wrapper.named)
         self._trainable, self._frozen = wrapper.trainable, frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self._pending = False  # a synchronised forward was not finished

@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import zip_longest
 from typing import Any, NoReturn
 
@@ -162,6 +162,53 @@ class Guard:
         self._registrations = hooks.registrations
 
 
+class Guarded(ParallelModel):
+    """A model under a strategy of ours, which is watched: what all of them refuse in the same way.
+
+    Attributes:
+        guard: asked once per event; raises what is wrong.
+    """
+
+    guard: Guard
+
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
+        element by itself: `torch.nn.utils.clip_grad_value_`, a factor.
+
+        Where a rank has the mean of a part only, the optimizer's next step raises for edits outside of it, because most
+        edits compute something of all elements (a norm, for one).
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or have been edited already.
+        """
+        return self.guard.elementwise_edits()
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
+        self.guard.check_step()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Guarded":
+        """What `to()`, `half()`, `cuda()` and the like end in: nothing may change, as buffers and ranks rely on it."""
+        for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
+            with torch.no_grad():
+                after = fn(tensor)
+            if after is not tensor:
+                computes = "give compute_dtype" if self.casts_parameters else "use torch.autocast"
+                raise TypeError(
+                    f"{type(self).__name__} cannot change '{name}' from {_kind_of(tensor)} to {_kind_of(after)}: "
+                    "move or cast the module before wrapping it (to do so now, close() this wrapper, change its "
+                    f".module and wrap that again); for the dtype of the computation {computes}"
+                )
+        return self
+
+    def __getstate__(self) -> NoReturn:
+        """What copying and pickling ask."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: hooks and the process group would be lost "
+            "silently. Copy or save `.module` and wrap the copy again"
+        )
+
+
 class Attached:
     """A module's hook that stays behind when the module is copied, pickled or saved: there it does nothing.
 
@@ -192,27 +239,6 @@ def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
                 )
 
     return module.register_load_state_dict_post_hook(Attached(check))
-
-
-def refuse_conversion(wrapper: nn.Module, module: nn.Module, convert: Callable[[Tensor], Tensor]) -> None:
-    """Raise TypeError if `convert`, of `to()`, `half()` or the like, changes a tensor: buckets and ranks rely on it."""
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        with torch.no_grad():
-            after = convert(tensor)
-        if after is not tensor:
-            raise TypeError(
-                f"{type(wrapper).__name__} cannot change '{name}' from {_kind_of(tensor)} to {_kind_of(after)}: "
-                "move or cast the module before wrapping it (to do so now, close() this wrapper, change its "
-                ".module and wrap that again); for the dtype of the computation use torch.autocast"
-            )
-
-
-def refuse_copy(wrapper: nn.Module) -> NoReturn:
-    """Refuse a wrapper's `__getstate__`, which copying and pickling ask: raises TypeError."""
-    raise TypeError(
-        f"{type(wrapper).__name__} cannot be copied or pickled: hooks and the process group would be lost "
-        "silently. Copy or save `.module` and wrap the copy again"
-    )
 
 
 def _kind_of(tensor: Tensor) -> str:
