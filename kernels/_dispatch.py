@@ -1,16 +1,30 @@
 """How an operation reaches its kernels: at once in eager mode, as a node of the graph under torch.compile.
 
-An `operator` is a function of tensors and options that allocates its results and launches kernels. It is registered
-with torch, which is how torch.compile, fake tensors and dispatch modes (FLOP counters, selective checkpointing) meet
-it. Eager calls do without the dispatcher, and without most of the function: `_recorder.py` writes down what it does
-with one set of shapes, strides, dtypes, alignments and options, and repeats that. So the function must depend on
-nothing but its arguments' descriptions and the values of its options; a context that changes what it does calls
-`forget`. Where the recorder is missing, every call goes through torch's dispatcher.
+Where they run. Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the
+environment variable TRITON_INTERPRET, and its own library is decorated when Triton is imported, here. So the variable
+has to be set before this module is imported.
+
+- On a CUDA tensor the kernels are compiled.
+- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
+  arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
+- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
+  Without Triton `@triton.jit` leaves a function as it is, and nothing is ever launched.
+
+How they are called. An `operator` is a function of tensors and options that allocates its results and launches kernels.
+It is registered with torch, which is how torch.compile, fake tensors and dispatch modes (FLOP counters, selective
+checkpointing) meet it. Eager calls do without the dispatcher, and without most of the function: `_recorder.py` writes
+down what it does with one set of shapes, strides, dtypes, alignments and options, and repeats that. So the function
+must depend on nothing but its arguments' descriptions and the values of its options; a context that changes what it
+does calls `forget`. Where the recorder is missing, every call goes through torch's dispatcher.
+
+`_compile.py` compiles kernels without a GPU, for the compiler's report.
 """
 
 import contextlib
 import functools
+import importlib.util
 import inspect
+import os
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
@@ -20,7 +34,115 @@ import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
 
-from . import _triton
+
+@functools.cache
+def installed() -> bool:
+    """Whether there is a Triton; it exists for Linux only."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted: TRITON_INTERPRET, read as Triton reads it."""
+    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+if installed():
+    import triton
+    import triton.language as tl
+else:
+
+    class _Absent:
+        """Stands for a module or a type; any attribute is again one."""
+
+        def __getattr__(self, name: str):
+            return lambda function=None, **options: function if function is not None else (lambda f: f)
+
+    triton = _Absent()
+    tl = _Absent()
+
+# Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a kernel only reads,
+# since lines that other kernels wrote are then not pushed out to memory while it runs; kernels that write as much as
+# they read were 1 to 3 % slower with it. KEPT: this program will read the line once more.
+STREAMED = tl.constexpr("evict_first")
+KEPT = tl.constexpr("evict_last")
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether a kernel launched on this tensor would run: compiled on CUDA, or interpreted on a CPU."""
+    if interpreted():
+        if tensor.dtype is torch.bfloat16:
+            raise ValueError(
+                f"Triton's interpreter computes bfloat16 wrongly (input on {tensor.device}): "
+                "use float32 or float16, or unset TRITON_INTERPRET"
+            )
+        return True
+    return tensor.is_cuda and installed()
+
+
+def check_runs(device: torch.device) -> None:
+    """For what has kernels and no reference to fall back on.
+
+    Raises:
+        ValueError: kernels do not run on this device; says what to do.
+    """
+    if not (interpreted() or (device.type == "cuda" and installed())):
+        raise ValueError(
+            f"these are Triton kernels, and none run on {device.type} as it is: run on a GPU, or begin the command "
+            "with TRITON_INTERPRET=1 for Triton's interpreter, where times say nothing"
+        )
+
+
+@functools.cache
+def _capability(index: int | None) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+PRETENDED_SMS = 132  # of an H100
+_pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a CUDA device, for grids of a fixed size; a few when interpreting, where each program costs the same."""
+    if _pretended is not None:
+        return PRETENDED_SMS
+    return 3 if interpreted() else _multiprocessors(device.index)
+
+
+def generation(index: int | None = None) -> str:
+    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    if _pretended is not None:
+        return f"sm_{_pretended}"
+    return "interpreter" if interpreted() else _capability(index)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own are for kernels, and cost microseconds when a launcher calls them."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not below n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
+compiled: list[Any] | None = None  # kernels compiled within `compile_only`
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[list[Any]]:
+    """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
+    global compiled
+    compiled = []
+    try:
+        yield compiled
+    finally:
+        compiled = None
 
 
 class _Thread(threading.local):
@@ -94,8 +216,8 @@ def idle(x: Tensor) -> bool:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
-    if _triton.compiled is not None:
-        _triton.compiled.append(kernel.warmup(*args, grid=grid, **options))
+    if compiled is not None:
+        compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
     if _thread.traced:
         torch.library.wrap_triton(kernel)[grid](*args, **options)
@@ -182,3 +304,25 @@ def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types:
         return mode.__torch_dispatch__(op, types, args, kwargs)
     with mode, within(traced=True):
         return function(*args, **kwargs)
+
+
+def first_order(backward: Callable) -> Callable:
+    """For the `backward` of an autograd Function whose gradients cannot be differentiated: refuses create_graph=True.
+
+    torch's `once_differentiable` returns such gradients with a graph that ends in an error, but only if the upstream
+    gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
+    to its inputs, never meets that error. So this refuses at once.
+
+    Raises:
+        RuntimeError: from the decorated function, when it is called to make a graph.
+    """
+
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
+            name = type(ctx).__name__.removesuffix("Backward")
+            raise RuntimeError(f"{name} was called with create_graph=True, but the gradient of its gradient is not "
+                               "defined: write it in torch's own operations where that is needed")
+        return backward(ctx, *upstream)
+
+    return wrapper

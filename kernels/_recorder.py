@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import _dispatch, _triton
+from . import _dispatch
 
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
@@ -46,7 +46,7 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         args: of the call.
         otherwise: called with them instead where a program could not read some tensor.
     """
-    if _triton.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
+    if _dispatch.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
         return function(*args)
     tensors, key = [], []
     for x in args:
@@ -79,7 +79,7 @@ def _written(function: Callable, check: Callable | None, kept: dict, args: tuple
     if check is not None:
         check(*args)
     device = tensors[0].device
-    if key in kept or not (device.type == "cuda" or _triton.interpreted()):
+    if key in kept or not (device.type == "cuda" or _dispatch.interpreted()):
         return function(*args)
     # A tensor given twice is two inputs: the next call with this key may give two tensors.
     args = [x.detach() if isinstance(x, Tensor) else x for x in args]
