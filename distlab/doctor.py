@@ -204,7 +204,7 @@ def find_triton() -> list[Finding]:
         return [triton, Finding("kernels", MISSING, another, "ops=triton and attention=flash fail")]
     import torch
 
-    from kernels._triton import interpreted
+    from kernels._dispatch import interpreted
     from kernels.flash_attention import hopper
 
     how = (LIMITED, "plain torch on the CPU", "TRITON_INTERPRET=1 runs the Triton code, slowly")

@@ -39,7 +39,7 @@ from distlab.report import Panel, Series, lines
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
-from kernels._triton import interpreted
+from kernels._dispatch import interpreted
 from kernels.float8_linear import float8_linear
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from . import _triton
+from . import _dispatch
 
 
 class _NoDriver:
@@ -34,7 +34,7 @@ class _NoDriver:
 
 @contextlib.contextmanager
 def compile_for(capability: int = 90) -> Iterator[list[Any]]:
-    """Within, `_triton.launch` compiles for a GPU that need not be there; yields the growing list of compiled kernels.
+    """Within, `launch` compiles for a GPU that need not be there; yields the growing list of compiled kernels.
 
     The launchers may be given tensors on the meta device: nothing is read.
 
@@ -44,17 +44,17 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
     Raises:
         RuntimeError: where kernels are interpreted or Triton is missing.
     """
-    if _triton.interpreted() or not _triton.installed():
+    if _dispatch.interpreted() or not _dispatch.installed():
         raise RuntimeError("compile_for needs Triton's compiler: install triton and unset TRITON_INTERPRET")
     from triton.runtime import driver
 
-    before, _triton._pretended = driver._active, capability
+    before, _dispatch._pretended = driver._active, capability
     driver.set_active(_NoDriver(capability))
     try:
-        with _triton.compile_only() as compiled:
+        with _dispatch.compile_only() as compiled:
             yield compiled
     finally:
-        _triton._pretended = None
+        _dispatch._pretended = None
         driver._active = before
 
 

@@ -1,45 +1,181 @@
 """How an operation reaches its kernels: at once in eager mode, as a node of the graph under torch.compile.
 
-An `operator` is a function of tensors and options that allocates its results and launches kernels. It is registered
-with torch, which is how torch.compile, fake tensors and dispatch modes (FLOP counters, selective checkpointing) meet
-it. Eager calls do without the dispatcher, and without most of the function: what it does with one set of shapes,
-strides, dtypes, alignments and options is recorded once and written down as a program: its allocations, its calls of
-torch, its launches of compiled kernels, straight on. Later calls run that; `programs()` shows them:
+Where they run. Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the
+environment variable TRITON_INTERPRET, and its own library is decorated when Triton is imported, here. So the variable
+has to be set before this module is imported.
 
-    def program(t0, t1):
-        t2 = empty((2048, 2560), (2560, 1), dtype=c1, device=c2)
-        t3 = empty((2048,), (1,), dtype=c3, device=c2)
-        c4(2048, 1, 1, stream(0), *c5, t0.data_ptr(), None, t1.data_ptr(), t2.data_ptr(), None, t3.data_ptr(), …)
-        return (t2, t3)
+- On a CUDA tensor the kernels are compiled.
+- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
+  arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
+- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
+  Without Triton `@triton.jit` leaves a function as it is, and nothing is ever launched.
 
-So the function must depend on nothing but its arguments' descriptions and the values of its options; a context that
-changes what it does calls `forget`. Reading a tensor's value, and whatever else cannot be repeated blindly, is noticed
-while recording; such calls have no program and run as written every time.
+How they are called. An `operator` is a function of tensors and options that allocates its results and launches kernels.
+It is registered with torch, which is how torch.compile, fake tensors and dispatch modes (FLOP counters, selective
+checkpointing) meet it. Eager calls do without the dispatcher, and without most of the function: `_recorder.py` writes
+down what it does with one set of shapes, strides, dtypes, alignments and options, and repeats that. So the function
+must depend on nothing but its arguments' descriptions and the values of its options; a context that changes what it
+does calls `forget`. Where the recorder is missing, every call goes through torch's dispatcher.
+
+`_compile.py` compiles kernels without a GPU, for the compiler's report.
 """
 
 import contextlib
 import functools
-import importlib
+import importlib.util
 import inspect
-import math
+import os
 import threading
-import weakref
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode
-from torch.nn import Parameter
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from . import _triton
 
-ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
-OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
-MOST_PROGRAMS = 4096  # of one operator: lengths that change with every call would fill the memory
-_thread = threading.local()  # `recorder`: of the call that this thread records, or None
-_kept: dict[str, dict] = {}  # operator → description of a call → its program, or None where it has none
+@functools.cache
+def installed() -> bool:
+    """Whether there is a Triton; it exists for Linux only."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def interpreted() -> bool:
+    """Whether kernels are interpreted: TRITON_INTERPRET, read as Triton reads it."""
+    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+
+
+if installed():
+    import triton
+    import triton.language as tl
+else:
+
+    class _Absent:
+        """Stands for a module or a type; any attribute is again one."""
+
+        def __getattr__(self, name: str):
+            return lambda function=None, **options: function if function is not None else (lambda f: f)
+
+    triton = _Absent()
+    tl = _Absent()
+
+# Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a kernel only reads,
+# since lines that other kernels wrote are then not pushed out to memory while it runs; kernels that write as much as
+# they read were 1 to 3 % slower with it. KEPT: this program will read the line once more.
+STREAMED = tl.constexpr("evict_first")
+KEPT = tl.constexpr("evict_last")
+
+
+def runs_triton(tensor: Tensor) -> bool:
+    """Whether a kernel launched on this tensor would run: compiled on CUDA, or interpreted on a CPU."""
+    if interpreted():
+        if tensor.dtype is torch.bfloat16:
+            raise ValueError(
+                f"Triton's interpreter computes bfloat16 wrongly (input on {tensor.device}): "
+                "use float32 or float16, or unset TRITON_INTERPRET"
+            )
+        return True
+    return tensor.is_cuda and installed()
+
+
+def check_runs(device: torch.device) -> None:
+    """For what has kernels and no reference to fall back on.
+
+    Raises:
+        ValueError: kernels do not run on this device; says what to do.
+    """
+    if not (interpreted() or (device.type == "cuda" and installed())):
+        raise ValueError(
+            f"these are Triton kernels, and none run on {device.type} as it is: run on a GPU, or begin the command "
+            "with TRITON_INTERPRET=1 for Triton's interpreter, where times say nothing"
+        )
+
+
+@functools.cache
+def _capability(index: int | None) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+PRETENDED_SMS = 132  # of an H100
+_pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
+
+
+@functools.cache
+def _multiprocessors(index: int | None) -> int:
+    return torch.cuda.get_device_properties(index).multi_processor_count
+
+
+def multiprocessors(device: torch.device) -> int:
+    """SMs of a CUDA device, for grids of a fixed size; a few when interpreting, where each program costs the same."""
+    if _pretended is not None:
+        return PRETENDED_SMS
+    return 3 if interpreted() else _multiprocessors(device.index)
+
+
+def generation(index: int | None = None) -> str:
+    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    if _pretended is not None:
+        return f"sm_{_pretended}"
+    return "interpreter" if interpreted() else _capability(index)
+
+
+def cdiv(a: int, b: int) -> int:
+    """a / b, rounded up; Triton's own are for kernels, and cost microseconds when a launcher calls them."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """Return the smallest power of two that is not below n ≥ 1."""
+    return 1 << (n - 1).bit_length()
+
+
+compiled: list[Any] | None = None  # kernels compiled within `compile_only`
+
+
+@contextlib.contextmanager
+def compile_only() -> Iterator[list[Any]]:
+    """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
+    global compiled
+    compiled = []
+    try:
+        yield compiled
+    finally:
+        compiled = None
+
+
+class _Thread(threading.local):
+    """What a thread is doing."""
+
+    looks = False  # whether only what results look like is asked for
+    traced = False  # whether launches become nodes of a graph
+    recorder: Any = None  # of the call that is being recorded
+
+
+_thread = _Thread()
+_kept: dict[str, dict] = {}  # operator → description of a call → its program, see `_recorder.run`
+
+
+@contextlib.contextmanager
+def within(**states: Any) -> Iterator[None]:
+    """Have this thread do something else for a while: attributes of `_Thread`."""
+    before = {name: getattr(_thread, name) for name in states}
+    vars(_thread).update(states)
+    try:
+        yield
+    finally:
+        vars(_thread).update(before)
+
+
+@functools.cache
+def recorder() -> ModuleType | None:
+    """Return `_recorder`, or None without it or the parts of torch that it needs; imported by the first call."""
+    try:
+        from . import _recorder
+    except ImportError:
+        return None
+    return _recorder
 
 
 def forget() -> None:
@@ -69,38 +205,31 @@ def programs() -> list[str]:
 
 def discard() -> None:
     """What this thread records is not what the next call does: for searches, which launch in order to measure."""
-    if getattr(_thread, "recorder", None) is not None:
+    if _thread.recorder is not None:
         _thread.recorder.discarded = True
 
 
 def idle(x: Tensor) -> bool:
     """Whether an operator has nothing to compute: x is empty, or only what the results look like is asked for."""
-    return getattr(_thread, "looks", False) or x.numel() == 0
+    return _thread.looks or x.numel() == 0
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
-    if _triton.compiled is not None:
-        _triton.compiled.append(kernel.warmup(*args, grid=grid, **options))
+    if compiled is not None:
+        compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
-    if getattr(_thread, "traced", False):
+    if _thread.traced:
         torch.library.wrap_triton(kernel)[grid](*args, **options)
         return
-    recorder = getattr(_thread, "recorder", None)
+    run = kernel[grid] if _thread.recorder is None else functools.partial(_thread.recorder.launch, kernel, grid)
     tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
     device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
     if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
         with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
-            kernel[grid](*args, **options)
-        if recorder is not None:
-            recorder.repeatable = False
-        return
-    if recorder is None:
-        kernel[grid](*args, **options)
-        return
-    with _disable_current_modes():  # the interpreter computes with tensors of its own
-        compiled = kernel[grid](*args, **options)
-    recorder.launched(kernel, compiled, grid, args, options)
+            run(*args, **options)
+    else:
+        run(*args, **options)
 
 
 def operator(name: str, check: Callable[..., None] | None = None, mutates_args: tuple[str, ...] = (), *,
@@ -125,46 +254,17 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
 
         @functools.wraps(function)
         def from_torch(*args: Any) -> Any:
-            return run(args, function)
+            repeated = recorder()
+            return repeated.run(function, check, kept, args, function) if repeated else function(*args)
 
         def looks(*args: Any) -> Any:
-            before, _thread.looks = getattr(_thread, "looks", False), True
-            try:
+            with within(looks=True):
                 return function(*args)
-            finally:
-                _thread.looks = before
 
         def to_torch(*args: Any) -> Any:
             if check is not None:
                 check(*args)
             return registered(*args)
-
-        def run(args: tuple, otherwise: Callable) -> Any:
-            if _triton.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
-                return function(*args)
-            tensors, key = [], []
-            for x in args:
-                kind = type(x)
-                # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
-                # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
-                if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
-                    tensors.append(x)
-                    key += x.shape, x.stride(), x.dtype, x.device, address & 15
-                elif kind in OPTIONS:
-                    key += kind, x
-                else:  # or a subclass of Tensor, or nothing that is allowed
-                    return otherwise(*args)
-            program = kept.get(tuple(key))
-            if program is None:
-                return _written(function, check, kept, args, tensors, tuple(key))
-            first = tensors[0]
-            if first.is_cuda and first.get_device() != torch.cuda.current_device():
-                with torch.cuda.device(first.device):
-                    return program(*tensors)
-            if program.calls_torch and torch.is_autocast_enabled(first.device.type):  # what was recorded has been cast
-                with torch.autocast(first.device.type, enabled=False):
-                    return program(*tensors)
-            return program(*tensors)
 
         registered = torch.library.custom_op(f"distlab_kernels::{name}", from_torch, mutates_args=mutates_args)
         registered.register_fake(looks)
@@ -177,11 +277,14 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             if torch.compiler.is_compiling():
                 return to_torch(*args)
             if torch._C._len_torch_dispatch_stack():
-                inside = getattr(_thread, "recorder", None) is not None  # an operator that calls another
+                inside = _thread.recorder is not None  # an operator that calls another
                 return (function if inside else to_torch)(*args)
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 return to_torch(*args)
-            result = run(args, to_torch)
+            repeated = recorder()
+            if not repeated:
+                return to_torch(*args)
+            result = repeated.run(function, check, kept, args, to_torch)
             for position in mutated:
                 torch.autograd.graph.increment_version(args[position])
             return result
@@ -199,205 +302,27 @@ def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types:
     fixed = all(isinstance(size, int) for x in tensors for size in (*x.shape, *x.stride()))
     if not fixed or not all(x.is_cuda and x.numel() for x in tensors):
         return mode.__torch_dispatch__(op, types, args, kwargs)
-    before, _thread.traced = getattr(_thread, "traced", False), True
-    try:
-        with mode:
-            return function(*args, **kwargs)
-    finally:
-        _thread.traced = before
+    with mode, within(traced=True):
+        return function(*args, **kwargs)
 
 
-def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor],
-             key: tuple) -> Any:
-    """By the function as it is written; recorded, if calls of this description are new and can have a program."""
-    if check is not None:
-        check(*args)
-    device = tensors[0].device
-    if key in kept or not (device.type == "cuda" or _triton.interpreted()):
-        return function(*args)
-    # A tensor given twice is two inputs: the next call with this key may give two tensors.
-    args = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    _thread.recorder = recorder = _Recorder([x for x in args if isinstance(x, Tensor)])
-    try:
-        with torch.cuda.device(device.index if device.type == "cuda" else -1), recorder:
-            result = function(*args)
-    finally:
-        _thread.recorder = None
-    if not recorder.discarded:
-        if len(kept) >= MOST_PROGRAMS:
-            kept.clear()
-        kept[key] = recorder.program(result)
-    return result
+def first_order(backward: Callable) -> Callable:
+    """For the `backward` of an autograd Function whose gradients cannot be differentiated: refuses create_graph=True.
 
+    torch's `once_differentiable` returns such gradients with a graph that ends in an error, but only if the upstream
+    gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
+    to its inputs, never meets that error. So this refuses at once.
 
-class _Root(NamedTuple):
-    """A tensor that is no view of another."""
-
-    shape: torch.Size
-    strides: tuple[int, ...]
-    dtype: torch.dtype
-    address: int
-
-
-class _Recorder(TorchDispatchMode):
-    """Writes down as lines of Python what happens while it is active; the inputs are t0, t1, …, results follow them."""
-
-    def __init__(self, inputs: list[Tensor]) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        self.constants: dict[str, Any] = {"empty": torch.empty_strided}
-        self.roots: list[_Root] = []  # of which the others are views
-        # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's number; offset)
-        self.places: dict[int, tuple[weakref.ref, int, int]] = {}
-        self.last_use: dict[int, int] = {}  # number of a root → line
-        self.repeatable, self.discarded, self.calls_torch = True, False, False
-        self.inputs = [self._new(tensor) for tensor in inputs]
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **kwargs or {})
-        made = list(result) if isinstance(result, list | tuple) else [result]
-        if not made or not all(isinstance(x, Tensor) for x in made):
-            self.repeatable = False  # a value was read
-        elif func.is_view and torch._C._is_alias_of(made[0], args[0]):  # below autograd `contiguous` may copy
-            root, _ = self._place(args[0])
-            for view in made:
-                self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address
-        elif func.overloadpacket.__name__ in ALLOCATIONS:
-            options = f"dtype={self._constant(result.dtype)}, device={self._constant(result.device)}"
-            self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {options})")
-        else:
-            given = [self.expression(x) for x in args]
-            given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
-            line = f"{self._constant(func)}({', '.join(given)})"
-            self.calls_torch = True
-            if not any(self._known(x) for x in made):  # else in place, or with `out`
-                names = ", ".join(self._new(x) for x in made)
-                line = f"[{names}] = {line}" if isinstance(result, list | tuple) else f"{names} = {line}"
-            self.lines.append(line)
-        return result
-
-    def _new(self, tensor: Tensor) -> str:
-        self.places[id(tensor)] = weakref.ref(tensor), len(self.roots), 0
-        self.roots.append(_Root(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()))
-        return f"t{len(self.roots) - 1}"
-
-    def _constant(self, value: Any) -> str:
-        alike = torch.device, torch.dtype
-        name = next((n for n, x in self.constants.items() if x is value or (type(x) in alike and x == value)),
-                    f"c{len(self.constants)}")
-        self.constants[name] = value
-        return name
-
-    def _known(self, tensor: Tensor) -> bool:
-        place = self.places.get(id(tensor))
-        return place is not None and place[0]() is tensor
-
-    def _place(self, tensor: Tensor) -> tuple[int, int]:
-        """(root, offset) of a tensor that the next line uses; one that comes from elsewhere cannot be repeated."""
-        if not self._known(tensor):
-            self.repeatable = False
-            return 0, 0
-        _, root, offset = self.places[id(tensor)]
-        self.last_use[root] = len(self.lines)
-        return root, offset
-
-    def expression(self, value: Any) -> str:
-        """What `value` is in another call."""
-        if isinstance(value, list | tuple):
-            return f"[{', '.join(self.expression(x) for x in value)}]"
-        if not isinstance(value, Tensor):
-            self.repeatable &= not isinstance(value, torch.Generator)
-            plain = type(value) in (type(None), bool, int, str) or (type(value) is float and math.isfinite(value))
-            return repr(value) if plain else self._constant(value)
-        number, offset = self._place(value)
-        root, name = self.roots[number], f"t{number}"
-        if (value.shape, value.stride(), value.dtype, value.data_ptr()) == root:
-            return name
-        first, rest = divmod(offset, root.dtype.itemsize)
-        self.repeatable &= value.dtype == root.dtype and rest == 0
-        return f"{name}.as_strided({tuple(value.shape)}, {value.stride()}, {name}.storage_offset() + {first})"
-
-    def launched(self, kernel: Any, compiled: Any, grid: tuple[int, ...], args: tuple, options: dict) -> None:
-        """Write down a launch; on a GPU that of the compiled kernel, with addresses instead of tensors."""
-        if compiled is None:  # Triton's interpreter, which takes tensors
-            named = [f"{name}={self.expression(x)}" for name, x in options.items()]
-            given = ", ".join([*(self.expression(x) for x in args), *named])
-            self.lines.append(f"{self._constant(kernel[grid])}({given})")
-            return
-        # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
-        run = compiled.run
-        inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
-        self.repeatable &= not (run.global_scratch_size or run.profile_scratch_size)
-        encodings = iter(inside.get("tensordesc_meta", ()))
-        given = []
-        for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
-            if isinstance(value, Tensor):
-                given.append(self._address(value))
-            elif isinstance(getattr(value, "base", None), Tensor):
-                given.append(f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]")
-            else:
-                given.append(self.expression(value))
-        sizes, index = (*grid, 1, 1)[:3], torch.cuda.current_device()
-        self.constants["stream"] = torch._C._cuda_getCurrentRawStream
-        fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
-        arguments = ", ".join(given)
-        if hasattr(run, "kernel_signature"):  # Triton 3.7
-            fixed += compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
-            arguments = f"({arguments},)"
-        else:
-            fixed += None, None, compiled.packed_metadata, None, None, None
-        launcher = self._constant(inside.get("launcher", run.launch))
-        first = ", ".join(map(str, sizes))
-        self.lines.append(f"{launcher}({first}, stream({index}), *{self._constant(fixed)}, {arguments})")
-
-    def _address(self, tensor: Tensor) -> str:
-        number, offset = self._place(tensor)
-        return f"t{number}.data_ptr()" + (f" + {offset}" if offset else "")
-
-    def program(self, result: Any) -> Callable | None:
-        """Return a function of the inputs, its source in its docstring, that makes `result` in this call; or None."""
-        several = isinstance(result, list | tuple)
-        returned = ", ".join(self.expression(x) for x in (result if several else [result]))
-        if not self.repeatable:
-            return None
-        lines = []
-        for number, line in enumerate(self.lines):
-            done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= len(self.inputs)]
-            lines += [line, *([f"del {', '.join(done)}"] if done else [])]  # freed as early as by the function
-        lines.append(f"return ({returned},)" if several else f"return {returned}")
-        source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *lines])
-        exec(source, self.constants)
-        made = self.constants["program"]
-        made.__doc__, made.calls_torch = source, self.calls_torch
-        return made
-
-
-class _Encoded(dict):
-    """What Triton's launcher in C is given for a TensorDescriptor: address → the encoded descriptor, shape, strides.
-
-    Encoded once per address: those of activations come back in every step, as the allocator gives them again.
+    Raises:
+        RuntimeError: from the decorated function, when it is called to make a graph.
     """
 
-    def __init__(self, like: Any, encoding: Any) -> None:
-        super().__init__()
-        self.like, self.encoding = _Descriptor(like, 0), encoding  # without its tensor, which must not live on here
-        self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+    @functools.wraps(backward)
+    def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
+            name = type(ctx).__name__.removesuffix("Backward")
+            raise RuntimeError(f"{name} was called with create_graph=True, but the gradient of its gradient is not "
+                               "defined: write it in torch's own operations where that is needed")
+        return backward(ctx, *upstream)
 
-    def __missing__(self, address: int) -> tuple:
-        if len(self) >= MOST_PROGRAMS:
-            self.clear()
-        self[address] = made = tuple(self.make(_Descriptor(self.like, address), self.encoding))
-        return made
-
-
-class _Descriptor:
-    """A TensorDescriptor of Triton's at whatever address: what its launcher reads of one."""
-
-    def __init__(self, like: Any, address: int) -> None:
-        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
-        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
-        self.address, self.base = address, self
-
-    def data_ptr(self) -> int:
-        """Return the address, for which the launcher asks `base`."""
-        return self.address
+    return wrapper

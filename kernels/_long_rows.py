@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._language import tl, triton
-from ._reduce import sum_columns
-from ._rows import Launch, chosen
+from ._dispatch import tl, triton
+from ._rows import Launch, chosen, sum_columns
 
 
 @triton.jit

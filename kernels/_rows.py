@@ -3,6 +3,10 @@
 A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row, so that a row is
 read once, kept in registers, and written once. How a tile is launched depends on the row's length only; `forced`
 replaces that choice, for tests and tuning.
+
+Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its own rows in fp32 and
+writes one row of a (P, columns) matrix, whose columns `sum_columns` adds. Unlike atomic additions the order is fixed,
+and so are the bits of the result.
 """
 
 from collections.abc import Sequence
@@ -12,7 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _dispatch, _triton
+from . import _dispatch
+from ._dispatch import tl, triton
 
 # Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory: a program has
 # 163 KiB of that or more on these generations, and 99 on others (CUDA programming guide, compute capabilities).
@@ -41,7 +46,7 @@ class Launch:
 
     def programs(self, tiles: int, device: torch.device) -> int:
         """Size of the grid for that many tiles."""
-        return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _triton.multiprocessors(device))
+        return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
 
 
 _forced: dict[str, Launch] = {}
@@ -93,7 +98,7 @@ def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device
     block = power_of_two(cols)
     if block < 1024:  # many short rows: smaller tiles, more programs
         return row_launch(kernel, cols, stages=2, per_sm=4)
-    most = TILES_IN_FLIGHT if _triton.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
+    most = TILES_IN_FLIGHT if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
     rows = power_of_two(max(1, min(tile, most // (3 * itemsize)) // block) + 1) // 2
     fit = most // (rows * block * itemsize)
     return chosen(kernel, Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
@@ -182,3 +187,34 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
 def sum_over_rows(x: Tensor) -> Tensor:
     """Σ over all dimensions but the last, (…, D) → (D), in fp32 (float64 for float64)."""
     return x.unsqueeze(0).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+@triton.jit
+def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.constexpr, ROWS: tl.constexpr,
+                      BLOCK: tl.constexpr):
+    """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
+    parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
+    if TWO:
+        if tl.program_id(1) == 1:
+            out_ptr = second_ptr
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    rows = tl.arange(0, ROWS)
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    for start in tl.range(0, count, ROWS):
+        inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
+        offsets = (start + rows).to(tl.int64)[:, None] * cols + columns[None, :]
+        acc += tl.load(parts_ptr + offsets, mask=inside, other=0.0)
+    tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
+
+
+def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
+    """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in K dtypes, in one launch if these are equal."""
+    kinds, count, cols = parts.shape
+    written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
+    out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
+    # Few columns per program: the matrix is small, and what counts is that all SMs take part.
+    launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
+    second = out[1] if kinds == 2 else None
+    _dispatch.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], second, count, cols,
+                     TWO=kinds == 2, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

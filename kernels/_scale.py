@@ -7,8 +7,8 @@ kernel looks, and leaves without touching the gradient; only other factors cost 
 import torch
 from torch import Tensor
 
-from . import _dispatch, _triton
-from ._language import tl, triton
+from . import _dispatch
+from ._dispatch import tl, triton
 from ._rows import Launch, chosen
 
 
@@ -33,7 +33,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
     """
     if _dispatch.idle(x):
         return
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         zero = x == 0
         x.mul_(factor.to(torch.float32)).masked_fill_(zero, 0)
         return

@@ -24,8 +24,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from . import _dispatch, _triton, reference
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import tl, triton
 from ._rows import DTYPES, Launch, chosen
 from .cost import Cost
 
@@ -236,7 +236,7 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
         """Step one kind of parameters: those of one group, device and pair of dtypes, at the same step."""
         parameters, gradients, first, second = columns
-        if _triton.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
+        if _dispatch.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
             gradients = [g.resolve_neg().contiguous() for g in gradients]
             launch_adamw([parameters, gradients, first, second], self._addresses[kind], step,
                          self._cached_tables(parameters[0].device), **options)

@@ -9,8 +9,8 @@ FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own'
 import torch
 from torch import Tensor
 
-from . import _dispatch, _triton
-from ._language import tl, triton
+from . import _dispatch
+from ._dispatch import tl, triton
 from .cost import Cost
 
 BLOCK = 2048
@@ -50,7 +50,7 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
     if own.numel() == 0:
         return
     double = own.dtype == torch.float64
-    if not _triton.runs_triton(own):
+    if not _dispatch.runs_triton(own):
         wide = torch.float64 if double else torch.float32
         total = own.to(wide)
         for other in others:

@@ -23,9 +23,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import KEPT, STREAMED, tl, triton
+from . import _dispatch, reference
+from ._dispatch import KEPT, STREAMED, first_order, tl, triton
 from ._rows import Launch, check, check_device, chosen
 from .cost import Cost
 
@@ -170,7 +169,7 @@ def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
     if reduction != "mean":
         return torch.ones((), dtype=torch.float32, device=targets.device)
-    if _dispatch.idle(targets) or not _triton.runs_triton(targets):
+    if _dispatch.idle(targets) or not _dispatch.runs_triton(targets):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
     scale = torch.empty((), dtype=torch.float32, device=targets.device)
     _dispatch.launch(total_kernel, (1,), targets.contiguous(), scale, scale, scale, len(targets), ignore_index,
@@ -182,7 +181,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
     """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
     if reduction == "none":
         return loss
-    if not _triton.runs_triton(loss):
+    if not _dispatch.runs_triton(loss):
         return loss.sum() * scale
     total = torch.empty((), dtype=torch.float32, device=loss.device)
     _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
@@ -215,7 +214,7 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     loss, largest, total = _empty_rows(z)
     if _dispatch.idle(z):
         return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
-    if _triton.runs_triton(z):
+    if _dispatch.runs_triton(z):
         launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
     else:
         z = reference.wide(z)
@@ -232,7 +231,7 @@ def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upst
     """Fill dz (N, V), contiguous, in z's dtype; it may be z."""
     if _dispatch.idle(z):
         return
-    if not _triton.runs_triton(z):
+    if not _dispatch.runs_triton(z):
         dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
         return
     launch_gradient(_rows(z), targets.contiguous(), largest, total, upstream.contiguous(), scale, dz, ignore_index,
@@ -341,7 +340,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
         out: where the gradient goes; the logits themselves are allowed, and overwritten.
     """
     out = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
-    if logits.numel() and _triton.runs_triton(logits):
+    if logits.numel() and _dispatch.runs_triton(logits):
         loss, largest, total = _empty_rows(logits)
         launch_loss(logits, targets, loss, largest, total, ignore_index, label_smoothing, out, scale)
         return loss, out

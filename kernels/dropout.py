@@ -16,9 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import first_order, tl, triton
 from ._rows import check, check_width, chosen, common_dtype, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
@@ -108,7 +107,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     y = torch.empty_like(x)
     if _dispatch.idle(x):
         return y
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
         return y.copy_(torch.where(_plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0))
     launch_dropout(x, None if bias is None else bias.contiguous(), seed, y, p, gelu)
@@ -122,7 +121,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: flo
     dx = torch.empty_like(dy)
     if _dispatch.idle(dy):
         return dx
-    if not _triton.runs_triton(dy):
+    if not _dispatch.runs_triton(dy):
         g = torch.where(_plain_mask(dy, seed, p), reference.wide(dy) * levels(p)[1], 0.0)
         if gelu:
             a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import first_order, tl, triton
 from ._rows import Launch, check, check_like, chosen
 from .cost import Cost
 
@@ -88,7 +87,7 @@ def add_op(x: Tensor, y: Tensor) -> Tensor:
     z = torch.empty_like(x)
     if _dispatch.idle(x):
         return z
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return z.copy_(reference.add(x, y))
     launch_flat(add_kernel, "add", x, y, z, default=Launch(block=2048, warps=8))
     return z
@@ -101,7 +100,7 @@ def gelu_forward_op(x: Tensor) -> Tensor:
     y = torch.empty_like(x)
     if _dispatch.idle(x):
         return y
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return y.copy_(reference.gelu(x))
     launch_flat(gelu_forward_kernel, "gelu", x, y)
     return y
@@ -114,7 +113,7 @@ def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
     dx = torch.empty_like(x)
     if _dispatch.idle(x):
         return dx
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return dx.copy_(reference.wide(dy) * reference.gelu_slope(x))
     launch_flat(gelu_backward_kernel, "gelu_backward", dy, x, dx)
     return dx

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _dispatch, _triton
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch
+from ._dispatch import first_order, tl, triton
 from ._rows import Launch, autocast, check, chosen, power_of_two
 from .cost import Cost
 
@@ -87,7 +86,7 @@ def launch_transpose(q: Tensor, out: Tensor) -> None:
 
 def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """a → q, contiguous, and 1/s, one fp32 number."""
-    if not _triton.runs_triton(a):
+    if not _dispatch.runs_triton(a):
         amax, most = a.abs().amax().float(), torch.finfo(dtype).max
         inverse = torch.where(amax > 0, amax, 1.0) / most
         return (a.float() / inverse).clamp(-most, most).to(dtype).contiguous(), inverse
@@ -100,7 +99,7 @@ def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 def transposed(q: Tensor) -> Tensor:
     """q (R, C) → (C, R), contiguous."""
-    if not (q.is_cuda or _triton.interpreted()):
+    if not (q.is_cuda or _dispatch.interpreted()):
         return q.t().contiguous()
     out = torch.empty(q.shape[::-1], dtype=q.dtype, device=q.device)
     launch_transpose(q, out)

@@ -8,7 +8,7 @@ Bytes: forward x and y once; backward dy, x and dx once. FLOPs: about 7 per elem
 Saved for backward: x, w, m, r. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's
 dtype.
 
-The kernels are RMSNorm's, too: `_norm.py`; of longer rows `_long_rows.py`, with Welford's update by chunks.
+The kernels are RMSNorm's, too: `rmsnorm.py`; of longer rows `_long_rows.py`, with Welford's update by chunks.
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._norm import launch_backward, launch_forward
+from . import _dispatch, reference
+from ._dispatch import first_order
 from ._rows import (
     as_rows,
     autocast_dtype,
@@ -29,6 +28,7 @@ from ._rows import (
     sum_over_rows,
 )
 from .cost import Cost
+from .rmsnorm import launch_backward, launch_forward
 
 
 def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
@@ -48,7 +48,7 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
     if _dispatch.idle(x):
         return y, m, r
     w, b = w.contiguous(), None if b is None else b.contiguous()
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         x32 = reference.wide(x)
         r.copy_(torch.rsqrt(x32.var(-1, correction=0) + eps).flatten())
         return y.copy_(reference.layer_norm(x32, w, b, eps)), m.copy_(x32.mean(-1).flatten()), r
@@ -63,7 +63,7 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         normed = (reference.wide(x) - m.view(*x.shape[:-1], 1)) * r.view(*x.shape[:-1], 1)
         g = reference.wide(dy) * reference.wide(w)
         inner = g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)

@@ -27,7 +27,7 @@ from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._autograd import first_order
+from ._dispatch import first_order
 from ._rows import check, common_dtype
 from ._scale import scale_
 from .cost import Cost

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import first_order, tl, triton
 from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, power_of_two
 from .cost import Cost
 from .elementwise import gelu_of
@@ -159,7 +158,7 @@ def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
     where the smaller chips have 99 for a program.
 
     Args:
-        generation: as `_triton.generation` names it.
+        generation: as `_dispatch.generation` names it.
         itemsize: bytes per element of a and b.
         small: rows or columns up to 1024: small tiles, so that more programs share the work.
         norm_block: columns of a tile that must hold whole rows, or 0.
@@ -188,7 +187,7 @@ def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilog
     """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
-    generation, small = _triton.generation(a.device.index), min(rows, cols) <= 1024
+    generation, small = _dispatch.generation(a.device.index), min(rows, cols) <= 1024
     launch, block_k = tile_for(generation, a.element_size(), small, norm_block)
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
@@ -217,14 +216,14 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = tile_for(_triton.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
+    launch, block_k = tile_for(_dispatch.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
                             y.element_size())
     launch = chosen("matmul_persistent", launch)
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
     descriptors = [TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
                    for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
     tiles = triton.cdiv(rows, launch.rows) * triton.cdiv(cols, launch.block)
-    grid = (min(tiles, _triton.multiprocessors(a.device)),)
+    grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
     _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
                      EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
                      BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=group, num_warps=launch.warps,
@@ -255,11 +254,11 @@ def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, p
     y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype, device=a.device)
     if _dispatch.idle(y):
         return y
-    if not _triton.runs_triton(a):
+    if not _dispatch.runs_triton(a):
         with torch.autocast(a.device.type, enabled=False):  # which would round the result before the epilogue
             return y.copy_(reference.matmul(reference.wide(a), reference.wide(b), bias, epilogue))
     bias = None if bias is None else bias.contiguous()
-    can_tma = a.element_size() == 2 and a.shape[1] > 0 and _triton.generation(a.device.index) == "sm_90"
+    can_tma = a.element_size() == 2 and a.shape[1] > 0 and _dispatch.generation(a.device.index) == "sm_90"
     if not (can_tma and launch_persistent(a, b, bias, y, epilogue)):
         launch_pointers(a, b, bias, y, epilogue, precision)
     return y

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import first_order, tl, triton
 from ._rows import Launch, check, check_device, chosen
 from .cost import Cost
 
@@ -79,7 +78,7 @@ def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if _dispatch.idle(x):
         return y
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return y.copy_(reference.rope(x, cos, sign * sin))
     x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
     launch_rope(x, cos, sin, y, sign)

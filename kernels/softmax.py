@@ -22,9 +22,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import KEPT, STREAMED, tl, triton
+from . import _dispatch, reference
+from ._dispatch import KEPT, STREAMED, first_order, tl, triton
 from ._rows import Launch, as_rows, check, chosen, pipelined_launch, power_of_two, row_launch
 from .cost import Cost
 
@@ -180,7 +179,7 @@ def forward_op(x: Tensor) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if _dispatch.idle(x):
         return y
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return y.copy_(reference.softmax(x))
     launch = launch_forward if x.shape[-1] <= ONE_TILE else launch_long_forward
     launch(as_rows(x), y.view(-1, x.shape[-1]))
@@ -193,7 +192,7 @@ def backward_op(dy: Tensor, y: Tensor) -> Tensor:
     dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
     if _dispatch.idle(y):
         return dx
-    if not _triton.runs_triton(y):
+    if not _dispatch.runs_triton(y):
         y32, dy32 = reference.wide(y), reference.wide(dy)
         return dx.copy_(y32 * (dy32 - (dy32 * y32).sum(-1, keepdim=True)))
     launch_backward(as_rows(dy), as_rows(y), dx)

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import tl, triton
+from . import _dispatch, reference
+from ._dispatch import first_order, tl, triton
 from ._rows import Launch, as_rows, autocast, check, check_like, chosen
 from .cost import Cost
 
@@ -84,7 +83,7 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     if _dispatch.idle(gate):
         return y
-    if not _triton.runs_triton(gate):
+    if not _dispatch.runs_triton(gate):
         return y.copy_(reference.swiglu(gate, up))
     launch(forward_kernel, "swiglu", (gate, up), (y,))
     return y
@@ -96,7 +95,7 @@ def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
     if _dispatch.idle(gate):
         return dgate, dup
-    if not _triton.runs_triton(gate):
+    if not _dispatch.runs_triton(gate):
         g, u, d = reference.wide(gate), reference.wide(up), reference.wide(dy)
         sigmoid = torch.sigmoid(g)
         return dgate.copy_(d * u * sigmoid * (1 + g * (1 - sigmoid))), dup.copy_(d * g * sigmoid)

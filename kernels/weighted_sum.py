@@ -6,7 +6,7 @@ Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. F
 Saved for backward: x, w. Sums in fp32, y in x's dtype.
 
 A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each program writes its
-partial sum, in the second `_reduce.py` adds these. The loop bound is the row's length, not a multiple of the tile: a
+partial sum, in the second `sum_columns` adds these. The loop bound is the row's length, not a multiple of the tile: a
 column beyond the first tile that is never visited is the classic mistake here.
 """
 
@@ -14,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from . import _dispatch, _triton, reference
-from ._autograd import first_order
-from ._language import STREAMED, tl, triton
-from ._reduce import sum_columns
-from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two, sum_over_rows
+from . import _dispatch, reference
+from ._dispatch import STREAMED, first_order, tl, triton
+from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two, sum_columns, sum_over_rows
 from .cost import Cost
 
 
@@ -90,7 +88,7 @@ def forward_op(x: Tensor, w: Tensor) -> Tensor:
     y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
     if _dispatch.idle(x):
         return y.zero_()
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         return y.copy_(reference.weighted_sum(x, w))
     launch_forward(as_rows(x), w.contiguous(), y)
     return y
@@ -102,7 +100,7 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape)
-    if not _triton.runs_triton(x):
+    if not _dispatch.runs_triton(x):
         dy32 = reference.wide(dy)[..., None]
         return dx.copy_(dy32 * reference.wide(w)), sum_over_rows(dy32 * reference.wide(x)).to(w.dtype)
     return dx, launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)

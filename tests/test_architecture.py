@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from distlab.parallel import STRATEGIES
+from tests.commands import python
 
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "examples", "distlab", "kernels")
@@ -200,6 +201,12 @@ def test_docstrings_begin_with_no_article():
     assert not [(module, name) for module, source in described for name in noun_phrases(source)]
     assert noun_phrases('@cache\ndef f():\n    """The f."""') == ["f"]
     assert not noun_phrases('@property\ndef f():\n    """The f."""')
+
+
+def test_one_operation_is_three_files():
+    """For who takes RMSNorm along; its form for CPUs, long rows, costs and the recorder come when they are used."""
+    done = python("-c", "import kernels.rmsnorm, sys; print(*(x for x in sys.modules if x.startswith('kernels.')))")
+    assert sorted(done.stdout.split()) == ["kernels._dispatch", "kernels._rows", "kernels.rmsnorm"], done.stderr
 
 
 def test_every_folder_of_tests_is_a_package():

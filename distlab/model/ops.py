@@ -317,7 +317,7 @@ def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -
 def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
     try:
-        from kernels._triton import interpreted
+        from kernels._dispatch import interpreted
         from kernels.flash_attention import flash_attention
     except ImportError as error:
         raise ValueError(f"attention='flash' needs Triton ({error}); install it, or choose sdpa") from error

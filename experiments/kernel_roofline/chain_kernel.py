@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kernels import _dispatch
-from kernels._language import tl, triton
+from kernels._dispatch import tl, triton
 from kernels._rows import row_launch
 
 

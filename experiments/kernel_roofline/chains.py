@@ -97,7 +97,7 @@ def in_one_kernel(chain: Chain) -> Function | None:
         return None
 
     def run(x: Tensor, *operands: Tensor) -> Tensor:
-        from kernels._triton import runs_triton
+        from kernels._dispatch import runs_triton
 
         if not runs_triton(x):
             return applied(chain, "naive")(x, *operands)

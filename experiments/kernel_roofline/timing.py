@@ -78,10 +78,10 @@ def fits(held: int) -> bool:
 
 def spills(run: Callable[[], Any]) -> dict[str, int]:
     """Registers and spilled bytes of our kernels in one run: the most of any."""
-    from kernels import _triton
+    from kernels import _dispatch
     from kernels._compile import resources
 
-    with _triton.compile_only() as compiled:
+    with _dispatch.compile_only() as compiled:
         run()
     found = [resources(kernel) for kernel in compiled]
     return {name: max((r[name] for r in found), default=0) for name in ("registers", "spill_bytes")}

@@ -22,9 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kernels._dispatch import launch
-from kernels._language import tl, triton
-from kernels._triton import interpreted
+from kernels._dispatch import interpreted, launch, tl, triton
 
 LOG2_E = 1.4426950408889634
 

@@ -4,7 +4,7 @@ They are launched by the experiment `gpu_lessons` and shown by `ir`. Lengths are
 blocks: what ragged ends need is in `kernels/`.
 """
 
-from kernels._language import tl, triton
+from kernels._dispatch import tl, triton
 
 
 @triton.jit

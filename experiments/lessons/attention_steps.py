@@ -37,7 +37,7 @@ from distlab.measure import attempt, clock, sample_rounds
 from distlab.report import noise_of, prediction_error, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
-from kernels._triton import check_runs
+from kernels._dispatch import check_runs
 
 FULL = Tile(64, 64)
 # By head dim; 16 is for the interpreter, where every tile costs milliseconds.

@@ -54,8 +54,7 @@ from experiments.lessons._lesson_kernels import (
     strided_kernel,
 )
 from kernels._compile import resources
-from kernels._dispatch import launch
-from kernels._triton import check_runs, compile_only, interpreted, multiprocessors
+from kernels._dispatch import check_runs, compile_only, interpreted, launch, multiprocessors
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 PHASES = (32, 16, 8, 4, 2, 1)

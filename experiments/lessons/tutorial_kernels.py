@@ -17,8 +17,7 @@ from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
 from kernels import elementwise, layernorm, matmul, softmax
-from kernels._language import tl, triton
-from kernels._triton import check_runs
+from kernels._dispatch import check_runs, tl, triton
 
 TOLERANCE = 1e-3  # each error is above 0.1; fp32 rounds by less than 1e-4, and that where the mean is 1,000
 

@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._dispatch import launch
-from .._triton import cdiv
+from .._dispatch import cdiv, launch
 from .configs import MAX_COORDINATE, Tile, block_d
 from .options import Problem
 from .products import product

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from .. import _dispatch
-from .._triton import generation, interpreted, next_power_of_2
+from .._dispatch import generation, interpreted, next_power_of_2
 from .options import Problem
 from .table import ROWS
 
@@ -50,7 +50,7 @@ class Key:
     """What a configuration depends on.
 
     Args:
-        gpu: as `_triton.generation` names it.
+        gpu: as `_dispatch.generation` names it.
         bits: of the element dtype; fp16 and bf16 share their configurations.
         precision: of fp32 matmuls; "ieee" for the 16-bit dtypes, where it has no effect.
         head_dim: as `block_d` rounds it up.

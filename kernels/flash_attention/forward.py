@@ -23,8 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._dispatch import launch
-from .._triton import cdiv
+from .._dispatch import cdiv, launch
 from .configs import Tile
 from .options import Problem
 from .products import product

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .._autograd import first_order
+from .._dispatch import first_order
 from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled

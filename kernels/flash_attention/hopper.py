@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import _dispatch
-from .._triton import cdiv, generation, multiprocessors
+from .._dispatch import cdiv, generation, multiprocessors
 from . import configs
 from .options import Problem
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .. import _dispatch, _triton
+from .. import _dispatch
 from . import configs, hopper, tiled
 from .options import Problem, band, check_call, visible_pairs
 
@@ -60,7 +60,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     o = _rows_contiguous(torch.empty_like(q))
     lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
     if not _dispatch.idle(q):
-        if k.numel() and _triton.runs_triton(q):
+        if k.numel() and _dispatch.runs_triton(q):
             _launch_forward(q, k, v, o, lse, problem)
         else:
             for out, made in zip((o, lse), tiled.forward(q, k, v, problem), strict=True):
@@ -98,7 +98,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
             grad.zero_()
-    elif not _triton.runs_triton(q):
+    elif not _dispatch.runs_triton(q):
         for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, dlse, problem), strict=True):
             grad.copy_(made)
     else:

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from .._triton import interpreted
+from .._dispatch import interpreted
 
 INTERPRETED = tl.constexpr(interpreted())
 

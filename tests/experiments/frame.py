@@ -25,7 +25,7 @@ def on_rank(context, name, root, preset, fields):
     """`measured` on this rank, our kernels in plain torch: interpreting them takes ten times as long. However slow the
     host is, all rows are explained."""
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
-    plain = patch("kernels._triton.runs_triton", lambda tensor: False)
+    plain = patch("kernels._dispatch.runs_triton", lambda tensor: False)
     with plain, patch("experiments.ddp_bench.EXPLAINED_S", 1e9):
         return _measured(experiment, context, root, preset, fields)
 

@@ -12,7 +12,7 @@ from experiments.kernel_roofline.chains import (
     chain_graph,
     in_one_kernel,
 )
-from kernels import _triton
+from kernels import _dispatch
 from tests.experiments.frame import measured
 from tests.kernels.fused import DEVICE, TOLERANCE
 from tests.kernels.near import near
@@ -33,7 +33,7 @@ def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
     exact = applied(chain, "naive")(*(tensor.double() for tensor in inputs))
     near(found, exact, TOLERANCE[dtype])
     assert found.dtype == dtype and len(launches) == 1
-    monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
+    monkeypatch.setattr(_dispatch, "runs_triton", lambda tensor: False)
     near(case.variants["ours"](*inputs), found, TOLERANCE[dtype])  # without Triton
 
 

@@ -134,7 +134,7 @@ PLANNED = """
 import torch
 from unittest import mock
 from experiments.kernel_roofline.timing import spills
-from kernels import _dispatch, _triton, softmax
+from kernels import _dispatch, _recorder, softmax
 from kernels._compile import compile_for
 
 def keep(function, check, kept, args, tensors, key):
@@ -142,10 +142,10 @@ def keep(function, check, kept, args, tensors, key):
     kept[key].calls_torch = False
 
 x = torch.randn(8, 64)
-with mock.patch.object(_dispatch, "_written", keep):
+with mock.patch.object(_recorder, "_written", keep):
     softmax.forward_op(x)
 assert any(_dispatch._kept.values())
-with compile_for(90), mock.patch.object(_triton, "runs_triton", lambda x: True):
+with compile_for(90), mock.patch.object(_dispatch, "runs_triton", lambda x: True):
     print(spills(lambda: softmax.forward_op(x))["registers"])
 """
 

@@ -32,7 +32,7 @@ SCRIPT = r"""
 import json, re, sys, torch
 from unittest import mock
 from kernels._compile import compile_for, resources
-from kernels import _norm, matmul, softmax
+from kernels import matmul, rmsnorm, softmax
 from kernels.flash_attention import backward, configs, forward, hopper
 from kernels.flash_attention.options import Problem
 from experiments.lessons.ir.catalogue import MODULES, D, F, H, N, e
@@ -79,9 +79,9 @@ matmul.launch_pointers(f, f, None, f, None, "tf32x3")
 matmul.launch_pointers(f, e(D, 256, dtype=F), None, e(D, 256, dtype=F), "rms_norm", "tf32x3")
 """
 NORMS = """
-_norm.launch_backward(longer, None, longer, e(8192), None, stat, longer, False, None)
-_norm.launch_backward(long, long, long, w, None, stat, long, False, None)
-_norm.launch_backward(long, None, long, w, stat, stat, long, False, F)
+rmsnorm.launch_backward(longer, None, longer, e(8192), None, stat, longer, False, None)
+rmsnorm.launch_backward(long, long, long, w, None, stat, long, False, None)
+rmsnorm.launch_backward(long, None, long, w, stat, stat, long, False, F)
 """
 HOPPER = """
 for dtype in (H, torch.float16):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import _dispatch, _norm, _triton, softmax
+from kernels import _dispatch, rmsnorm, softmax
 from kernels._rows import Launch, forced
 
 from .near import near
@@ -28,7 +28,7 @@ def either(request, monkeypatch):
     """
     _dispatch.forget()
     if not request.param:
-        monkeypatch.setattr(_triton, "runs_triton", lambda tensor: False)
+        monkeypatch.setattr(_dispatch, "runs_triton", lambda tensor: False)
     yield request.param
     _dispatch.forget()
 
@@ -36,7 +36,7 @@ def either(request, monkeypatch):
 @pytest.fixture
 def in_pieces(monkeypatch):
     """Every row is too long for one tile, pieces have 32 columns, and tiles of element-wise kernels 16 elements."""
-    for module in (_norm, softmax):
+    for module in (rmsnorm, softmax):
         monkeypatch.setattr(module, "ONE_TILE", 4)
         monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
     monkeypatch.setattr(softmax, "HALF_TILE_BACKWARD", 4)

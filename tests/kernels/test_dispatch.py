@@ -1,6 +1,10 @@
-"""What a plan repeats is what the operator does: with other tensors, in other layouts, in other threads."""
+"""What a plan repeats is what the operator does: with other tensors, in other layouts, in other threads.
+
+And nothing needs plans: without the recorder all operations work.
+"""
 
 import gc
+import sys
 import threading
 import weakref
 
@@ -8,14 +12,15 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from kernels import _dispatch
+import kernels
+from kernels import _dispatch, _recorder
 from kernels.flash_attention import flash_attention
 from kernels.rmsnorm import rms_norm
 from kernels.softmax import softmax
 
 from .fused import DEVICE, draw, results
-from .near import near
-from .operations import OPERATIONS, shapes_of
+from .near import near, same_bits
+from .operations import OPERATIONS, VARIANTS, compare_at, shapes_of
 
 every = pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTorch"}))
 
@@ -70,7 +75,7 @@ def test_copies_made_below_autograd_are_repeated():
 
 def test_a_plan_holds_no_tensor_and_their_number_is_bounded(monkeypatch):
     _dispatch.forget()
-    monkeypatch.setattr(_dispatch, "MOST_PROGRAMS", 3)
+    monkeypatch.setattr(_recorder, "MOST_PROGRAMS", 3)
     w, seen = draw(8), []
     for rows in range(2, 12):
         x = draw(rows, 8)
@@ -190,3 +195,26 @@ def test_recording_keeps_nothing_alive():
         assert torch.equal(with_scratch(x), 0 * x + x + 2 * x)
     source = next(text for text in _dispatch.programs() if "test_of_scratch" in text)
     assert source.count("del ") == 3 and len(seen) == 3  # the program's own are freed as early
+
+
+@pytest.fixture
+def no_recorder(monkeypatch):
+    """As if `_recorder.py` were not there."""
+    monkeypatch.setitem(sys.modules, "kernels._recorder", None)
+    monkeypatch.delattr(kernels, "_recorder")
+    _dispatch.recorder.cache_clear()
+    _dispatch.forget()
+    yield
+    assert _dispatch.recorder() is None and not plans()
+    _dispatch.recorder.cache_clear()
+
+
+@pytest.mark.parametrize("name", OPERATIONS | VARIANTS)
+def test_operations_need_no_recorder(name, no_recorder):
+    compare_at(name, ((5,), 36, 7))
+
+
+def test_a_graph_needs_no_recorder(no_recorder):
+    inputs = [draw(5, 8).requires_grad_(), draw(8, seed=1).requires_grad_()]
+    compiled = torch.compile(rms_norm, fullgraph=True, backend="aot_eager")
+    same_bits(results(compiled, inputs), results(rms_norm, inputs))

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels._triton import interpreted, runs_triton
+from kernels._dispatch import interpreted, runs_triton
 from kernels.flash_attention import (
     FlashAttention2,
     FlashAttention2PyTorch,
@@ -239,7 +239,7 @@ def test_plain_cpu_runs_the_tiled_reference():
     script = """
 import sys, torch
 from kernels import _dispatch
-from kernels._triton import interpreted
+from kernels._dispatch import interpreted
 from kernels.flash_attention import flash_attention
 assert not interpreted()
 q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in range(3))

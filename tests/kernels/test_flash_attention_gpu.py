@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 from kernels import _dispatch
-from kernels._triton import generation
+from kernels._dispatch import generation
 from kernels.flash_attention import FlashAttention2, configs, flash_attention
 from kernels.flash_attention.options import Problem
 

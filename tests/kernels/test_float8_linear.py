@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels import _triton, nn
+from kernels import _dispatch, nn
 from kernels.float8_linear import E4M3, E5M2, cast, float8_linear, transposed
 
 from .fused import DEVICE, draw
@@ -12,7 +12,7 @@ from .near import same_bits
 
 def cuts_off(x):
     """Whether Triton's interpreter casts: it cuts off, 127 to 64 even, and knows no NaN in fp8."""
-    return _triton.interpreted() and _triton.runs_triton(x)
+    return _dispatch.interpreted() and _dispatch.runs_triton(x)
 
 
 def near_enough(found, expected):
@@ -60,7 +60,7 @@ def test_zeros_stay_and_what_is_not_finite_shows(either):
 def test_the_module_has_torchs_weights_and_autocasts_dtype():
     layer, plain = nn.Float8Linear(64, 32, device=DEVICE), torch.nn.Linear(64, 32, device=DEVICE)
     layer.load_state_dict(plain.state_dict())
-    x, low = draw(16, 64), torch.float16 if _triton.interpreted() else torch.bfloat16
+    x, low = draw(16, 64), torch.float16 if _dispatch.interpreted() else torch.bfloat16
     with torch.autocast(DEVICE, low):
         y = layer(x)
     assert y.dtype == low

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from distlab import doctor
-from kernels import _triton
+from kernels import _dispatch
 from kernels.flash_attention import configs, hopper, ops
 from kernels.flash_attention.options import Problem, is_deterministic
 
@@ -78,7 +78,7 @@ def test_machines_that_take_the_triton_path(monkeypatch):
 def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
     """And its words are those of the constants that decide."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(_triton, "interpreted", lambda: False)
+    monkeypatch.setattr(_dispatch, "interpreted", lambda: False)
     for reason in (None, "those for Hopper need sm_90, this is sm_80"):
         monkeypatch.setattr(hopper, "unavailable", lambda index, reason=reason: reason)
         (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
@@ -123,7 +123,7 @@ def test_the_operators_launch_what_serves_says(monkeypatch):
     others = ["backward.launch_delta", "backward.launch_dkdv", "backward.launch_dq"]
     for name in (*hoppers, *others):
         monkeypatch.setattr(f"kernels.flash_attention.{name}", lambda *_, name=name, **more: launched.append(name))
-    monkeypatch.setattr(ops._triton, "runs_triton", lambda x: True)
+    monkeypatch.setattr(ops._dispatch, "runs_triton", lambda x: True)
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
     q, lse = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 16)
     ops._launch_forward(q, q, q, q, lse, CAUSAL)

@@ -39,7 +39,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.theory.gpu import occupancy
-from kernels._triton import installed
+from kernels._dispatch import installed
 
 from .catalogue import MODULES
 

@@ -21,14 +21,14 @@ from kernels import (
     elementwise,
     float8_linear,
     matmul,
+    rmsnorm,
     rope,
     softmax,
     swiglu,
     weighted_sum,
 )
 from kernels import _long_rows as long_rows
-from kernels import _norm as norm
-from kernels._language import tl
+from kernels._dispatch import tl
 
 F, H, I = torch.float32, torch.bfloat16, torch.int64  # noqa: E741
 N, D = 8192, 4096
@@ -59,12 +59,12 @@ def _rmsnorm() -> None:
     stat = e(N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
-        norm.launch_forward(x, None, w, x, x, stat, 1e-5, False)
-        if cols <= norm.ONE_TILE_BACKWARD:
-            norm.launch_backward(x, None, x, w, None, stat, x, False, None)
+        rmsnorm.launch_forward(x, None, w, x, x, stat, 1e-5, False)
+        if cols <= rmsnorm.ONE_TILE_BACKWARD:
+            rmsnorm.launch_backward(x, None, x, w, None, stat, x, False, None)
     x, w = e(N, D), e(D)
-    norm.launch_forward(x, x, w, x, x, stat, 1e-5, True)
-    norm.launch_backward(x, x, x, w, None, stat, x, True, None)
+    rmsnorm.launch_forward(x, x, w, x, x, stat, 1e-5, True)
+    rmsnorm.launch_backward(x, x, x, w, None, stat, x, True, None)
 
 
 def _layernorm() -> None:
@@ -72,9 +72,9 @@ def _layernorm() -> None:
     stat = e(N, dtype=F)
     for cols in (1024, D, 16384):
         x, w = e(N, cols), e(cols)
-        norm.launch_forward(x, None, w, x, x, stat, 1e-5, False, stat, w)
-        if cols <= norm.ONE_TILE_BACKWARD:
-            norm.launch_backward(x, None, x, w, stat, stat, x, False, H)
+        rmsnorm.launch_forward(x, None, w, x, x, stat, 1e-5, False, stat, w)
+        if cols <= rmsnorm.ONE_TILE_BACKWARD:
+            rmsnorm.launch_backward(x, None, x, w, stat, stat, x, False, H)
 
 
 def _long_rows() -> None:

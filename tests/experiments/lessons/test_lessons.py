@@ -12,11 +12,11 @@ from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
-from kernels import _dispatch, _triton
+from kernels import _dispatch
 from tests.commands import ROOT, python
 from tests.experiments.frame import measured
 
-ON_CPU = pytest.mark.skipif(not _triton.interpreted(), reason="kernels are compiled here: for a GPU these run in full")
+ON_CPU = pytest.mark.skipif(not _dispatch.interpreted(), reason="compiled here: for a GPU these run in full")
 
 
 def errors_of(step, shape):
@@ -73,7 +73,7 @@ def test_gains_are_of_the_same_round():
 def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(ValueError, match="begin the command with TRITON_INTERPRET=1"):
-        _triton.check_runs(torch.device("cpu"))
+        _dispatch.check_runs(torch.device("cpu"))
 
 
 def test_effects_are_predicted_from_theory(smoke):

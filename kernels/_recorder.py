@@ -1,0 +1,270 @@
+"""Eager calls without most of the host's time: what an operator does is written down once, and run from then on.
+
+What an operator of `_dispatch` does with one set of shapes, strides, dtypes, alignments and options is recorded and
+written down as a program: its allocations, its calls of torch, its launches of compiled kernels, straight on. Later
+calls run that; `_dispatch.programs()` shows them:
+
+    def program(t0, t1):
+        t2 = empty((2048, 2560), (2560, 1), dtype=c1, device=c2)
+        t3 = empty((2048,), (1,), dtype=c3, device=c2)
+        c4(2048, 1, 1, stream(0), *c5, t0.data_ptr(), None, t1.data_ptr(), t2.data_ptr(), None, t3.data_ptr(), …)
+        return (t2, t3)
+
+Reading a tensor's value, and whatever else cannot be repeated blindly, is noticed while recording; such calls have no
+program and run as written every time.
+
+Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch and of Triton that
+are not public.
+"""
+
+import importlib
+import inspect
+import math
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from . import _dispatch
+
+ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
+MOST_PROGRAMS = 4096  # of one operator: lengths that change with every call would fill the memory
+
+
+def run(function: Callable, check: Callable | None, kept: dict, args: tuple, otherwise: Callable) -> Any:
+    """Call an operator: by the program that `kept` has for such a call, or as written, and recorded.
+
+    Args:
+        function: the operator as written.
+        check: called with the arguments before anything is done with such for the first time, unless None.
+        kept: description of a call → its program, or None where it has none; filled here.
+        args: of the call.
+        otherwise: called with them instead where a program could not read some tensor.
+    """
+    if _dispatch.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
+        return function(*args)
+    tensors, key = [], []
+    for x in args:
+        kind = type(x)
+        # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
+        # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
+        if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
+            tensors.append(x)
+            key += x.shape, x.stride(), x.dtype, x.device, address & 15
+        elif kind in OPTIONS:
+            key += kind, x
+        else:  # or a subclass of Tensor, or nothing that is allowed
+            return otherwise(*args)
+    program = kept.get(tuple(key))
+    if program is None:
+        return _written(function, check, kept, args, tensors, tuple(key))
+    first = tensors[0]
+    if first.is_cuda and first.get_device() != torch.cuda.current_device():
+        with torch.cuda.device(first.device):
+            return program(*tensors)
+    if program.calls_torch and torch.is_autocast_enabled(first.device.type):  # what was recorded has been cast
+        with torch.autocast(first.device.type, enabled=False):
+            return program(*tensors)
+    return program(*tensors)
+
+
+def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor],
+             key: tuple) -> Any:
+    """Call the function as it is written; recorded, if calls of this description are new and can have a program."""
+    if check is not None:
+        check(*args)
+    device = tensors[0].device
+    if key in kept or not (device.type == "cuda" or _dispatch.interpreted()):
+        return function(*args)
+    # A tensor given twice is two inputs: the next call with this key may give two tensors.
+    args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+    recorder = _Recorder([x for x in args if isinstance(x, Tensor)])
+    here = torch.cuda.device(device.index if device.type == "cuda" else -1)
+    with here, recorder, _dispatch.within(recorder=recorder):
+        result = function(*args)
+    if not recorder.discarded:
+        if len(kept) >= MOST_PROGRAMS:
+            kept.clear()
+        kept[key] = recorder.program(result)
+    return result
+
+
+class _Root(NamedTuple):
+    """A tensor that is no view of another."""
+
+    shape: torch.Size
+    strides: tuple[int, ...]
+    dtype: torch.dtype
+    address: int
+
+
+class _Recorder(TorchDispatchMode):
+    """Writes down as lines of Python what happens while it is active; the inputs are t0, t1, …, results follow them."""
+
+    def __init__(self, inputs: list[Tensor]) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self.constants: dict[str, Any] = {"empty": torch.empty_strided}
+        self.roots: list[_Root] = []  # of which the others are views
+        # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's number; offset)
+        self.places: dict[int, tuple[weakref.ref, int, int]] = {}
+        self.last_use: dict[int, int] = {}  # number of a root → line
+        self.repeatable, self.discarded, self.calls_torch = True, False, False
+        self.inputs, self.device = [self._new(tensor) for tensor in inputs], inputs[0].device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **kwargs or {})
+        made = list(result) if isinstance(result, list | tuple) else [result]
+        if not made or not all(isinstance(x, Tensor) for x in made):
+            self.repeatable = False  # a value was read
+        elif func.is_view and torch._C._is_alias_of(made[0], args[0]):  # below autograd `contiguous` may copy
+            root, _ = self._place(args[0])
+            for view in made:
+                self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address
+        elif func.overloadpacket.__name__ in ALLOCATIONS:
+            options = f"dtype={self._constant(result.dtype)}, device={self._constant(result.device)}"
+            self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {options})")
+        else:
+            given = [self.expression(x) for x in args]
+            given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
+            line = f"{self._constant(func)}({', '.join(given)})"
+            self.calls_torch = True
+            if not any(self._known(x) for x in made):  # else in place, or with `out`
+                names = ", ".join(self._new(x) for x in made)
+                line = f"[{names}] = {line}" if isinstance(result, list | tuple) else f"{names} = {line}"
+            self.lines.append(line)
+        return result
+
+    def _new(self, tensor: Tensor) -> str:
+        self.places[id(tensor)] = weakref.ref(tensor), len(self.roots), 0
+        self.roots.append(_Root(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()))
+        return f"t{len(self.roots) - 1}"
+
+    def _constant(self, value: Any) -> str:
+        alike = torch.device, torch.dtype
+        name = next((n for n, x in self.constants.items() if x is value or (type(x) in alike and x == value)),
+                    f"c{len(self.constants)}")
+        self.constants[name] = value
+        return name
+
+    def _known(self, tensor: Tensor) -> bool:
+        place = self.places.get(id(tensor))
+        return place is not None and place[0]() is tensor
+
+    def _place(self, tensor: Tensor) -> tuple[int, int]:
+        """(root, offset) of a tensor that the next line uses; one that comes from elsewhere cannot be repeated."""
+        if not self._known(tensor):
+            self.repeatable = False
+            return 0, 0
+        _, root, offset = self.places[id(tensor)]
+        self.last_use[root] = len(self.lines)
+        return root, offset
+
+    def expression(self, value: Any) -> str:
+        """What `value` is in another call."""
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(self.expression(x) for x in value)}]"
+        if not isinstance(value, Tensor):
+            self.repeatable &= not isinstance(value, torch.Generator)
+            plain = type(value) in (type(None), bool, int, str) or (type(value) is float and math.isfinite(value))
+            return repr(value) if plain else self._constant(value)
+        number, offset = self._place(value)
+        root, name = self.roots[number], f"t{number}"
+        if (value.shape, value.stride(), value.dtype, value.data_ptr()) == root:
+            return name
+        first, rest = divmod(offset, root.dtype.itemsize)
+        self.repeatable &= value.dtype == root.dtype and rest == 0
+        return f"{name}.as_strided({tuple(value.shape)}, {value.stride()}, {name}.storage_offset() + {first})"
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launch, and write that down; on a GPU that of the compiled kernel, with addresses instead of tensors."""
+        with _disable_current_modes():  # the interpreter computes with tensors of its own
+            compiled = kernel[grid](*args, **options)
+        if compiled is None:  # Triton's interpreter, which takes tensors
+            named = [f"{name}={self.expression(x)}" for name, x in options.items()]
+            given = ", ".join([*(self.expression(x) for x in args), *named])
+            self.lines.append(f"{self._constant(kernel[grid])}({given})")
+            return
+        # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
+        run = compiled.run
+        inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+        index = torch.cuda.current_device()
+        self.repeatable &= index == self.device.index and not (run.global_scratch_size or run.profile_scratch_size)
+        encodings = iter(inside.get("tensordesc_meta", ()))
+        given = []
+        for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
+            if isinstance(value, Tensor):
+                given.append(self._address(value))
+            elif isinstance(getattr(value, "base", None), Tensor):
+                given.append(f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]")
+            else:
+                given.append(self.expression(value))
+        sizes = (*grid, 1, 1)[:3]
+        self.constants["stream"] = torch._C._cuda_getCurrentRawStream
+        fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
+        arguments = ", ".join(given)
+        if hasattr(run, "kernel_signature"):  # Triton 3.7
+            fixed += compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+            arguments = f"({arguments},)"
+        else:
+            fixed += None, None, compiled.packed_metadata, None, None, None
+        launcher = self._constant(inside.get("launcher", run.launch))
+        first = ", ".join(map(str, sizes))
+        self.lines.append(f"{launcher}({first}, stream({index}), *{self._constant(fixed)}, {arguments})")
+
+    def _address(self, tensor: Tensor) -> str:
+        number, offset = self._place(tensor)
+        return f"t{number}.data_ptr()" + (f" + {offset}" if offset else "")
+
+    def program(self, result: Any) -> Callable | None:
+        """Return a function of the inputs, its source in its docstring, that makes `result` in this call; or None."""
+        several = isinstance(result, list | tuple)
+        returned = ", ".join(self.expression(x) for x in (result if several else [result]))
+        if not self.repeatable:
+            return None
+        lines = []
+        for number, line in enumerate(self.lines):
+            done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= len(self.inputs)]
+            lines += [line, *([f"del {', '.join(done)}"] if done else [])]  # freed as early as by the function
+        lines.append(f"return ({returned},)" if several else f"return {returned}")
+        source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *lines])
+        exec(source, self.constants)
+        made = self.constants["program"]
+        made.__doc__, made.calls_torch = source, self.calls_torch
+        return made
+
+
+class _Encoded(dict):
+    """What Triton's launcher in C is given for a TensorDescriptor: address → the encoded descriptor, shape, strides.
+
+    Encoded once per address: those of activations come back in every step, as the allocator gives them again.
+    """
+
+    def __init__(self, like: Any, encoding: Any) -> None:
+        super().__init__()
+        self.like, self.encoding = _Descriptor(like, 0), encoding  # without its tensor, which must not live on here
+        self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
+
+    def __missing__(self, address: int) -> tuple:
+        if len(self) >= MOST_PROGRAMS:
+            self.clear()
+        self[address] = made = tuple(self.make(_Descriptor(self.like, address), self.encoding))
+        return made
+
+
+class _Descriptor:
+    """A TensorDescriptor of Triton's at whatever address: what its launcher reads of one."""
+
+    def __init__(self, like: Any, address: int) -> None:
+        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
+        self.address, self.base = address, self
+
+    def data_ptr(self) -> int:
+        """Return the address, for which the launcher asks `base`."""
+        return self.address
