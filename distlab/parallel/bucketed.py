@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from distlab.parallel.base import Gradients
-from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of
+from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of, withdraw_targets
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.exchange import AllReduce, Exchange
 from distlab.parallel.placement import Whole
@@ -63,7 +63,7 @@ class BucketedDDP(DataParallel):
 
     def lay_out(self, exchange: Exchange) -> None:
         """Plan the buckets as this exchange needs them, and take their memory."""
-        self._release()
+        withdraw_targets(self.trainable)
         self.buckets, self._place = [], {}  # whose memory goes before other memory comes
         self.unsent.clear()
         self.exchange, self.shards_gradients = exchange, exchange.shards_gradients
@@ -136,8 +136,3 @@ class BucketedDDP(DataParallel):
         """Detach every hook; see `DataParallel.close`."""
         self.placement.close()
         super().close()
-        self._release()
-
-    def _release(self) -> None:
-        for bucket in self.buckets:
-            bucket.release()
