@@ -213,9 +213,7 @@ class Strategy:
         optimizer_options = dict(optimizer_options or {})
         if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
             optimizer_options["params"] = optimizer_cls.split(model)
-        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options)
-        model.allocate()
-        return model, optimizer
+        return model, self.optimizer(model, optimizer_cls, **optimizer_options)
 
 
 def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:

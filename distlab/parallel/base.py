@@ -210,9 +210,6 @@ class ParallelModel(nn.Module, ABC):
         """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""
         collectives.broadcast_all(self.module.buffers(), self.process_group)
 
-    def allocate(self) -> None:
-        """Take the memory of communication buffers now; else the first backward does."""
-
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
         any more, and nothing is sent.

@@ -18,14 +18,13 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
-from collections import deque
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.parallel.base import Gradients
-from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of
+from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of, withdraw_targets
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.exchange import AllReduce, Exchange
 from distlab.parallel.placement import Whole
@@ -45,7 +44,7 @@ class BucketedDDP(DataParallel):
         exchange: how means travel (`exchange.py`).
         placement: where parameters live (`placement.py`).
         plan: what lies in which bucket.
-        buckets: in the order in which they leave; none before `allocate()`.
+        buckets: in the order in which they leave.
 
     Raises:
         ValueError: a bucket size that is not positive.
@@ -57,19 +56,19 @@ class BucketedDDP(DataParallel):
         self.bucket_size_mb = bucket_size_mb
         self.placement = Whole()
         self.buckets: list[GradientBucket] = []
-        self.lay_out(AllReduce(self.process_group, self.all_reduce))
+        self.lay_out(self._exchange())
+
+    def _exchange(self) -> Exchange:
+        return AllReduce(self.process_group, self.all_reduce)
 
     def lay_out(self, exchange: Exchange) -> None:
-        """Plan the buckets as this exchange needs them; their memory is taken at the first backward."""
-        self._release()
+        """Plan the buckets as this exchange needs them, and take their memory."""
+        withdraw_targets(self.trainable)
+        self.buckets, self._place = [], {}  # whose memory goes before other memory comes
+        self.unsent.clear()
         self.exchange, self.shards_gradients = exchange, exchange.shards_gradients
         self.plan: tuple[BucketPlan, ...] = plan_of(self.trainable, self.bucket_size_mb, **exchange.layout)
         self._used = None if self.plan[0].has_flags else self._flags_apart()
-
-    def allocate(self) -> None:
-        """Take the buckets' memory, unless they have it."""
-        if self.buckets:
-            return
         for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan), strict=True):
             self.buckets.append(GradientBucket(plan, self.trainable, buffer))
         self._place = {  # parameter index → (its bucket, its position there)
@@ -82,8 +81,6 @@ class BucketedDDP(DataParallel):
     # -- a gradient's way ----------------------------------------------------------------------------------
 
     def _gradient_ready(self, index: int) -> None:
-        if not self.buckets:
-            self.allocate()
         bucket, position = self._place[index]
         bucket.add(position)  # `.grad` is a view of the bucket now
         if self.guard.may_send(index):
@@ -94,9 +91,6 @@ class BucketedDDP(DataParallel):
         self.exchange.start(self.unsent.popleft())
 
     def _synchronize(self) -> None:
-        if not self.buckets:
-            self.allocate()
-            self.send_rest()
         self.unsent.extend(self.buckets)
         for bucket in self.buckets:
             self.exchange.finish(bucket)
@@ -142,9 +136,3 @@ class BucketedDDP(DataParallel):
         """Detach every hook; see `DataParallel.close`."""
         self.placement.close()
         super().close()
-        self._release()
-
-    def _release(self) -> None:
-        for bucket in self.buckets:
-            bucket.release()
-        self.buckets, self.unsent = [], deque()

@@ -9,12 +9,8 @@ over NVLink (`comm.copy_engine`), and backward's matmuls have all the multiproce
 kernels otherwise. The GPUs must be on one host and reach each other's memory.
 """
 
-from typing import Any
-
-from torch import nn
-
 from distlab.parallel.bucketed import BucketedDDP
-from distlab.parallel.exchange import CopyEngine
+from distlab.parallel.exchange import CopyEngine, Exchange
 
 
 class CopyEngineDDP(BucketedDDP):
@@ -29,9 +25,7 @@ class CopyEngineDDP(BucketedDDP):
         ValueError: a bucket size that is not positive, a mesh, no GPU, or GPUs that do not reach each other's memory.
     """
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, **options: Any):
-        super().__init__(module, bucket_size_mb, **options)
+    def _exchange(self) -> Exchange:
         if self.mesh is not None:
             raise ValueError("CopyEngineDDP works within one host: leave mesh out, or take BucketedDDP")
-        self.lay_out(CopyEngine(self.process_group, self.device))
-        self.allocate()  # here, where all ranks are, because they map each other's memory
+        return CopyEngine(self.process_group, self.device)

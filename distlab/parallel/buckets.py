@@ -212,10 +212,11 @@ class GradientBucket:
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.gradient_target = view
 
-    def release(self) -> None:
-        """Offer this memory to nobody any more."""
-        for parameter in self.parameters:
-            parameter.__dict__.pop("gradient_target", None)
+
+def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:
+    """Offer no bucket's memory to who computes these gradients any more."""
+    for parameter in parameters:
+        parameter.__dict__.pop("gradient_target", None)
 
 
 def view_like(flat: Tensor, parameter: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
 from distlab.parallel import order
-from distlab.parallel.buckets import UsedFlags
+from distlab.parallel.buckets import UsedFlags, withdraw_targets
 from distlab.parallel.guards.gradients import GradientGuard
 from distlab.parallel.guards.module import Guarded, check_module
 from distlab.parallel.shard import Shard, whole
@@ -160,6 +160,7 @@ class DataParallel(Guarded):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        withdraw_targets(self.trainable)
         order.begun.pop(self, None)
         self.guard.close()
 

@@ -32,9 +32,3 @@ class FlatDDP(DataParallel):
         for bucket, message in started.items():
             message.wait()
             bucket.unpack()
-
-    def close(self, *, restore: bool = True) -> None:
-        """Detach every hook; see `DataParallel.close`."""
-        super().close()
-        for bucket in self._buckets:
-            bucket.release()

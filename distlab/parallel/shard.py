@@ -179,11 +179,6 @@ class Shard:
         return found
 
     @property
-    def numel(self) -> int:
-        """Elements of the whole."""
-        return self.shape.numel()
-
-    @property
     def values(self) -> Tensor:
         """This rank's memory as `(n,)`, a view.
 

@@ -72,7 +72,6 @@ class ZeroOptimizer(LocalOptimizer):
         self._takes_shards = takes_shards(optimizer_cls)
         ddp.placement.close()  # that of an optimizer before this one
         ddp.lay_out(ReduceScatter(ddp.process_group, ddp.device))
-        ddp.allocate()
         ddp.placement = self._slices = Slices(ddp)
         ddp.guard.watch_parts(self)
         self._ddp = ddp
