@@ -92,33 +92,27 @@ def check_runs(device: torch.device) -> None:
         )
 
 
-@functools.cache
-def _capability(index: int | None) -> str:
-    major, minor = torch.cuda.get_device_capability(index)
-    return f"sm_{major}{minor}"
-
-
 PRETENDED_SMS = 132  # of an H100
 _pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
 
 
 @functools.cache
-def _multiprocessors(index: int | None) -> int:
-    return torch.cuda.get_device_properties(index).multi_processor_count
+def _properties(index: int | None) -> Any:
+    return torch.cuda.get_device_properties(index)
 
 
 def multiprocessors(device: torch.device) -> int:
     """SMs of a CUDA device, for grids of a fixed size; a few when interpreting, where each program costs the same."""
     if _pretended is not None:
         return PRETENDED_SMS
-    return 3 if interpreted() else _multiprocessors(device.index)
+    return 3 if interpreted() else _properties(device.index).multi_processor_count
 
 
 def generation(index: int | None = None) -> str:
     """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
     if _pretended is not None:
         return f"sm_{_pretended}"
-    return "interpreter" if interpreted() else _capability(index)
+    return "interpreter" if interpreted() else f"sm_{_properties(index).major}{_properties(index).minor}"
 
 
 def cdiv(a: int, b: int) -> int:
@@ -126,9 +120,9 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def next_power_of_2(n: int) -> int:
-    """Return the smallest power of two that is not below n ≥ 1."""
-    return 1 << (n - 1).bit_length()
+def power_of_two(n: int) -> int:
+    """Return the smallest power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
 
 
 compiled: list[Any] | None = None  # kernels compiled within `compile_only`
@@ -184,17 +178,20 @@ def forget() -> None:
         programs.clear()
 
 
+FORCED: dict[str, Any] = {}  # kernel → launch parameters to use whatever the rule says
+
+
 @contextlib.contextmanager
-def forcing(forced: dict[str, Any], **choices: Any) -> Iterator[None]:
-    """Within, `forced` holds these launch parameters too: calls are recorded anew, and again after it."""
-    before = dict(forced)
-    forced.update(choices)
+def forced(**choices: Any) -> Iterator[None]:
+    """Use these launch parameters, by kernel name, within: for tests and measurements. Calls are recorded anew."""
+    before = dict(FORCED)
+    FORCED.update(choices)
     forget()
     try:
         yield
     finally:
-        forced.clear()
-        forced.update(before)
+        FORCED.clear()
+        FORCED.update(before)
         forget()
 
 

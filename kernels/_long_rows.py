@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import tl, triton
+from ._dispatch import cdiv, tl, triton
 from ._rows import Launch, chosen, sum_columns
+from .rmsnorm import gradient_before
 
 
 @triton.jit
@@ -73,15 +74,6 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
 
 
 @triton.jit
-def _gradient(g, u, SILU: tl.constexpr):
-    """g times the derivative of what follows the norm; u is the norm's result."""
-    if SILU:
-        sigmoid = 1.0 / (1.0 + tl.exp(-u))
-        g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
-    return g
-
-
-@triton.jit
 def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, cols, stride_dy, stride_s,
                         CENTRE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
     """Per row c1 = mean(w·g·ŝ) and c2 = mean(w·g), the latter for LayerNorm only."""
@@ -99,7 +91,7 @@ def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, c
         normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
         g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
         w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        g = _gradient(g, normed * w, SILU) * w
+        g = gradient_before(g, normed * w, SILU) * w
         c1 += g * normed
         c2 += g
     tl.store(c1_ptr + row, tl.sum(c1, 0) / cols)
@@ -127,7 +119,7 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
             c2 = tl.load(c2_ptr + row)
         normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
         g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-        g = _gradient(g, normed * w, SILU)
+        g = gradient_before(g, normed * w, SILU)
         dw += g * normed
         db += g
         ds = (g * w - normed * tl.load(c1_ptr + row) - c2) * r
@@ -162,7 +154,7 @@ def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor
     _dispatch.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
                      s.stride(0), CENTRE=centre, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
-    strips = triton.cdiv(cols, launch.block)
+    strips = cdiv(cols, launch.block)
     shares = max(1, min(rows, launch.programs(1 << 30, device) // strips))
     parts = torch.empty(1 + has_bias, shares, cols, dtype=torch.float32, device=device)
     _dispatch.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,

@@ -1,8 +1,8 @@
 """What the kernels that treat a tensor as rows share: checks, the two-dimensional view, tiles and launch parameters.
 
 A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row, so that a row is
-read once, kept in registers, and written once. How a tile is launched depends on the row's length only; `forced`
-replaces that choice, for tests and tuning.
+read once, kept in registers, and written once. How a tile is launched depends on the row's length only, unless it is
+`forced`.
 
 Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its own rows in fp32 and
 writes one row of a (P, columns) matrix, whose columns `sum_columns` adds. Unlike atomic additions the order is fixed,
@@ -10,18 +10,18 @@ and so are the bits of the result.
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import tl, triton
+from ._dispatch import cdiv, power_of_two, tl, triton
 
 # Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory: a program has
 # 163 KiB of that or more on these generations, and 99 on others (CUDA programming guide, compute capabilities).
 TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
+MOST_IN_TILE = 8192  # elements of a pipelined tile, as long as a row fits
 MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -49,22 +49,9 @@ class Launch:
         return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
 
 
-_forced: dict[str, Launch] = {}
-
-
-def forced(**launches: Launch) -> AbstractContextManager[None]:
-    """Use these launch parameters, by kernel name, whatever the length of a row."""
-    return _dispatch.forcing(_forced, **launches)
-
-
 def chosen(kernel: str, default: Launch) -> Launch:
     """Return the launch parameters forced upon `kernel`, or the default."""
-    return _forced.get(kernel, default)
-
-
-def power_of_two(n: int) -> int:
-    """Return the smallest power of two that is not below n."""
-    return 1 << max(n - 1, 0).bit_length()
+    return _dispatch.FORCED.get(kernel, default)
 
 
 def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, **options: int) -> Launch:
@@ -83,7 +70,7 @@ def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, *
     return chosen(kernel, Launch(block, rows, warps, **options))
 
 
-def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device, tile: int = 8192) -> Launch:
+def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device) -> Launch:
     """Launch parameters for one program per multiprocessor that walks over tiles of whole rows, loads under way.
 
     Few programs keep what each of them adds up over its rows small in all; several tiles in flight make up for it.
@@ -93,13 +80,12 @@ def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device
         cols: elements of a row.
         itemsize: bytes per element of all tensors that are loaded together.
         device: where it runs.
-        tile: elements of a tile at the most, as long as a row fits.
     """
     block = power_of_two(cols)
     if block < 1024:  # many short rows: smaller tiles, more programs
         return row_launch(kernel, cols, stages=2, per_sm=4)
     most = TILES_IN_FLIGHT if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
-    rows = power_of_two(max(1, min(tile, most // (3 * itemsize)) // block) + 1) // 2
+    rows = power_of_two(max(1, min(MOST_IN_TILE, most // (3 * itemsize)) // block) + 1) // 2
     fit = most // (rows * block * itemsize)
     return chosen(kernel, Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
 
@@ -213,8 +199,7 @@ def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
     out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
-    launch = chosen("column_sum", Launch(block=16, rows=64, warps=4))
-    second = out[1] if kinds == 2 else None
-    _dispatch.launch(column_sum_kernel, (triton.cdiv(cols, launch.block), kinds), parts, out[0], second, count, cols,
-                     TWO=kinds == 2, ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    block, second = 16, out[1] if kinds == 2 else None
+    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], second, count, cols, TWO=kinds == 2,
+                     ROWS=64, BLOCK=block, num_warps=4)
     return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

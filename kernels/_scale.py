@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import tl, triton
-from ._rows import Launch, chosen
+from ._dispatch import cdiv, tl, triton
+from ._rows import Launch
 
 
 @triton.jit
@@ -37,7 +37,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         zero = x == 0
         x.mul_(factor.to(torch.float32)).masked_fill_(zero, 0)
         return
-    launch = chosen("scale", Launch(block=4096, warps=8, per_sm=8))
-    blocks = triton.cdiv(x.numel(), launch.block)
+    launch = Launch(block=4096, warps=8, per_sm=8)
+    blocks = cdiv(x.numel(), launch.block)
     _dispatch.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
                      num_warps=launch.warps)

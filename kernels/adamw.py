@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import tl, triton
-from ._rows import DTYPES, Launch, chosen
+from ._dispatch import cdiv, tl, triton
+from ._rows import DTYPES
 from .cost import Cost
 
+BLOCK = 2048  # elements of a program
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -79,13 +80,12 @@ def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, decay, weight1,
                       True, BLOCK)
 
 
-def _tables(sizes: list[int], block: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """sizes (P), and per program its parameter and its first element."""
-    programs = [-(-size // block) for size in sizes]
-    counts = torch.tensor(programs)
+    counts = torch.tensor([cdiv(size, BLOCK) for size in sizes])
     owner = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), counts)
     start = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-    first = (torch.arange(len(owner)) - start) * block
+    first = (torch.arange(len(owner)) - start) * BLOCK
     return torch.tensor(sizes).to(device), owner.to(device), first.to(device)
 
 
@@ -118,19 +118,21 @@ def factors(step: int, *, lr: float, betas: tuple[float, float], eps: float, wei
     return [lr * float(weight_decay), *weights, float(eps), lr / (1 - first**step), math.sqrt(1 - second**step)]
 
 
-def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int,
-                 tables: Callable[[tuple[int, ...], int], tuple[Tensor, Tensor, Tensor]], **options: float) -> None:
+def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int, tables: dict,
+                 **options: float) -> None:
     """Update parameters and moments in place.
 
     `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of
-    dtypes, contiguous, not empty; options as for `factors`.
+    dtypes, contiguous, not empty; `tables` keeps what `_tables` makes; options as for `factors`.
     """
     parameters, gradients, *_ = columns
-    launch = chosen("adamw", Launch(block=2048, warps=8))
-    sizes, owner, begin = tables(tuple(p.numel() for p in parameters), launch.block)
+    key = tuple(p.numel() for p in parameters), parameters[0].device
+    if key not in tables:
+        tables[key] = _tables(*key)
+    sizes, owner, begin = tables[key]
     _dispatch.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, *factors(step, **options),
                      PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
-                     ALIGNMENT=16 if addresses.aligned else 1, BLOCK=launch.block, num_warps=launch.warps)
+                     ALIGNMENT=16 if addresses.aligned else 1, BLOCK=BLOCK, num_warps=8)
 
 
 def _check_options(options: dict) -> None:
@@ -238,20 +240,10 @@ class AdamW(torch.optim.Optimizer):
         parameters, gradients, first, second = columns
         if _dispatch.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
             gradients = [g.resolve_neg().contiguous() for g in gradients]
-            launch_adamw([parameters, gradients, first, second], self._addresses[kind], step,
-                         self._cached_tables(parameters[0].device), **options)
+            launch_adamw([parameters, gradients, first, second], self._addresses[kind], step, self._tables, **options)
             return
         for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
             reference.adamw_(p, g, m, v, step, **options)
-
-    def _cached_tables(self, device: torch.device) -> Callable:
-        def tables(sizes: tuple[int, ...], block: int) -> tuple[Tensor, Tensor, Tensor]:
-            key = device, sizes, block
-            if key not in self._tables:
-                self._tables[key] = _tables(list(sizes), block, device)
-            return self._tables[key]
-
-        return tables
 
 
 def cost(count: int, dtype: torch.dtype, gradient_dtype: torch.dtype | None = None) -> Cost:

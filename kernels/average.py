@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import tl, triton
-from .cost import Cost
+from ._dispatch import cdiv, tl, triton
 
 BLOCK = 2048
 WARPS = 4
@@ -57,7 +56,7 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
             total = total + other.to(wide)
         own.copy_(total * scale)
         return
-    grid = (triton.cdiv(own.numel(), BLOCK),)
+    grid = (cdiv(own.numel(), BLOCK),)
     _dispatch.launch(
         average_kernel,
         grid,
@@ -71,8 +70,3 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         BLOCK=BLOCK,
         num_warps=WARPS,
     )
-
-
-def cost(numel: int, others: int, dtype: torch.dtype) -> Cost:
-    """Of `average_into` with K = `others` rows of n = `numel` elements."""
-    return Cost(flops=(others + 1) * numel, bytes=(others + 2) * numel * dtype.itemsize)

@@ -24,8 +24,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, first_order, tl, triton
-from ._rows import Launch, check, check_device, chosen
+from ._dispatch import KEPT, STREAMED, cdiv, first_order, tl, triton
+from ._rows import Launch, as_rows, check, check_device, chosen
 from .cost import Cost
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -159,7 +159,7 @@ def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, 
     """Fill dz, contiguous. upstream has one element or one per row."""
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
-    blocks = triton.cdiv(cols, launch.block)
+    blocks = cdiv(cols, launch.block)
     _dispatch.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
                      z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
                      BLOCK=launch.block, num_warps=launch.warps)
@@ -215,7 +215,7 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     if _dispatch.idle(z):
         return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
     if _dispatch.runs_triton(z):
-        launch_loss(_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
+        launch_loss(as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
     else:
         z = reference.wide(z)
         torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
@@ -234,7 +234,7 @@ def gradient_op(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upst
     if not _dispatch.runs_triton(z):
         dz.copy_(plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing))
         return
-    launch_gradient(_rows(z), targets.contiguous(), largest, total, upstream.contiguous(), scale, dz, ignore_index,
+    launch_gradient(as_rows(z), targets.contiguous(), largest, total, upstream.contiguous(), scale, dz, ignore_index,
                     smoothing)
 
 
@@ -252,10 +252,6 @@ def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, m and s, three tensors (N) in fp32."""
     loss, largest, total = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(3))
     return loss, largest, total
-
-
-def _rows(z: Tensor) -> Tensor:
-    return z if z.stride(1) == 1 or z.shape[1] == 1 else z.contiguous()
 
 
 def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_index: object, label_smoothing: object,

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import first_order, tl, triton
+from ._dispatch import cdiv, first_order, tl, triton
 from ._rows import Launch, check, check_like, chosen
 from .cost import Cost
 
@@ -76,7 +76,7 @@ def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> 
     """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
     count = tensors[0].numel()
     launch = chosen(name, default)
-    _dispatch.launch(kernel, (triton.cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
+    _dispatch.launch(kernel, (cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
                      num_warps=launch.warps)
 
 

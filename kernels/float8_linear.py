@@ -25,12 +25,13 @@ from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._dispatch import first_order, tl, triton
-from ._rows import Launch, autocast, check, chosen, power_of_two
+from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._rows import autocast, check
 from .cost import Cost
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 PARTS, PART = 1024, 4096  # programs that look for the largest element, at most; elements that one reads at a time
+ROWS, COLUMNS = 64, 128  # of a tile that is transposed
 MULTIPLE = 16
 
 
@@ -70,18 +71,16 @@ def transpose_kernel(q_ptr, out_ptr, rows, cols, ROWS: tl.constexpr, BLOCK: tl.c
 def launch_cast(a: Tensor, parts: Tensor, q: Tensor, inverse: Tensor) -> None:
     """Launch both kernels over a, contiguous; parts (a power of two) is what the first leaves for the second."""
     count, programs = a.numel(), parts.numel()
-    found, cast_by = (chosen(name, Launch(block=PART, warps=8)) for name in ("float8_amax", "float8_cast"))
-    _dispatch.launch(amax_kernel, (programs,), a, parts, count, BLOCK=found.block, num_warps=found.warps)
-    _dispatch.launch(cast_kernel, (triton.cdiv(count, cast_by.block),), a, parts, q, inverse, count,
-                     MOST=torch.finfo(q.dtype).max, PARTS=programs, BLOCK=cast_by.block, num_warps=cast_by.warps)
+    _dispatch.launch(amax_kernel, (programs,), a, parts, count, BLOCK=PART, num_warps=8)
+    _dispatch.launch(cast_kernel, (cdiv(count, PART),), a, parts, q, inverse, count, MOST=torch.finfo(q.dtype).max,
+                     PARTS=programs, BLOCK=PART, num_warps=8)
 
 
 def launch_transpose(q: Tensor, out: Tensor) -> None:
     """Launch over q (R, C) and out (C, R), one byte an element, contiguous."""
-    tile = chosen("float8_transpose", Launch(block=128, rows=64, warps=4))
-    grid = triton.cdiv(q.shape[0], tile.rows), triton.cdiv(q.shape[1], tile.block)
-    _dispatch.launch(transpose_kernel, grid, q.view(torch.uint8), out.view(torch.uint8), *q.shape, ROWS=tile.rows,
-                     BLOCK=tile.block, num_warps=tile.warps)
+    grid = cdiv(q.shape[0], ROWS), cdiv(q.shape[1], COLUMNS)
+    _dispatch.launch(transpose_kernel, grid, q.view(torch.uint8), out.view(torch.uint8), *q.shape, ROWS=ROWS,
+                     BLOCK=COLUMNS, num_warps=4)
 
 
 def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -91,7 +90,7 @@ def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         inverse = torch.where(amax > 0, amax, 1.0) / most
         return (a.float() / inverse).clamp(-most, most).to(dtype).contiguous(), inverse
     q = torch.empty(a.shape, dtype=dtype, device=a.device)
-    parts = torch.empty(min(PARTS, power_of_two(-(-a.numel() // PART))), dtype=torch.float32, device=a.device)
+    parts = torch.empty(min(PARTS, power_of_two(cdiv(a.numel(), PART))), dtype=torch.float32, device=a.device)
     inverse = torch.empty((), dtype=torch.float32, device=a.device)
     launch_cast(a.contiguous(), parts, q, inverse)
     return q, inverse

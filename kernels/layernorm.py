@@ -28,7 +28,7 @@ from ._rows import (
     sum_over_rows,
 )
 from .cost import Cost
-from .rmsnorm import launch_backward, launch_forward
+from .rmsnorm import launch_backward, launch_forward, plain_backward
 
 
 def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
@@ -64,12 +64,8 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
     if not _dispatch.runs_triton(x):
-        normed = (reference.wide(x) - m.view(*x.shape[:-1], 1)) * r.view(*x.shape[:-1], 1)
-        g = reference.wide(dy) * reference.wide(w)
-        inner = g - g.mean(-1, keepdim=True) - normed * (g * normed).mean(-1, keepdim=True)
-        dw = sum_over_rows(reference.wide(dy) * normed).to(w.dtype)
         db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
-        return dx.copy_(inner * r.view(*x.shape[:-1], 1)), dw, db
+        return *plain_backward(dy, None, x, w, m, r), db
     dw, db = launch_backward(as_rows(dy), None, as_rows(x), w.contiguous(), m, r, dx, False, bias_dtype)
     return dx, dw, w.new_empty(0) if db is None else db
 

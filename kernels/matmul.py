@@ -7,12 +7,11 @@ a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is comp
 in fp32, since h may exceed the range of fp16 where f(h) does not.
 Dtypes: fp32, fp16, bf16, matmuls summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 matmuls.
 
-Three kernels, in the order in which one would write them:
-- `tiled_kernel`: a program per tile of y, tiles in row order. Simple, and reads b from memory again for every row of
-  tiles once b is larger than the L2.
-- `grouped_kernel`: the same, with tiles ordered in groups of GROUP rows that advance together, so that programs that
-  run at the same time share strips of a and b. Any sizes and strides. The last group may be smaller than the others: a
-  fixed group size there would visit some tiles twice and others never.
+Two kernels, in the order in which one would write them:
+- `grouped_kernel`: a program per tile of y. With a GROUP of 1, tiles come in row order, which reads b from memory again
+  for every row of tiles once b is larger than the L2. So tiles are ordered in groups of GROUP rows that advance
+  together: programs that run at the same time share strips of a and b. Any sizes and strides. The last group may be
+  smaller than the others: a fixed group size there would visit some tiles twice and others never.
 - `persistent_kernel`: for 16-bit matrices whose rows are aligned: one program per SM walks over tiles, loads through
   tensor descriptors (Hopper's TMA), and writes a tile while the loads of the next one are under way.
 """
@@ -25,12 +24,12 @@ from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch, reference
-from ._dispatch import first_order, tl, triton
-from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, power_of_two
+from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._rows import Launch, autocast, check, check_width, chosen, common_dtype
 from .cost import Cost
 from .elementwise import gelu_of
 
-EPILOGUES = (None, "relu", "leaky_relu", "gelu", "silu", "rms_norm")
+EPILOGUES = tuple(reference.EPILOGUES)
 PRECISIONS = ("tf32x3", "tf32", "ieee")
 MAX_NORM_COLUMNS = 256  # a norm needs the whole row in one tile
 GROUP = 8
@@ -90,23 +89,10 @@ def _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_a
 
 
 @triton.jit
-def tiled_kernel(a_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
-                 stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                 BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of y per program, in row order; GROUP is not used."""
-    col_tiles = tl.cdiv(cols, BLOCK_N)
-    row = (tl.program_id(0) // col_tiles) * BLOCK_M + tl.arange(0, BLOCK_M)
-    col = (tl.program_id(0) % col_tiles) * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
-                        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
-    _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS, EPILOGUE)
-
-
-@triton.jit
 def grouped_kernel(a_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
                    stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
                    BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
-    """One tile of y per program, in grouped order."""
+    """One tile of y per program, in groups of GROUP rows of tiles; those of 1 are all tiles in row order."""
     row_tile, col_tile = grouped_tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP)
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -183,16 +169,16 @@ def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
 
 
 def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
-                    kernel=None, group: int = GROUP) -> None:
-    """Fill y with `grouped_kernel` or the kernel given; any strides of a and b, y contiguous."""
+                    group: int = GROUP) -> None:
+    """Fill y with `grouped_kernel`; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
     generation, small = _dispatch.generation(a.device.index), min(rows, cols) <= 1024
     launch, block_k = tile_for(generation, a.element_size(), small, norm_block)
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
-    grid = (triton.cdiv(rows, launch.rows) * triton.cdiv(cols, block_n),)
-    _dispatch.launch(kernel or grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
+    grid = (cdiv(rows, launch.rows) * cdiv(cols, block_n),)
+    _dispatch.launch(grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
                      y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
                      BLOCK_K=block_k, GROUP=group, PRECISION=precision, num_warps=launch.warps,
                      num_stages=launch.stages)
@@ -207,8 +193,7 @@ def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
     return None
 
 
-def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None,
-                      group: int = GROUP) -> bool:
+def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None) -> bool:
     """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
     forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
     if None in forms or epilogue == "rms_norm":
@@ -218,15 +203,14 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     (rows, depth), cols = a.shape, b.shape[1]
     launch, block_k = tile_for(_dispatch.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
                             y.element_size())
-    launch = chosen("matmul_persistent", launch)
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
     descriptors = [TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
                    for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
-    tiles = triton.cdiv(rows, launch.rows) * triton.cdiv(cols, launch.block)
+    tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
     grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
     _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
                      EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
-                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=group, num_warps=launch.warps,
+                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
                      num_stages=launch.stages)
     return True
 

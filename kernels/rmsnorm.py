@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch
-from ._dispatch import first_order, tl, triton
+from ._dispatch import cdiv, first_order, tl, triton
 from ._rows import (
     DTYPES,
     as_rows,
@@ -80,6 +80,15 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
 
 
 @triton.jit
+def gradient_before(g, u, SILU: tl.constexpr):
+    """g times the derivative of what follows the norm; u is the norm's result."""
+    if SILU:
+        sigmoid = 1.0 / (1.0 + tl.exp(-u))
+        g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
+    return g
+
+
+@triton.jit
 def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, dw_ptr, db_ptr, rows, cols, stride_dy,
                     stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
@@ -100,10 +109,7 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
             s -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
         normed = s * r[:, None]
         w32 = w.to(tl.float32)[None, :]
-        if SILU:
-            u = normed * w32
-            sigmoid = 1.0 / (1.0 + tl.exp(-u))
-            g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
+        g = gradient_before(g, normed * w32, SILU)
         dw += g * normed
         if BIAS:
             db += g
@@ -132,8 +138,8 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
         return
     wide = mean is None and cols > ONE_TILE // 2
     sizes = {"per_thread": 16 if wide else 32} if mean is None else {"per_thread": 64, "tile": 8192}
-    launch = row_launch("rmsnorm" if mean is None else "layernorm", cols, **sizes)
-    grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
+    launch = row_launch("rmsnorm", cols, **sizes)
+    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
     _dispatch.launch(forward_kernel, grid, x, residual, w, bias, y, s, mean, r, rows, cols, x.stride(0),
                      0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
                      BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
@@ -150,9 +156,8 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mea
         return launch_long_backward(dy, dtotal, s, w, mean, r, ds, silu, bias_dtype)
     has_bias = bias_dtype is not None
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
-    name = "rmsnorm_backward" if mean is None else "layernorm_backward"
-    launch = pipelined_launch(name, cols, itemsize, s.device)
-    programs = launch.programs(triton.cdiv(rows, launch.rows), s.device)
+    launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
+    programs = launch.programs(cdiv(rows, launch.rows), s.device)
     parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=s.device)
     _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
                      dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
@@ -194,7 +199,7 @@ def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tens
     if _dispatch.idle(s):
         return ds, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(s):
-        return _plain_backward(dy, dtotal, s, w, r, silu)
+        return plain_backward(dy, dtotal, s, w, None, r, silu)
     dtotal = None if dtotal is None else dtotal.contiguous()
     dw, _ = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, None)
     return ds, dw
@@ -208,16 +213,22 @@ def _plain_forward(s, w, eps, silu):
     return reference.silu(normed) if silu else normed, torch.rsqrt(reference.wide(s).square().mean(-1) + eps)
 
 
-def _plain_backward(dy, dtotal, s, w, r, silu):
+def plain_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
+                   silu: bool = False) -> tuple[Tensor, Tensor]:
+    """(ds, dw) in plain torch; with a mean LayerNorm's."""
     from . import reference
 
-    normed, g, w32 = reference.wide(s) * r.view(*s.shape[:-1], 1), reference.wide(dy), reference.wide(w)
+    g, w32, r = reference.wide(dy), reference.wide(w), r.view(*s.shape[:-1], 1)
+    normed = (reference.wide(s) - (0 if mean is None else mean.view(r.shape))) * r
     if silu:
         sigmoid = torch.sigmoid(normed * w32)
         g = g * sigmoid * (1 + normed * w32 * (1 - sigmoid))
     dw = sum_over_rows(g * normed)
-    ds = (g * w32 - normed * (g * w32 * normed).mean(-1, keepdim=True)) * r.view(*s.shape[:-1], 1)
-    return (ds if dtotal is None else ds + dtotal).to(s.dtype), dw.to(w.dtype)
+    g = g * w32
+    ds = g - normed * (g * normed).mean(-1, keepdim=True)
+    if mean is not None:
+        ds = ds - g.mean(-1, keepdim=True)
+    return (ds * r if dtotal is None else ds * r + dtotal).to(s.dtype), dw.to(w.dtype)
 
 
 class RMSNorm(Function):
@@ -251,7 +262,8 @@ class RMSNormPyTorch(Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        return *_plain_backward(dy, None, *ctx.saved_tensors, False), None
+        x, weight, r = ctx.saved_tensors
+        return *plain_backward(dy, None, x, weight, None, r), None
 
 
 class AddRMSNorm(Function):

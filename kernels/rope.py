@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import first_order, tl, triton
-from ._rows import Launch, check, check_device, chosen
+from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._rows import check, check_device
 from .cost import Cost
 
 
@@ -53,12 +53,10 @@ def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> 
     """Fill y, contiguous; sign −1 rotates back."""
     x = _three_outer(x)
     length, width = x.shape[-2:]
-    block = max(2, triton.next_power_of_2(width // 2))
-    launch = chosen("rope", Launch(block=block, rows=max(1, 1024 // block), warps=4))
-    rows = x.numel() // width
-    _dispatch.launch(rope_kernel, (triton.cdiv(rows, launch.rows),), x, cos, sin, y, rows, length, x.shape[2],
-                     x.shape[1], width // 2, *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=launch.rows,
-                     HALF=block, num_warps=launch.warps)
+    block = max(2, power_of_two(width // 2))
+    rows, tile = x.numel() // width, max(1, 1024 // block)
+    _dispatch.launch(rope_kernel, (cdiv(rows, tile),), x, cos, sin, y, rows, length, x.shape[2], x.shape[1], width // 2,
+                     *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=tile, HALF=block, num_warps=4)
 
 
 def _check(x: object, cos: object, sin: object, *_: object) -> None:

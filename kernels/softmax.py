@@ -23,8 +23,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, first_order, tl, triton
-from ._rows import Launch, as_rows, check, chosen, pipelined_launch, power_of_two, row_launch
+from ._dispatch import KEPT, STREAMED, cdiv, first_order, power_of_two, tl, triton
+from ._rows import Launch, as_rows, check, chosen, pipelined_launch, row_launch
 from .cost import Cost
 
 ONE_TILE = 32768
@@ -140,7 +140,7 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
         launch = pipelined_launch("softmax", cols, x.element_size(), x.device)
     else:
         launch = row_launch("softmax", cols, tile=1024)
-    grid = (launch.programs(triton.cdiv(rows, launch.rows), x.device),)
+    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
     _dispatch.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
                      STAGES=launch.stages, num_warps=launch.warps)
 
@@ -149,12 +149,12 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     """Fill y, for rows of any length."""
     rows, cols = x.shape
     launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))  # all that run at once
-    pieces = triton.cdiv(cols, launch.block)
+    pieces = cdiv(cols, launch.block)
     m, l = torch.empty(2, rows * pieces, dtype=torch.float32, device=x.device).unbind(0)  # noqa: E741
     done = torch.zeros(rows, dtype=torch.int32, device=x.device)
     lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
     _dispatch.launch(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
-                     lag, PIECES=max(2, triton.next_power_of_2(pieces)), BLOCK=launch.block, num_warps=launch.warps)
+                     lag, PIECES=max(2, power_of_two(pieces)), BLOCK=launch.block, num_warps=launch.warps)
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -168,7 +168,7 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
         _dispatch.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
         return
     launch = row_launch("softmax_backward", cols)
-    grid = (launch.programs(triton.cdiv(rows, launch.rows), y.device),)
+    grid = (launch.programs(cdiv(rows, launch.rows), y.device),)
     _dispatch.launch(backward_kernel, grid, dy, y, dx, rows, cols, dy.stride(0), ROWS=launch.rows, BLOCK=launch.block,
                      STAGES=launch.stages, num_warps=launch.warps)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import first_order, tl, triton
+from ._dispatch import cdiv, first_order, tl, triton
 from ._rows import Launch, as_rows, autocast, check, check_like, chosen
 from .cost import Cost
 
@@ -66,7 +66,7 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     inputs = _flat(*inputs)
     rows, cols = inputs[0].shape
     options = chosen(name, Launch(block=2048, warps=8))
-    grid = (rows * triton.cdiv(cols, options.block),)
+    grid = (rows * cdiv(cols, options.block),)
     strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
     _dispatch.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import STREAMED, first_order, tl, triton
-from ._rows import Launch, as_rows, check, check_width, chosen, power_of_two, sum_columns, sum_over_rows
+from ._dispatch import STREAMED, cdiv, first_order, power_of_two, tl, triton
+from ._rows import Launch, as_rows, check, check_width, sum_columns, sum_over_rows
 from .cost import Cost
 
 
@@ -59,17 +59,17 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y."""
     rows, cols = x.shape
     block = min(2048, power_of_two(cols))
-    launch = chosen("weighted_sum", Launch(block, max(1, 8192 // block), 8))
-    _dispatch.launch(forward_kernel, (triton.cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0),
-                     ROWS=launch.rows, BLOCK=launch.block, num_warps=launch.warps)
+    tile = max(1, 8192 // block)
+    _dispatch.launch(forward_kernel, (cdiv(rows, tile),), x, w, y, rows, cols, x.stride(0), ROWS=tile, BLOCK=block,
+                     num_warps=8)
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     """Fill dx; returns dw in w's dtype."""
     rows, cols = x.shape
     block = min(1024, power_of_two(cols))
-    launch = chosen("weighted_sum_backward", Launch(block, max(1, 4096 // block), 4, per_sm=4))
-    strips, tiles = triton.cdiv(cols, launch.block), triton.cdiv(rows, launch.rows)
+    launch = Launch(block, max(1, 4096 // block), 4, per_sm=4)
+    strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
     parts = torch.empty(1, shares, cols, dtype=torch.float32, device=x.device)
     _dispatch.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,

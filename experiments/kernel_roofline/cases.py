@@ -191,7 +191,8 @@ def _rows() -> list[Case]:
 
 def _fused_norms() -> list[Case]:
     from kernels import reference, rmsnorm
-    from kernels._rows import Launch, forced
+    from kernels._dispatch import forced
+    from kernels._rows import Launch
 
     def cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         # what is timed backward is the gradient of y alone: none arrives for the sum

@@ -20,11 +20,13 @@ A query row without a visible key contributes nothing and receives zero.
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .._dispatch import cdiv, launch
@@ -225,20 +227,19 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
                rows < query_count, V)
 
 
-@dataclass(frozen=True)
-class Saved:
+class Saved(NamedTuple):
     """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
 
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    do: torch.Tensor
-    delta: torch.Tensor
-    lse2: torch.Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    delta: Tensor
+    lse2: Tensor
 
 
-def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-                 do: torch.Tensor, dq_sum: torch.Tensor | None = None, dlse: torch.Tensor | None = None) -> Saved:
+def launch_delta(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+                 do: Tensor, dq_sum: Tensor | None = None, dlse: Tensor | None = None) -> Saved:
     """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o; clear dq_sum.
 
     `dlse`, contiguous like lse, is the gradient of lse. Last dimensions are contiguous, and nothing is empty.
@@ -254,9 +255,9 @@ def launch_delta(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Ten
     return Saved(q, k, v, do, delta, lse2)
 
 
-def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Problem, tile: Tile) -> None:
+def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Tile) -> None:
     """Fill dk and dv."""
-    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    q, k, v, do, delta, lse2 = saved
     batch, kv_heads, key_count, head_dim = k.shape
     tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do)
     delta_desc, lse2_desc = (
@@ -269,9 +270,9 @@ def launch_dkdv(saved: Saved, dk: torch.Tensor, dv: torch.Tensor, problem: Probl
            num_warps=tile.warps, num_stages=tile.stages)
 
 
-def launch_dq(saved: Saved, dq: torch.Tensor, problem: Problem, tile: Tile) -> None:
+def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
     """Fill dq."""
-    q, k, v, do, delta, lse2 = saved.q, saved.k, saved.v, saved.do, saved.delta, saved.lse2
+    q, k, v, do, delta, lse2 = saved
     batch, heads, query_count, head_dim = q.shape
     tile, (k_desc, v_desc) = described("dq", tile, k, v)
     launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),

@@ -6,19 +6,18 @@ search at start. A GPU that is not in it gets a small search among CANDIDATES at
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .. import _dispatch
-from .._dispatch import generation, interpreted, next_power_of_2
+from .._dispatch import generation, interpreted, power_of_two
 from .options import Problem
 from .table import ROWS
 
-KERNELS = ("forward", "dkdv", "dq")
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -72,7 +71,11 @@ class Choice(NamedTuple):
     dq: Tile
 
 
-TABLE: dict[Key, Choice] = {Key(*key): Choice(*(Tile(*tile) for tile in tiles)) for key, _, *tiles in ROWS}
+TABLE: dict[Key, Choice] = {
+    Key(*kind, *sizes): Choice(*(Tile(*tile) for tile in tiles))
+    for kind, rows in ROWS.items()
+    for sizes, _, *tiles in rows
+}
 
 CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
@@ -89,21 +92,15 @@ POINTER_TILES = {
 }
 INTERPRETED = Choice(forward=Tile(32, 16), dkdv=Tile(16, 32), dq=Tile(32, 16))
 
-FORCED: dict[str, Tile] = {}  # by tests and measurements, whatever the table says
 _searched: dict[tuple[str, Key], Tile] = {}
-
-
-def forced(**choices: Tile) -> AbstractContextManager[None]:
-    """Use these fields of a `Choice` whatever the table says: for tests."""
-    return _dispatch.forcing(FORCED, **choices)
 
 
 def block_d(head_dim: int) -> int:
     """Columns of a tile: matmuls take powers of two from 16 on."""
-    return max(16, next_power_of_2(head_dim))
+    return max(16, power_of_two(head_dim))
 
 
-def tma_strides(x: torch.Tensor) -> list[int] | None:
+def tma_strides(x: Tensor) -> list[int] | None:
     """Return the strides by which a tensor descriptor (Hopper's TMA) finds rows of x (B, H, T, D); None if it cannot.
 
     Rows, heads and batches have to begin at aligned addresses and must not be expanded.
@@ -113,7 +110,7 @@ def tma_strides(x: torch.Tensor) -> list[int] | None:
     return [*strides, 1] if aligned and x.data_ptr() % ALIGNMENT_BYTES == 0 else None
 
 
-def key_of(q: torch.Tensor, problem: Problem, gpu: str | None = None) -> Key:
+def key_of(q: Tensor, problem: Problem, gpu: str | None = None) -> Key:
     """Return the key of a call with this q; `gpu` is that of q's device unless given."""
     batch, heads, count, head_dim = q.shape
     bits = 8 * q.element_size()
@@ -138,7 +135,7 @@ def lookup(key: Key) -> Choice | None:
     return next((TABLE[found] for found in near if found in TABLE), None)
 
 
-def settled(q: torch.Tensor, problem: Problem) -> Problem:
+def settled(q: Tensor, problem: Problem) -> Problem:
     """Replace "emulated" precision in a problem by the arithmetic that is the faster one for a call with this q.
 
     That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere. Dtypes of 16 bits have one arithmetic,
@@ -149,14 +146,14 @@ def settled(q: torch.Tensor, problem: Problem) -> Problem:
     if problem.precision != "emulated":
         return problem
     six = replace(problem, precision="bf16x6")
-    known = not (interpreted() or FORCED) and key_of(q, six) in TABLE
+    known = not (interpreted() or _dispatch.FORCED) and key_of(q, six) in TABLE
     return six if known else replace(problem, precision="tf32x3")
 
 
-def choose(kernel: str, q: torch.Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
-    """Choose the tile for `kernel`, one of KERNELS; `run` launches it with a tile and may be called to measure."""
-    if kernel in FORCED:
-        return FORCED[kernel]
+def choose(kernel: str, q: Tensor, problem: Problem, run: Callable[[Tile], None]) -> Tile:
+    """Choose the tile for `kernel`, a field of `Choice`; `run` launches it with a tile and may be called to measure."""
+    if kernel in _dispatch.FORCED:
+        return _dispatch.FORCED[kernel]
     key = key_of(q, problem)
     row = INTERPRETED if key.gpu == "interpreter" else lookup(key)
     if row is not None:

@@ -19,9 +19,9 @@ With softcap c (Gemma 2), s becomes c · tanh(s / c) before the mask.
 Source: Dao, FlashAttention-2 (2023), algorithm 1.
 """
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from .._dispatch import cdiv, launch
 from .configs import Tile
@@ -109,7 +109,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     store_rows(o_ptr + batch * stride_ob + head * stride_oh + wide0 * stride_ot, stride_ot, acc, rows < query_count, V)
 
 
-def launch_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
                    problem: Problem, tile: Tile) -> None:
     """Fill o and lse. Tensors as in the module docstring, last dimension contiguous, nothing empty."""
     batch, heads, query_count, head_dim = q.shape

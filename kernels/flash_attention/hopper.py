@@ -17,7 +17,7 @@ from . import configs
 from .options import Problem
 
 # Heads of 80 and 96 are tiles of 128 whose other columns TMA makes zeros.
-HEAD_DIMS = dict.fromkeys(("forward", "backward"), (64, 80, 96, 128))
+HEAD_DIMS = (64, 80, 96, 128)
 SERVED = (
     "16 bits, head dims 64, 80, 96 and 128, without window, documents or softcap, from 16,384 rows on "
     "(the forward at 64 from 65,536)"
@@ -69,12 +69,12 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
     least = LEAST_ROWS_64 if direction == "forward" and q.shape[-1] == 64 else LEAST_ROWS
     padded_rows = q.shape[0] * q.shape[1] * (q.shape[2] + KEYS)  # of Δ: more than of anything else but the keys
     return (
-        q.shape[-1] in HEAD_DIMS[direction] and q.dtype in DTYPES and problem.band[0] is None
+        q.shape[-1] in HEAD_DIMS and q.dtype in DTYPES and problem.band[0] is None
         and problem.bounds is None and problem.softcap is None
         and owned.shape[0] * owned.shape[1] * owned.shape[2] >= least
         and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < configs.MAX_COORDINATE
         and all(configs.tma_strides(x) for x in (q, k, v, *more))
-        and unavailable(q.device.index) is None and not configs.FORCED
+        and unavailable(q.device.index) is None and not _dispatch.FORCED
     )
 
 

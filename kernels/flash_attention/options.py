@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .._rows import DTYPES, check, check_device
 
@@ -29,7 +30,7 @@ class Problem:
     scale: float
     precision: str = "ieee"
     softcap: float | None = None
-    bounds: torch.Tensor | None = None
+    bounds: Tensor | None = None
 
     @property
     def lo(self) -> int:
@@ -76,8 +77,8 @@ def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | No
     return below(key_count if hi is None else hi + 1) - below(-query_count if lo is None else -lo)
 
 
-def document_bounds(document_ids: torch.Tensor | None = None, *,
-                    cu_seqlens: torch.Tensor | None = None) -> torch.Tensor:
+def document_bounds(document_ids: Tensor | None = None, *,
+                    cu_seqlens: Tensor | None = None) -> Tensor:
     """Where the document of each position begins and ends: computed once per batch, for the attention of every layer.
 
     Args:
@@ -112,12 +113,12 @@ def document_bounds(document_ids: torch.Tensor | None = None, *,
     return torch.stack((first, after.flip(1).cummin(1).values.flip(1))).to(torch.int32)
 
 
-def _check_integers(name: str, values: torch.Tensor) -> None:
-    if not isinstance(values, torch.Tensor) or values.is_floating_point() or values.is_complex():
+def _check_integers(name: str, values: Tensor) -> None:
+    if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         raise TypeError(f"{name} must be an integer tensor or None")
 
 
-def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float | None,
+def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
                window: int | None, alignment: str, precision: str, softcap: float | None = None, *_: object,
                dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
@@ -125,7 +126,7 @@ def check_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, 
     _check_options(causal, window, alignment, precision, scale, softcap, q.shape[-1])
 
 
-def _check_inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(name, x, dtypes=dtypes)
         check_device(name, x, "q", q)
@@ -168,7 +169,7 @@ def _check_options(causal: bool, window: int | None, alignment: str, precision: 
                          f"{LARGEST_SCALE:.1e} times")
 
 
-def check_documents(q: torch.Tensor, k: torch.Tensor, document_ids: torch.Tensor) -> None:
+def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
     """Raise unless these are the documents, or their bounds, of q's and k's positions; those have passed `check_call`.
     """
     _check_integers("document_ids", document_ids)

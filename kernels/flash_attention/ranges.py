@@ -13,9 +13,9 @@ of the pass that owns keys exchanges them.
 from collections import namedtuple
 from dataclasses import dataclass, replace
 
-import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import POINTER_TILES, Tile, block_d, tma_strides
@@ -68,7 +68,7 @@ def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, ke
                    tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tile.tma)
 
 
-def described(kernel: str, tile: Tile, *tensors: torch.Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
+def described(kernel: str, tile: Tile, *tensors: Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
     """Return the tile to launch with, and a descriptor of each (B, H, T, D) tensor that the loop reads, or None of all.
 
     Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot describe take
@@ -90,7 +90,7 @@ def scales(problem: Problem) -> tuple[float, float, float]:
     return problem.scale, problem.softcap * LOG2_E.value, problem.scale / problem.softcap
 
 
-def documents(problem: Problem) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+def documents(problem: Problem) -> tuple[Tensor, Tensor] | tuple[None, None]:
     """First and one past the last position of the document of each, (B, T), or nothing."""
     return (problem.bounds[0], problem.bounds[1]) if problem.bounds is not None else (None, None)
 

@@ -11,17 +11,18 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
+from torch import Tensor
 
+from ..reference import wide
 from .options import Problem
 
 BLOCK = 64
 
 
-def _grouped(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _grouped(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, H, T, D) tensors → the grouped shapes above, in the dtype of the statistics."""
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = q.shape[1] // max(k.shape[1], 1)
-    return q.to(wide).unflatten(1, (k.shape[1], groups)), k.to(wide).unsqueeze(2), v.to(wide).unsqueeze(2)
+    return wide(q).unflatten(1, (k.shape[1], groups)), wide(k).unsqueeze(2), wide(v).unsqueeze(2)
 
 
 def without_autocast(function: Callable) -> Callable:
@@ -35,7 +36,7 @@ def without_autocast(function: Callable) -> Callable:
     return run
 
 
-def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> torch.Tensor:
+def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> Tensor:
     """The mask of one tile, (1 or B, 1, 1, rows, cols)."""
     positions = torch.arange(cols.start, cols.stop, device=device)
     distance = positions - torch.arange(rows.start, rows.stop, device=device)[:, None]
@@ -64,7 +65,7 @@ def _skipped(rows: slice, cols: slice, problem: Problem) -> bool:
     return above or below
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor | float]:
+def _scores(q: Tensor, k: Tensor, problem: Problem) -> tuple[Tensor, Tensor | float]:
     """s and its derivative by scale · q kᵀ: c · tanh(x / c) and 1 − tanh² with softcap c, else x and 1."""
     s = problem.scale * (q @ k.mT)
     if problem.softcap is None:
@@ -74,7 +75,7 @@ def _scores(q: torch.Tensor, k: torch.Tensor, problem: Problem) -> tuple[torch.T
 
 
 @without_autocast
-def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, Tensor]:
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q, lse (B, H, Tq) in float32 (float64 for float64)."""
     out_dtype = q.dtype
     q, k, v = _grouped(q, k, v)
@@ -103,9 +104,9 @@ def forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, problem: Problem)
 
 
 @without_autocast
-def backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-             do: torch.Tensor, dlse: torch.Tensor | None,
-             problem: Problem) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
+             do: Tensor, dlse: Tensor | None,
+             problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v.
 
     do and dlse are the gradients of o and of the log-sum-exp, whose own gradient is P: dS = P ∘ (dP − Δ + dlse).

@@ -16,6 +16,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from torch import Tensor
 from triton.testing import do_bench_cudagraph
 
 from . import backward, forward
@@ -47,7 +48,7 @@ def candidates(kernel: str, itemsize: int, precision: str) -> list[Tile]:
     ]
 
 
-def launches(q: torch.Tensor, problem: Problem) -> dict[str, tuple[Callable, list[torch.Tensor]]]:
+def launches(q: Tensor, problem: Problem) -> dict[str, tuple[Callable, list[Tensor]]]:
     """Returns for each kernel what launches it with a tile, and the tensors that it fills."""
     k, v, o, do, dq, dk, dv = (torch.randn_like(q) for _ in range(7))
     lse = torch.empty(q.shape[:-1], device=q.device)
@@ -60,14 +61,14 @@ def launches(q: torch.Tensor, problem: Problem) -> dict[str, tuple[Callable, lis
     }
 
 
-def filled(run: Callable, outs: list[torch.Tensor], tile: Tile) -> list[torch.Tensor]:
+def filled(run: Callable, outs: list[Tensor], tile: Tile) -> list[Tensor]:
     """Returns copies of what a launch fills, poisoned before."""
     torch._foreach_mul_(outs, float("nan"))
     run(tile)
     return [out.double() for out in outs]
 
 
-def fastest(run: Callable, outs: list[torch.Tensor], tiles: list[Tile]) -> tuple[Tile, float]:
+def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile, float]:
     """Returns the fastest of the tiles that give what the first guess gives, and its milliseconds."""
     (guess, tolerance), times = FIRST_GUESS[outs[0].element_size()], {}
     expected = filled(run, outs, guess)
@@ -86,9 +87,10 @@ def fastest(run: Callable, outs: list[torch.Tensor], tiles: list[Tile]) -> tuple
 
 
 def row(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
-    """Returns the lines of table.py for one key."""
+    """Returns the lines of table.py for one key, below those of its GPU, bits and precision."""
     origin = f"{shape}: {' '.join(f'{ms:.4f}' for ms in times)} ms"
-    return f"    ({astuple(key)}, '{origin}',\n     {str([*map(astuple, tiles)])[1:-1]}),".replace("'", '"')
+    shown = [astuple(tile)[: None if tile.tma or tile.head_group > 1 else 4] for tile in tiles]
+    return f'        ({(key.head_dim, key.rows)}, "{origin}",\n         {str(shown)[1:-1]}),'
 
 
 def main() -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from kernels import _dispatch, rmsnorm, softmax
-from kernels._rows import Launch, forced
+from kernels._dispatch import forced
+from kernels._rows import Launch
 
 from .near import near
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kernels.average import average_into, cost
+from kernels.average import average_into
 
 from .near import near
 
@@ -32,7 +32,3 @@ def test_rows_far_apart():
     own = torch.zeros(4, dtype=torch.float16)
     average_into(own, others, 1.0)
     assert own.tolist() == [12.0, 15.0, 18.0, 21.0]
-
-
-def test_cost_counts_every_tensor_once():
-    assert cost(10, 3, torch.float32).bytes == 5 * 10 * 4

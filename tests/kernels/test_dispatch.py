@@ -134,7 +134,8 @@ def test_autocast_does_not_cast_again_what_a_plan_repeats():
 
 
 def test_forced_launches_are_not_those_of_earlier_plans():
-    from kernels._rows import Launch, forced
+    from kernels._dispatch import forced
+    from kernels._rows import Launch
 
     x, w = draw(4, 8), draw(8)
     before = rms_norm(x, w)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from kernels._dispatch import interpreted, runs_triton
+from kernels._dispatch import forced, interpreted, runs_triton
 from kernels.flash_attention import (
     FlashAttention2,
     FlashAttention2PyTorch,
@@ -203,7 +203,7 @@ def test_tensor_descriptors(layout, length, head_dim):
     assert described("dq", tile, q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]) == pointers
     wide = torch.zeros(1, 1, 8, 129, device=DEVICE)[..., 1:]
     assert described("dq", tile, wide) == (configs.POINTER_TILES["dq", 128], [None])
-    with configs.forced(forward=tile, dkdv=tile, dq=tile):
+    with forced(forward=tile, dkdv=tile, dq=tile):
         check(FlashAttention2, (q, k, v, do), causal=True)
         check(FlashAttention2, (q, k, v, do), window=7)
 

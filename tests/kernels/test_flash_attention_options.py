@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kernels._dispatch import forced
 from kernels.flash_attention import FlashAttention2, FlashAttention2PyTorch, configs, cost, flash_attention
 from kernels.flash_attention.options import (
     LARGEST_SCALE,
@@ -164,7 +165,7 @@ def test_emulated_fp32_is_the_arithmetic_that_the_table_has_for_the_call(monkeyp
         assert [arithmetic(length, head_dim) for length in (8192, 8193, 2**20)] == ["tf32x3", "bf16x6", "bf16x6"]
     assert arithmetic(16384, 256) == "tf32x3"
     assert arithmetic(16384, 128, dtype=torch.bfloat16) == "ieee"
-    with configs.forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
+    with forced(dq=configs.Tile(16, 16)):  # a tile of one kernel says nothing of the others'
         assert arithmetic(16384, 128) == "tf32x3"
     asked = Problem((None, None), 1.0, "ieee")
     assert configs.settled(Q, asked) is asked

@@ -8,6 +8,7 @@ import torch
 
 from distlab import doctor
 from kernels import _dispatch
+from kernels._dispatch import forced
 from kernels.flash_attention import configs, hopper, ops
 from kernels.flash_attention.options import Problem, is_deterministic
 
@@ -63,7 +64,7 @@ def test_what_the_hopper_kernels_take_and_leave_to_triton(on_hopper, name):
 def test_unaligned_addresses_and_forced_tiles_are_left_to_triton(on_hopper):
     q = torch.empty(2 * 32 * 512 * 64 + 1, dtype=torch.bfloat16)[1:].view(2, 32, 512, 64)
     assert q.data_ptr() % 16 and not served(q) and served(q.clone()) == hopper.installed()
-    with configs.forced(dq=configs.Tile(64, 64)):  # of Triton's
+    with forced(dq=configs.Tile(64, 64)):  # of Triton's
         assert not served(q.clone())
 
 
@@ -83,7 +84,7 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
         monkeypatch.setattr(hopper, "unavailable", lambda index, reason=reason: reason)
         (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
         assert (reason or hopper.SERVED) in said
-    assert set(hopper.HEAD_DIMS.values()) == {HEAD_DIMS} and "64, 80, 96 and 128" in hopper.SERVED
+    assert hopper.HEAD_DIMS == HEAD_DIMS and "64, 80, 96 and 128" in hopper.SERVED
     assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED
     assert f"the forward at 64 from {hopper.LEAST_ROWS_64:,}" in hopper.SERVED
 

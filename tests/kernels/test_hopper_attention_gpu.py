@@ -32,7 +32,6 @@ def everything(monkeypatch):
     """The Hopper kernels take all that they can, however short."""
     if not torch.cuda.is_available() or configs.generation(torch.cuda.current_device()) != "sm_90":
         pytest.skip("needs a GPU of compute capability 9.0")
-    monkeypatch.setattr(hopper, "HEAD_DIMS", dict.fromkeys(hopper.HEAD_DIMS, HEAD_DIMS))
     monkeypatch.setattr(hopper, "LEAST_ROWS", 0)
     monkeypatch.setattr(hopper, "LEAST_ROWS_64", 0)
     _dispatch.forget()

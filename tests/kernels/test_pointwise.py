@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from kernels import _dispatch
-from kernels._rows import Launch, forced
+from kernels._dispatch import forced
+from kernels._rows import Launch
 from kernels.adamw import AdamW, Addresses
 from kernels.dropout import dropout, linear_gelu_dropout
 from kernels.elementwise import gelu

@@ -5,7 +5,8 @@ import torch
 
 from kernels import reference
 from kernels import softmax as softmax_module
-from kernels._rows import Launch, forced, sum_columns
+from kernels._dispatch import forced
+from kernels._rows import Launch, sum_columns
 from kernels.layernorm import layer_norm
 from kernels.rmsnorm import add_rms_norm, rms_norm
 from kernels.softmax import softmax
