@@ -37,7 +37,8 @@ from distlab.measure.statistics import MIN_PAIRS
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
 from distlab.report.record import Record, plain
-from distlab.report.view import View, headline_from, say, say_table, write
+from distlab.report.terminal import say, say_table
+from distlab.report.view import View, headline_from, write
 from distlab.runs import Header, Run, check_names, make_folder, open_run
 
 __all__ = [

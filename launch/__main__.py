@@ -166,7 +166,8 @@ def show(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
 
     from distlab.report import read_json, reading
-    from distlab.report.view import check_records, say, write
+    from distlab.report.terminal import say
+    from distlab.report.view import check_records, write
     from distlab.runs import make_folder, rows_of
     from launch.runs import refresh_index
 

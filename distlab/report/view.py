@@ -7,10 +7,7 @@ An experiment declares its `View` once; `write` makes of records and view the wh
 
 import glob
 import os
-import shutil
 import string
-import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,10 +17,10 @@ from urllib.parse import quote
 from distlab.files import write_whole
 from distlab.report import page as html
 from distlab.report.derived import add_noise
-from distlab.report.record import Record, json_line, write_csv, write_json
+from distlab.report.record import Record, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
+from distlab.report.terminal import width
 
-WIDTH = 100  # characters of a line, where the terminal is not narrower
 MOST_ROWS = 16  # of a table in a terminal
 Draw = Callable[[Sequence[Record], Path], None]
 
@@ -132,11 +129,6 @@ class _Words(string.Formatter):
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
 
-def width() -> int:
-    """Characters of a line on stdout."""
-    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
-
-
 def _named(column: Column) -> str:
     return column.key.rpartition(".")[2]
 
@@ -208,39 +200,3 @@ def _draw(view: View, records: Sequence[Record], path: Path) -> dict[Path, str]:
     for other in sorted(path.glob("*.png")):
         captions.setdefault(other, other.stem.replace("_", " "))
     return captions
-
-
-def say_table(view: View, records: Sequence[Record]) -> None:
-    """Print the headline and the short table."""
-    print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n", flush=True)
-
-
-def say(
-    view: View, records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
-) -> None:
-    """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
-
-    Args:
-        table: whether headline and table are still to be printed.
-        quiet: the line of JSON alone.
-        line: whether there is one at all; it is left out in a terminal, for which it is not meant.
-    """
-    if table and not quiet:
-        say_table(view, records)
-    if not quiet:
-        for group in by_machine(records).values():
-            for finding in view.findings(group):
-                print(highlighted(_filled(finding)))
-        print(f"report: {page}")
-    if line and (quiet or not sys.stdout.isatty()):
-        print(json_line(view.name, records, page.parent), flush=True)
-
-
-def highlighted(text: str) -> str:
-    """Show a finding as a terminal does: what is `WRONG: …` in red, an aside in parentheses in grey."""
-    colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
-    return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)

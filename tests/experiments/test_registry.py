@@ -10,7 +10,7 @@ import pytest
 from distlab import __version__
 from distlab.experiment import Experiment
 from distlab.report import read_json
-from distlab.report.view import say
+from distlab.report.terminal import say
 from launch.__main__ import main
 from launch.help import GROUPS
 from launch.registry import experiments, load

@@ -1,0 +1,57 @@
+"""What a run prints in a terminal: its headline and short table, its findings, and where its report is."""
+
+import shutil
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from distlab.report.record import Record, json_line
+from distlab.report.table import by_machine
+
+if TYPE_CHECKING:
+    from distlab.report.view import View
+
+WIDTH = 100  # characters of a line, where the terminal is not narrower
+
+
+def width() -> int:
+    """Characters of a line on stdout."""
+    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+
+
+def say_table(view: "View", records: Sequence[Record]) -> None:
+    """Print the headline and the short table."""
+    print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n", flush=True)
+
+
+def say(
+    view: "View", records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
+) -> None:
+    """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
+
+    Args:
+        table: whether headline and table are still to be printed.
+        quiet: the line of JSON alone.
+        line: whether there is one at all; it is left out in a terminal, for which it is not meant.
+    """
+    if table and not quiet:
+        say_table(view, records)
+    if not quiet:
+        for group in by_machine(records).values():
+            for finding in view.findings(group):
+                print(highlighted(_filled(finding)))
+        print(f"report: {page}")
+    if line and (quiet or not sys.stdout.isatty()):
+        print(json_line(view.name, records, page.parent), flush=True)
+
+
+def highlighted(text: str) -> str:
+    """Show a finding as a terminal does: what is `WRONG: …` in red, an aside in parentheses in grey."""
+    colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
+    return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)
