@@ -12,9 +12,9 @@ from typing import Any
 
 from distlab.compare import SavedRun, compared, differences, failures, findings, undecided, view_of
 from distlab.options import Parser
-from distlab.report.record import Record, plain
+from distlab.report import Record, write
+from distlab.report.record import plain
 from distlab.report.terminal import WIDTH, highlighted, say
-from distlab.report.view import write
 from distlab.runs import as_text, files_of, listed, make_folder, write_index
 from launch.registry import ROOT, experiments, load
 

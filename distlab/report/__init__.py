@@ -28,6 +28,7 @@ from distlab.report.derived import (
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_json
 from distlab.report.table import Column, grouped, is_number
+from distlab.report.terminal import say
 from distlab.report.view import View, write
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "prediction_error",
     "read_json",
     "reading",
+    "say",
     "row_of",
     "stacked_bars",
     "step_bars",
