@@ -12,7 +12,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/comm": 9,  # sums, and passing on round a group
     "distlab/measure": 15.7,
     "distlab/model": 8.1,  # stages of a pipeline; export under Llama's names
-    "distlab/parallel": 41.1,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
+    "distlab/parallel": 40.9,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
     "distlab/report": 11.8,  # derived columns, which experiments computed; links of a page, tables in parts
     "distlab/theory": 29.3,  # what a rank of a layout sends, holds and takes; pipelines; Muon
     "distlab/train": 12,

@@ -51,6 +51,7 @@ class DataParallel(Guarded):
     Attributes:
         trainable, named: the parameters that are averaged, in registration order, without and with names; a tied one
             once.
+        frozen: the others, with names.
         unsent: the messages of this step that may leave before its end and have not, in the order of the plan.
 
     Raises:
@@ -67,16 +68,16 @@ class DataParallel(Guarded):
         self.module, self.mesh = module, mesh
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.all_reduce = groups.world, all_reduce_on(groups)
-        self.device = check_module(module, type(self).__name__, self.process_group)
-        named = list(module.named_parameters())  # a tied parameter is listed once
-        self.named = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+        self.named = check_module(module, type(self).__name__, self.process_group)
         self.trainable = [parameter for _, parameter in self.named]
-        self._frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self.device = self.trainable[0].device
+        named = module.named_parameters()
+        self.frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         self.unsent: deque[Any] = deque()
         self._used: UsedFlags | None = self._flags_apart()  # None: they ride inside the messages
         self._averaged: dict[nn.Parameter, Tensor] = {}  # until finish; also of what this rank did not use
-        self.guard = GradientGuard(self, self._frozen)
+        self.guard = GradientGuard(self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), index))
             for index, parameter in enumerate(self.trainable)
@@ -153,7 +154,7 @@ class DataParallel(Guarded):
 
     def shards(self) -> list[Shard]:
         """All parameters, whole."""
-        return [whole(name, parameter) for name, parameter in (*self.named, *self._frozen)]
+        return [whole(name, parameter) for name, parameter in (*self.named, *self.frozen)]
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; the module is as before (gradients may still be views of a bucket's memory)."""

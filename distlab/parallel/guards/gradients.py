@@ -10,16 +10,15 @@ compared with what it was. What a parameter gets that only some ranks used is in
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel import order
 from distlab.parallel.guards import hooks
-from distlab.parallel.guards.module import Guard
+from distlab.parallel.guards.module import Guard, Named
 
 if TYPE_CHECKING:
     from distlab.parallel.data_parallel import DataParallel
@@ -32,7 +31,6 @@ class GradientGuard(Guard):
 
     Args:
         wrapper: which holds its guard and is not held by it.
-        frozen: named parameters that must stay frozen.
 
     Attributes:
         shards_gradients: whether finish leaves the mean in this rank's part of each gradient, and leftovers elsewhere
@@ -41,9 +39,9 @@ class GradientGuard(Guard):
             means with leftovers.
     """
 
-    def __init__(self, wrapper: DataParallel, frozen: list[tuple[str, nn.Parameter]]):
+    def __init__(self, wrapper: DataParallel):
         super().__init__(wrapper, wrapper.named)
-        self._trainable, self._frozen = wrapper.trainable, frozen
+        self._trainable, self._frozen = wrapper.trainable, wrapper.frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self._pending = False  # a synchronised forward was not finished
         self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
@@ -235,7 +233,7 @@ def _not_zeroed(name: str) -> RuntimeError:
     )
 
 
-def find_edited(named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
+def find_edited(named: Named) -> str | None:
     """Name a parameter whose gradient was changed or replaced since finish, or None; to drop one is no edit."""
     for name, parameter in named:
         gradient = parameter.grad

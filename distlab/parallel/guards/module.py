@@ -23,11 +23,11 @@ Named = Sequence[tuple[str, nn.Parameter]]
 # -- before wrapping -------------------------------------------------------------------------------------------
 
 
-def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch.device:
+def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> Named:
     """Check that `module` can be wrapped by a data-parallel strategy. A collective.
 
     Returns:
-        The device of its trainable parameters.
+        Its trainable parameters, which lie on one device; a tied one once.
 
     Raises:
         ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two that share memory,
@@ -39,7 +39,7 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch
     trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
     if not trainable:
         raise ValueError(f"{strategy}: the module has no parameter that requires a gradient; nothing to average")
-    device = the_device([parameter for _, parameter in trainable], strategy)
+    the_device([parameter for _, parameter in trainable], strategy)
     for name, parameter in trainable:
         if not parameter.is_floating_point():
             raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
@@ -47,7 +47,7 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> torch
             raise ValueError(
                 f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
             )
-    return device
+    return trainable
 
 
 def the_device(parameters: Iterable[Tensor], strategy: str) -> torch.device:
