@@ -182,7 +182,7 @@ def show(arguments: Sequence[str]) -> int:
             print(view.table(records, args.table))
             return 0
     folder = make_folder(args.out, view.name)
-    for file in sorted(files[0].parent.glob("*.png")) if len(files) == 1 else []:
+    for file in files[0].parent.glob("*.png") if len(files) == 1 else []:
         shutil.copy(file, folder)
     with reading(files):
         say(view, records, write(view, records, folder), quiet=args.json)
