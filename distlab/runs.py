@@ -418,9 +418,8 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     longest = max(len(row["run"]) for row in rows)
     texts = []
     for row in rows:
-        first = f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  "
+        texts.append(f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  {row['result']}")
         rest = "; ".join(filter(None, map(row.get, ("machine", "commit", "differs from the default"))))
-        texts.append(first + row["result"])
         texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
     return "\n".join(texts)
 

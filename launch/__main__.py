@@ -165,7 +165,8 @@ def show(arguments: Sequence[str]) -> int:
     parser.add_argument("--table", choices=("text", "markdown"), help="print the table alone, so")
     args = parser.parse_args(arguments)
 
-    from distlab.report import read_json, reading, say, write
+    from distlab.report import read_json, reading, write
+    from distlab.report.terminal import say
     from distlab.report.view import check_records
     from distlab.runs import make_folder, rows_of
     from launch.runs import refresh_index

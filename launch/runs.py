@@ -3,7 +3,6 @@
 import argparse
 import shutil
 import sys
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -68,7 +67,7 @@ def compare(arguments: Sequence[str]) -> int:
     view = view_of(saved, rows[0].config["metric"])
     if not args.json:
         for line in differences(saved):
-            print(highlighted(textwrap.fill(line, WIDTH)))
+            print(highlighted(line))
         print()
     page = write(view, rows, make_folder(args.out, view.name))
     refresh_index(args.out)

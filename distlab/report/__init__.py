@@ -28,7 +28,6 @@ from distlab.report.derived import (
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Record, json_line, read_json, reading, write_json
 from distlab.report.table import Column, grouped, is_number
-from distlab.report.terminal import say
 from distlab.report.view import View, write
 
 __all__ = [
@@ -57,7 +56,6 @@ __all__ = [
     "read_json",
     "reading",
     "row_of",
-    "say",
     "stacked_bars",
     "step_bars",
     "timeline",

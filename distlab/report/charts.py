@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from distlab.report.style import (
     AREAS,
+    BLACK,
     COLOURS,
     DARK,
     FAINT,
     INK,
     LINES,
     MARKERS,
-    OKABE_ITO,
     colour_of,
     horizontal,
     picture,
@@ -218,7 +218,7 @@ def stacked_bars(
         for row, whisker in enumerate(whiskers):
             if whisker is not None and numbers[row]:
                 low, high = max(ends[row] - whisker[0], 0), max(whisker[1] - ends[row], 0)
-                axes.errorbar(ends[row], row, xerr=[[low], [high]], color=OKABE_ITO["black"], capsize=3, linewidth=1.1)
+                axes.errorbar(ends[row], row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1)
                 ends[row] += high
         for row, own in enumerate(numbers):
             total = f"{'' if len(own) == len(parts) else '≥ '}{_number(sum(own))}" if own else texts[row] or "n/a"

@@ -19,52 +19,50 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour blindness.
-OKABE_ITO = {
-    "black": "#000000",
-    "orange": "#E69F00",
-    "sky": "#56B4E9",
-    "green": "#009E73",
-    "yellow": "#F0E442",
-    "blue": "#0072B2",
-    "vermillion": "#D55E00",
-    "purple": "#CC79A7",
-}
+BLACK = "#000000"
+ORANGE = "#E69F00"
+SKY = "#56B4E9"
+GREEN = "#009E73"
+YELLOW = "#F0E442"
+BLUE = "#0072B2"
+VERMILLION = "#D55E00"
+PURPLE = "#CC79A7"
 # Two more, for pictures of ten parts: far from the others and from each other in lightness.
 GREY, LIGHT_GREY = "#999999", "#DDDDDD"
 INK = "#333333"
 FAINT = "#BBBBBB"
 
 # For lines, the first ones furthest apart; yellow is too faint on white.
-LINES = [OKABE_ITO[name] for name in ("blue", "vermillion", "green", "orange", "purple", "sky", "black")]
+LINES = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]
 MARKERS = "osD^vPX*"  # one more than colours: the eighth line has the first colour and a marker of its own
 # For areas, from the bottom up.
-AREAS = [OKABE_ITO[name] for name in ("black", "blue", "orange", "green", "sky", "purple", "vermillion", "yellow")]
-DARK = [OKABE_ITO[name] for name in ("black", "blue", "vermillion", "green")]  # white text can be read on these
+AREAS = [BLACK, BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILLION, YELLOW]
+DARK = [BLACK, BLUE, VERMILLION, GREEN]  # white text can be read on these
 
 # What a quantity is called decides its colour, so that it is the same in every picture of the lab.
 COLOURS = {
-    "compute": OKABE_ITO["blue"],
-    "communication": OKABE_ITO["sky"],
-    "exposed": OKABE_ITO["vermillion"],
-    "exposed communication": OKABE_ITO["vermillion"],
-    "overhead": OKABE_ITO["vermillion"],
-    "overhead of communication": OKABE_ITO["vermillion"],
-    "optimizer": OKABE_ITO["orange"],
-    "copies": OKABE_ITO["purple"],
-    "forward": OKABE_ITO["sky"],
-    "backward": OKABE_ITO["blue"],
-    "matrix products": OKABE_ITO["blue"],
-    "attention": OKABE_ITO["green"],
-    "scores": OKABE_ITO["sky"],
+    "compute": BLUE,
+    "communication": SKY,
+    "exposed": VERMILLION,
+    "exposed communication": VERMILLION,
+    "overhead": VERMILLION,
+    "overhead of communication": VERMILLION,
+    "optimizer": ORANGE,
+    "copies": PURPLE,
+    "forward": SKY,
+    "backward": BLUE,
+    "matrix products": BLUE,
+    "attention": GREEN,
+    "scores": SKY,
     "values": GREY,
-    "softmax": OKABE_ITO["vermillion"],
-    "normalisation": OKABE_ITO["purple"],
-    "element-wise": OKABE_ITO["yellow"],
-    "loss": OKABE_ITO["black"],
+    "softmax": VERMILLION,
+    "normalisation": PURPLE,
+    "element-wise": YELLOW,
+    "loss": BLACK,
     "casts and copies": GREY,
     "other": LIGHT_GREY,
 }
-_SPARE = [OKABE_ITO[name] for name in ("green", "yellow", "purple", "sky", "black")]
+_SPARE = [GREEN, YELLOW, PURPLE, SKY, BLACK]
 
 DPI = 150
 WIDTH_PX = 1200

@@ -45,6 +45,15 @@ class Column:
     about: str = ""
 
     @property
+    def name(self) -> str:
+        """The end of the key, by which a column is asked for."""
+        return self.key.rpartition(".")[2]
+
+    def is_empty(self, records: Sequence[Record]) -> bool:
+        """Whether none of the records has a value."""
+        return all(self.value(record) is None for record in records)
+
+    @property
     def stands_left(self) -> bool:
         """Whether its cells are aligned left."""
         return self.align == "left" or self.key == "variant"

@@ -5,14 +5,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from distlab.report.record import Record, json_line
-from distlab.report.table import by_machine
+from distlab.report.table import render_for_terminal
+from distlab.report.view import View
 
-if TYPE_CHECKING:
-    from distlab.report.view import View
-
+MOST_ROWS = 16  # of a table
 WIDTH = 100  # characters of a line, where the terminal is not narrower
 
 
@@ -21,13 +19,26 @@ def width() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def say_table(view: "View", records: Sequence[Record]) -> None:
+def short_table(view: View, records: Sequence[Record]) -> str:
+    """What a terminal shows: the `terminal` columns, as many as fit into a line, of the first rows."""
+    texts = []
+    tables = view.tables(records)
+    for part, group, columns in tables:
+        wanted = [c for c in columns if not view.terminal or c.name in ("variant", *view.terminal)]
+        columns = [c for c in wanted if not c.is_empty(group)]
+        text = render_for_terminal(group[:MOST_ROWS], columns, width())
+        hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
+        texts.append((f"{part}:\n" if len(tables) > 1 else "") + text + hidden)
+    return "\n\n".join(texts)
+
+
+def say_table(view: View, records: Sequence[Record]) -> None:
     """Print the headline and the short table."""
-    print(f"{_filled(view.headline_of(records))}\n\n{view.short_table(records)}\n", flush=True)
+    print(f"{_filled(view.headline_of(records))}\n\n{short_table(view, records)}\n", flush=True)
 
 
 def say(
-    view: "View", records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
+    view: View, records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
 ) -> None:
     """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
 
@@ -39,16 +50,16 @@ def say(
     if table and not quiet:
         say_table(view, records)
     if not quiet:
-        for group in by_machine(records).values():
-            for finding in view.findings(group):
-                print(highlighted(_filled(finding)))
+        for finding in view.findings_of(records):
+            print(highlighted(finding))
         print(f"report: {page}")
     if line and (quiet or not sys.stdout.isatty()):
         print(json_line(view.name, records, page.parent), flush=True)
 
 
 def highlighted(text: str) -> str:
-    """Show a finding as a terminal does: what is `WRONG: …` in red, an aside in parentheses in grey."""
+    """Show a finding as a terminal does, in its width: `WRONG: …` in red, an aside in parentheses in grey."""
+    text = _filled(text)
     colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
     return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text
 

@@ -18,10 +18,8 @@ from distlab.files import write_whole
 from distlab.report import page as html
 from distlab.report.derived import add_noise
 from distlab.report.record import Record, write_csv, write_json
-from distlab.report.table import Column, by_machine, grouped, render, render_for_terminal
-from distlab.report.terminal import width
+from distlab.report.table import Column, by_machine, grouped, render
 
-MOST_ROWS = 16  # of a table in a terminal
 Draw = Callable[[Sequence[Record], Path], None]
 
 
@@ -69,10 +67,10 @@ class View:
         """
         tables = self.tables(records)
         if only:
-            known = dict.fromkeys(_named(column) for _, _, columns in tables for column in columns)
+            known = dict.fromkeys(column.name for _, _, columns in tables for column in columns)
             if unknown := [name for name in only if name not in known]:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
-            tables = [(part, group, [c for c in columns if _named(c) in ("variant", *only)])
+            tables = [(part, group, [c for c in columns if c.name in ("variant", *only)])
                       for part, group, columns in tables]  # fmt: skip
         title = "**{}**\n\n" if style == "markdown" else "{}:\n"
         return "\n\n".join(
@@ -82,32 +80,24 @@ class View:
 
     def tables(self, records: Sequence[Record]) -> list[tuple[str, list[Record], list[Column]]]:
         """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
-        columns = [c for c in self.columns if not c.optional or any(c.value(r) is not None for r in records)]
+        columns = [c for c in self.columns if not c.optional or not c.is_empty(records)]
         if len(by_machine(records)) > 1:
             columns.insert(0, Column("environment.device_name", "machine", align="left"))
         if self.parted_by is None:
             return [("", list(records), columns)]
         part = Column(self.parted_by, "part")
         return [
-            (name, group, [c for c in columns if any(c.value(record) is not None for record in group)])
+            (name, group, [c for c in columns if not c.is_empty(group)])
             for name, group in grouped(records, part.text).items()
         ]
-
-    def short_table(self, records: Sequence[Record]) -> str:
-        """What a terminal shows: the `terminal` columns, as many as fit into a line, of the first rows."""
-        texts = []
-        tables = self.tables(records)
-        for part, group, columns in tables:
-            wanted = [c for c in columns if not self.terminal or _named(c) in ("variant", *self.terminal)]
-            columns = [c for c in wanted if any(c.value(record) is not None for record in group)]
-            text = render_for_terminal(group[:MOST_ROWS], columns, width())
-            hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
-            texts.append((f"{part}:\n" if len(tables) > 1 else "") + text + hidden)
-        return "\n\n".join(texts)
 
     def headline_of(self, records: Sequence[Record]) -> str:
         """Return the headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
+
+    def findings_of(self, records: Sequence[Record]) -> list[str]:
+        """Return what was found on each machine."""
+        return [line for group in by_machine(records).values() for line in self.findings(group)]
 
 
 def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> Callable[[Sequence[Record]], str]:
@@ -129,10 +119,6 @@ class _Words(string.Formatter):
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
 
-def _named(column: Column) -> str:
-    return column.key.rpartition(".")[2]
-
-
 def write(view: View, records: Sequence[Record], path: Path) -> Path:
     """Everything that a run leaves, into its folder; call it on one rank.
 
@@ -147,8 +133,7 @@ def write(view: View, records: Sequence[Record], path: Path) -> Path:
     view.derive(records)
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
-    groups = by_machine(records).values()
-    findings = [line for group in groups for line in view.findings(group)]
+    findings = view.findings_of(records)
     below = "".join(f"\n{line}\n" for line in findings)
     write_whole(path / "table.md", f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}")
     page = html.page(view, records, _draw(view, records, path), findings, _links(path))

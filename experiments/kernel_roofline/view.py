@@ -5,13 +5,13 @@ from pathlib import Path
 
 from distlab.experiment import Column, Record, View
 from distlab.report import TIE, Ratio, fastest, grouped, host_bound, noise_of, prediction_error, row_of
-from distlab.report.style import INK, OKABE_ITO, picture
+from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 
 from .cases import VARIANTS
 
 PEERS = VARIANTS[1:]
-DIRECTIONS = {"fwd": ("o", "blue", "forward"), "bwd": ("s", "orange", "backward"),
-              "both": ("^", "green", "forward and backward")}
+DIRECTIONS = {"fwd": ("o", BLUE, "forward"), "bwd": ("s", ORANGE, "backward"),
+              "both": ("^", GREEN, "forward and backward")}
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 
 
@@ -142,7 +142,7 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
         for direction, (marker, colour, label) in DIRECTIONS.items():
             chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
             if chosen:
-                axes.plot(*zip(*chosen, strict=True), marker, color=OKABE_ITO[colour], alpha=0.75, markersize=4,
+                axes.plot(*zip(*chosen, strict=True), marker, color=colour, alpha=0.75, markersize=4,
                           linestyle="none", label=label)
         for (intensity, rate), r in zip(points, mine, strict=True):
             if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
