@@ -1,7 +1,7 @@
 """Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py.
 
-`serves` is the whole rule, `SERVED` the rule in words, which `distlab doctor` says. What it does not take runs on the
-Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
+`serves` is the rule, which a deterministic backward does not ask, `SERVED` the rule in words, which `distlab doctor`
+says. What is not taken runs on the Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
 kernels know only the upper one; softcap; other head dims; fp32; calls too short to fill the GPU.
 """
 
@@ -20,7 +20,7 @@ from .options import Problem
 HEAD_DIMS = (64, 80, 96, 128)
 SERVED = (
     "16 bits, head dims 64, 80, 96 and 128, without window, documents or softcap, from 16,384 rows on "
-    "(the forward at 64 from 65,536)"
+    "(the forward at 64 from 65,536; a deterministic backward never)"
 )
 # Of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle. The forward at 64 has programs of
 # 256, and loses to Triton's where each multiprocessor gets but one.
