@@ -1,8 +1,9 @@
 """Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py.
 
 `serves` is the rule, which a deterministic backward does not ask, `SERVED` the rule in words, which `distlab doctor`
-says. What is not taken runs on the Triton kernels, with the same results: windows and packed documents, whose rows see keys between two borders where these
-kernels know only the upper one; softcap; other head dims; fp32; calls too short to fill the GPU.
+says. What is not taken runs on the Triton kernels, with the same results: windows and packed documents, whose rows see
+keys between two borders where these kernels know only the upper one; softcap; other head dims; fp32; calls too short to
+fill the GPU.
 """
 
 import functools
