@@ -9,14 +9,13 @@ The flags ride along so that a parameter which some rank did not use needs no me
 mean, a flag above zero says "somebody used it".
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from distlab.parallel.shard import FlatLayout
-from distlab.parallel.unused import UsedFlags
 
 MIB = 2**20
 
@@ -117,6 +116,43 @@ def plan_of(
     """`plan_buckets` of these parameters; `options` are its other arguments."""
     numels, dtypes = [parameter.numel() for parameter in parameters], [parameter.dtype for parameter in parameters]
     return plan_buckets(numels, dtypes, bucket_size_mb, **options)
+
+
+class UsedFlags:
+    """Which parameters some rank used: one flag for each, averaged beside the gradients.
+
+    A parameter that this rank did not use is sent as zeros. After the mean, its flag says whether another rank used it:
+    then it has a gradient here too; one that no rank used keeps `.grad = None`, and optimizers leave it alone.
+
+    Args:
+        parameters: P of them.
+        flags: `(P,)`, of any floating-point dtype.
+
+    Attributes:
+        unused: positions of the parameters that this rank did not use in this step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], flags: Tensor):
+        self.flags = flags
+        self._parameters = parameters
+        self.unused: list[int] = []
+
+    def write(self) -> Tensor:
+        """Write 1 for every parameter that has a gradient here, else 0; returns the flags, to be averaged."""
+        self.unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        self.flags.fill_(1.0)
+        for index in self.unused:
+            self.flags[index] = 0
+        return self.flags
+
+    def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
+        """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
+
+        Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
+        """
+        for index in self.unused:
+            if self.flags[index].item() > 0:
+                self._parameters[index].grad = mean_of(index)
 
 
 class GradientBucket:

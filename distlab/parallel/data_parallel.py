@@ -30,11 +30,10 @@ from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
 from distlab.parallel import order
-from distlab.parallel.buckets import withdraw_targets
+from distlab.parallel.buckets import UsedFlags, withdraw_targets
 from distlab.parallel.guards.gradients import GradientGuard
 from distlab.parallel.guards.module import Guarded, check_module
 from distlab.parallel.shard import Shard, whole
-from distlab.parallel.unused import UsedFlags
 
 
 class DataParallel(Guarded):

@@ -4,7 +4,7 @@
     before_forward │ accept, per gradient │ begin_finish … end_finish        │ check_step
 
 Edits are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its `_version`, which is
-compared with what it was. What a parameter gets that only some ranks used is in `distlab.parallel.unused`.
+compared with what it was. What a parameter gets that only some ranks used is in `distlab.parallel.buckets.UsedFlags`.
 """
 
 from __future__ import annotations
