@@ -212,8 +212,6 @@ def rank_context(
         # lets a bucket start when the next thread block retires instead of when the queue drains.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout  # options given by hand are taken as they are, their timeout too
-        # Before torch ends a process that ran into the timeout, it waits four times as long for a dump; else a minute.
-        os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "500")
     dist.init_process_group(
         backend,
         store=store,
