@@ -13,7 +13,7 @@ record of ddp_bench (its local, naive, flat and overlap rows), and the memory ba
 another (see `distlab.simulate.calibrate`); afterwards what was measured is put beside them:
 
     distlab run predict --calibrate records/ddp_bench/h200x2-xl-batch8.json --models xl:2 xl:8
-    distlab run predict --predictions records/predict_steps/cpu-h200.json \\
+    distlab run predict --predictions records/predict/cpu-h200.json \\
         --compare records/ddp_bench/h200x[24]-*-batch[28].json
 """
 
@@ -185,7 +185,7 @@ EXPERIMENT = Experiment(
             "rows": ("local", "flat", "bucketed-100", "fsdp"),
         },
         "smoke": {
-            "predictions": str(RECORDS / "predict_steps" / "cpu-h200.json"),
+            "predictions": str(RECORDS / "predict" / "cpu-h200.json"),
             "compare": (str(RECORDS / "ddp_bench" / "h200x2-xl-batch2.json"),),
         },
     },

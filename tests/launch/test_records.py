@@ -80,7 +80,7 @@ def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tm
 
 
 def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsys):
-    saved = json.loads((ROOT / "records/predict_steps/cpu-h200.json").read_text())
+    saved = json.loads((ROOT / "records/ddp_bench/cpu-host.json").read_text())
     saved["headers"][0]["commit"] += "-dirty"
     (tmp_path / "docs").mkdir()
     (tmp_path / "mine.json").write_text(json.dumps(saved))
