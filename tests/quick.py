@@ -23,7 +23,7 @@ from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 COSTS = ROOT / "tests" / "costs.json"  # test function → seconds of all its cases, without those that take no time
-BUDGET_S = 50.0  # of two workers together
+BUDGET_S = 35.0  # of two workers together
 MOST_S = 20.0  # of one function
 ITEM_S = 0.04  # what each costs besides
 ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py", "tests/test_size.py")
