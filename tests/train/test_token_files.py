@@ -42,6 +42,8 @@ def test_each_window_once_per_epoch_disjoint_and_alike_at_every_world_size(
         seen += joined(mine)
     for epoch in range(len(seen) // count):
         assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
+    if count > 8:
+        assert seen[:count] != seen[count : 2 * count]  # each epoch has an order of its own
 
 
 def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation():
