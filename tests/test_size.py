@@ -9,7 +9,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "distlab/*.py": 21.8,  # runs.py and compare.py, which stood in report and notebook; check.py; optim.py
     "distlab/bench": 5.5,  # rows of layouts
     "distlab/checkpoint": 9,  # boxes of whole parameters
-    "distlab/comm": 9,  # sums, and passing on round a group
+    "distlab/comm": 9.4,  # sums, and passing on round a group; ranks on NCCL end when another is lost
     "distlab/measure": 15.7,
     "distlab/model": 8.1,  # stages of a pipeline; export under Llama's names
     "distlab/parallel": 40.9,  # layouts and pipelines; refusals have files; facts stand in entries; Muon's placements
@@ -22,7 +22,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "kernels": 60.4,  # nn: the operations as modules; float8_linear
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
-    "source": 316,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
+    "source": 316.2,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorial_kernels, 1.3
     "tests": 191.5,  # fp8; operations without the recorder, files that one loads
 }
 

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, ReduceScatterOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
 from distlab.cli_errors import is_out_of_memory
@@ -84,8 +84,10 @@ def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = Fa
 
     `prescaled`: it need not be divided on gloo, because the sender has done so, or does not care.
     """
-    tensor, operation = _prepare(tensor, group, prescaled)
-    return dist.all_reduce(tensor, operation, group=group, async_op=True)
+    options = AllreduceOptions()
+    tensor, options.reduceOp = _prepare(tensor, group, prescaled)
+    options.asyncOp = True
+    return group.allreduce([tensor], options)
 
 
 def reduce_scatter_mean(

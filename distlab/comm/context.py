@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from distlab.comm.parent_death import end_with_agent
+from distlab.comm.wait_diagnostics import end_when_lost
 
 BACKENDS = ("gloo", "nccl")
 DEFAULT_TIMEOUT_S = 60.0
@@ -221,6 +222,10 @@ def rank_context(
         pg_options=options,
         device_id=chosen if backend == "nccl" else None,
     )
+    over = threading.Event()
+    watch = threading.Thread(target=end_when_lost, args=(chosen, timeout_s, over), daemon=True)
+    if backend == "nccl":
+        watch.start()
     try:
         if backend == "gloo":
             # Each rank connects to all others. One that has done so and leaves again at once would close its
@@ -232,6 +237,9 @@ def rank_context(
     finally:
         # So that the process can exit with the code it means to: a gloo work object that is destroyed during the
         # interpreter's shutdown aborts the process (exit code −6), hence the collection of garbage before it.
+        over.set()
+        if backend == "nccl":
+            watch.join()
         if dist.is_initialized():
             dist.destroy_process_group()
         gc.collect()

@@ -1,24 +1,32 @@
-"""Which rank did not come, where a collective fails on gloo; costs nothing as long as nobody waits for long.
+"""Which rank did not come, where a collective fails; costs nothing as long as nobody waits for long.
 
 A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's store, and removes the
 entry when the wait ends. When a wait fails, at the group's timeout or because a connection broke, the ranks without an
 entry are the missing ones.
 
-On NCCL a wait blocks a stream, and at the timeout torch's watchdog ends the process, with the collective's name.
+On NCCL a wait blocks a stream. At the timeout torch's watchdog names the collective, sleeps a minute for other ranks'
+logs, and aborts, which may wait for the lost rank. So a thread asks the backends, says which ranks did not come, and
+ends this one (`end_when_lost`).
 """
 
 import json
+import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroup, Store, Work
 
 LONG_WAIT = timedelta(seconds=0.5)
 GRACE_S = 1.0  # in which others notice a failure too; longer than a long wait
+LEFT = "left"  # in place of a count, by a rank that needs the others no more
+NCCL_GRACE_S = 4.0  # there each rank counts from when its host began the collective, and looks once a second
 
 
 def wait(work: Work, group: ProcessGroup, what: str) -> None:
@@ -50,6 +58,40 @@ def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
         raise _explained(error, group, what) from error
 
 
+def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event) -> None:
+    """On NCCL, until `over` is set: end this rank with code 1 when another one is lost.
+
+    Which one is found in two ways. A collective that has failed or timed out is one that some ranks did not come to.
+    And each rank counts its seconds in the job's store, where the one before it looks: a process that is stopped, or
+    whose host is out of reach, does not count on. (Then torch's watchdog may hang where the host does, inside CUDA.)
+
+    Args:
+        device: this rank's GPU.
+        timeout_s: seconds without a sign of life.
+        over: ends the watch.
+    """
+    rank, after = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
+    seconds, silent, heard = 0, 0, None
+    while not over.wait(timeout=1.0):
+        seconds += 1  # not by a clock, which runs on while a person has suspended all ranks
+        _set(f"alive/{rank}", str(seconds))
+        before, heard = heard, _get(f"alive/{after}")
+        silent = silent + 1 if heard == before != LEFT else 0
+        if silent > timeout_s:
+            _end(f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was stopped, "
+                 "or its host is out of reach")
+        for group in list(dist.distributed_c10d._world.pg_map):
+            if group.name() == "nccl" and group._get_backend(device).get_error() != ErrorType.SUCCESS:
+                error = RuntimeError("a collective on NCCL failed or timed out (its watchdog's message names it)")
+                _end(str(_explained(error, group, "in a collective", NCCL_GRACE_S)))
+    _set(f"alive/{rank}", LEFT)
+
+
+def _end(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+    os._exit(1)
+
+
 @contextmanager
 def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
     """Inside, this rank waits for the others of the group; see `wait`."""
@@ -61,14 +103,14 @@ def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
     _say(group, None)
 
 
-def _explained(error: RuntimeError, group: ProcessGroup, what: str) -> RuntimeError:
-    """The error of a collective, and the ranks that did not come to it. Takes up to `GRACE_S`."""
+def _explained(error: RuntimeError, group: ProcessGroup, what: str, grace_s: float = GRACE_S) -> RuntimeError:
+    """The error of a collective, and the ranks that did not come to it. Takes up to `grace_s`."""
     _say(group, what)
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     said: dict[int, str] = {}
-    deadline = time.monotonic() + GRACE_S
+    deadline = time.monotonic() + grace_s
     while len(said) < len(others) and time.monotonic() < deadline:
-        said |= {rank: doing for rank in others if rank not in said and (doing := _hear(rank))}
+        said |= {rank: doing for rank in others if rank not in said and (doing := _get(_key(rank)))}
         time.sleep(0.02)
     absent = [rank for rank in others if rank not in said]
     mine = _message(group, what)
@@ -107,15 +149,17 @@ def _key(rank: int) -> str:
 
 def _say(group: ProcessGroup, what: str | None) -> None:
     """Tell everybody what this rank waits for; None: for nothing any more."""
+    _set(_key(dist.get_rank()), "" if what is None else _message(group, what))
+
+
+def _set(key: str, value: str) -> None:
     try:
-        _store().set(_key(dist.get_rank()), "" if what is None else _message(group, what))
+        _store().set(key, value)
     except (RuntimeError, ValueError):  # the store ended with the rank that served it
         return
 
 
-def _hear(rank: int) -> str | None:
-    """What a rank said last, if it waits."""
-    key = _key(rank)
+def _get(key: str) -> str | None:
     try:
         return _store().get(key).decode() if _store().check([key]) else None
     except (RuntimeError, ValueError):

@@ -17,9 +17,9 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from distlab.parallel.data_parallel import DataParallel
 
-# Those that backward has come to and that have not finished, in this order; and whether each had to send what backward
-# had not brought. Module state, as one backward of a process runs through any number of wrappers.
-begun: weakref.WeakKeyDictionary[DataParallel, bool] = weakref.WeakKeyDictionary()
+# Those that backward has come to and that have not finished, in this order: a set that keeps it. Module state, as one
+# backward of a process runs through any number of wrappers.
+begun: weakref.WeakKeyDictionary[DataParallel, None] = weakref.WeakKeyDictionary()
 
 
 def may_send(wrapper: DataParallel) -> bool:
@@ -33,6 +33,6 @@ def send_begun(group: ProcessGroup) -> None:
     for wrapper in list(begun):
         if wrapper.process_group is group:
             wrapper.guard.refuse_sending_again()
-            begun[wrapper] |= bool(wrapper.unsent)
+            wrapper.guard.sent_early |= bool(wrapper.unsent)
             with torch.no_grad():
                 wrapper.send_rest()

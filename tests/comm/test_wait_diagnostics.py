@@ -1,14 +1,21 @@
 """The message of a collective that fails: which rank did not come, and what it may be doing."""
 
+import contextlib
+import io
+import os
+import sys
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import ErrorType
 
 from distlab.comm import collectives
+from distlab.comm.wait_diagnostics import end_when_lost
 from distlab.testing import run_ranks
 from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
@@ -112,3 +119,44 @@ def test_a_wait_that_ended_is_taken_back(context):
     store = dist.distributed_c10d._get_default_store()
     dist.barrier()
     assert [store.get(f"waits/{rank}") for rank in (0, 1)] == [b"", b""]
+
+
+def watched(context, error, timeout_s, seconds):
+    """What the watch of a rank on NCCL says within so many of its seconds, here as short as possible; it may end it."""
+    ticks, said = iter([False] * seconds + [True]), io.StringIO()
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setattr(dist.ProcessGroup, "name", lambda group: "nccl")
+        patch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: SimpleNamespace(get_error=lambda: error))
+        patch.setattr(os, "_exit", sys.exit)
+        with contextlib.suppress(SystemExit):
+            end_when_lost(context.device, timeout_s, SimpleNamespace(wait=lambda timeout: next(ticks)))
+            said.write("left")
+    return said.getvalue()
+
+
+def lost_in_a_collective(context):
+    """A collective of ranks 0 and 2 of 3 has timed out; rank 1's group says nothing of it."""
+    error = ErrorType.SUCCESS if context.rank == 1 else ErrorType.TIMEOUT
+    return watched(context, error, timeout_s=100, seconds=3)
+
+
+def test_on_nccl_a_collective_that_failed_ends_its_ranks_and_names_those_that_did_not_come():
+    first, second, third = run_ranks(lost_in_a_collective, 3)
+    for rank, said in ((0, first), (2, third)):
+        assert said.startswith(f"rank {rank} was in a collective, and rank 1 did not come")
+    assert second == "left"
+
+
+@on_two_ranks
+def test_on_nccl_a_rank_without_a_sign_of_life_is_lost_and_one_that_has_left_is_not(context):
+    for leaves in (True, False):
+        if context.rank == 1 and leaves:
+            assert watched(context, ErrorType.SUCCESS, timeout_s=3, seconds=0) == "left"
+        dist.barrier()
+        if context.rank == 0:
+            said = watched(context, ErrorType.SUCCESS, timeout_s=3, seconds=8)
+            lost = "rank 0 lost rank 1: it has given no sign of life for 3 s, so it was stopped, or its host is out of "
+            assert said == "left" if leaves else said.startswith(lost)
+        dist.barrier()
+        dist.distributed_c10d._get_default_store().set("alive/1", "7")
+        dist.barrier()

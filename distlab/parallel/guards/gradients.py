@@ -37,12 +37,14 @@ class GradientGuard(Guard):
             (`watch_parts`). Element-wise edits do no harm then. A function of the whole gradient
             (`torch.nn.utils.clip_grad_norm_`) gives another result on each rank, and a backward that adds to it mixes
             means with leftovers.
+        sent_early: whether the wrapper has sent, before its finish, what backward had not brought (`order.send_begun`).
     """
 
     def __init__(self, wrapper: DataParallel):
         super().__init__(wrapper, wrapper.named)
         self._trainable, self._frozen = wrapper.trainable, wrapper.frozen
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
+        self.sent_early = False
         self._pending = False  # a synchronised forward was not finished
         self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
         self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
@@ -76,7 +78,7 @@ class GradientGuard(Guard):
                 f"the gradient of '{name}' is sparse; data parallelism here averages dense gradients: "
                 "build the embedding with sparse=False"
             )
-        if order.begun.setdefault(self._wrapper(), False):
+        if self.sent_early:
             raise RuntimeError(
                 f"the gradient of '{name}' came after its message had left, as another wrapper on these ranks has sent "
                 "since, and ranks must send alike: call finish_gradient_synchronization() of all wrappers when the "
@@ -97,6 +99,7 @@ class GradientGuard(Guard):
             )
         if not self._in_backward:
             self._in_backward = True
+            order.begun[self._wrapper()] = None
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         self._ready[index] = gradient, gradient._version
         return True
@@ -172,7 +175,7 @@ class GradientGuard(Guard):
         for parameter in self._trainable:
             if parameter.grad is not None:
                 parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
-        self._pending = self._in_backward = False
+        self._pending = self._in_backward = self.sent_early = False
         self._ready.clear()
         self._unsent.clear()
         order.begun.pop(self._wrapper(), None)
