@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from experiments.lessons import _lesson_attention
+from experiments.lessons import _lesson_forms as forms
 from experiments.lessons import _lesson_kernels as lessons
 from kernels import (
     _dispatch,
@@ -205,6 +206,20 @@ def _lesson_kernels() -> None:
     _dispatch.launch(lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)
 
 
+def _lesson_forms() -> None:
+    """What else it launches; what is fused into a matmul, and 32 operands, serialize and spill in order to lose."""
+    x, f, side = e(2**20), e(2**20, dtype=F), 1024
+    run = _dispatch.launch
+    run(forms.column_sums_kernel, (8, 8), x, f, side, side, ATOMIC=True, ROWS=32, BLOCK=128)
+    run(forms.variance_kernel, (8,), f, f, 2**17, FORM="Welford", BLOCK=4096, num_warps=8)
+    run(forms.softmax_kernel, (528,), f, f, side, BLOCK=1024, STAGES=4)
+    run(forms.prologue_kernel, (8, 8), x, x, x, side, side, side, FORM="none", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32,
+        num_warps=8)  # fmt: skip
+    run(forms.gelu_forward_kernel, (8,), x, x, x, 0.5, STORED=True, BLOCK=1024)
+    run(forms.gelu_backward_kernel, (8,), x, x, x, x, 0.5, STORED=True, BLOCK=1024)
+    run(forms.log_sum_kernel, (8,), x, x, 2**15, K=16, BLOCK=1024)
+
+
 def _lesson_banks() -> None:
     """Through shared memory without and with a swizzle."""
     from experiments.lessons._lesson_banks import transpose_kernel
@@ -223,4 +238,4 @@ def _average() -> None:
 MODULES: dict[str, Callable[[], None]] = {function.__name__[1:]: function for function in (
     _elementwise, _weighted_sum, _rmsnorm, _layernorm, _long_rows, _softmax, _swiglu, _rope, _dropout,
     _cross_entropy, _matmul, _float8_linear, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
-    _lesson_banks)}  # fmt: skip
+    _lesson_forms, _lesson_banks)}  # fmt: skip

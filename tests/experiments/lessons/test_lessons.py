@@ -1,6 +1,7 @@
 """The studies of kernels without a GPU: lesson kernels that are right or called wrong, what is refused."""
 
 import ast
+import itertools
 import math
 
 import pytest
@@ -12,6 +13,7 @@ from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
 from experiments.lessons import attention_steps, contention, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
+from experiments.lessons.gpu_lessons.forms import FORMS
 from kernels import _dispatch
 from tests.commands import ROOT, python
 from tests.experiments.frame import measured
@@ -79,16 +81,38 @@ def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
 def test_effects_are_predicted_from_theory(smoke):
     records, _ = smoke("gpu_lessons")
     factors = {part: [r.metrics["predicted_factor"] for r in records if r.config["part"] == part]
-               for part in gpu_lessons.EFFECTS}  # fmt: skip
+               for part in ("strides", "banks", "divergence")}  # fmt: skip
     assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
     assert factors["divergence"] == [1, 1, 2, 2, 4]
 
 
 @ON_CPU
+def test_every_form_of_a_computation_is_right(smoke):
+    rows = {(r.config["part"], r.variant): r.metrics for r in smoke("gpu_lessons")[0] if r.config["part"] in FORMS}
+    assert {part for part, _ in rows} == set(FORMS)
+    assert {case: m["status"] for case, m in rows.items() if m["status"] != "ok"} == {}
+    assert rows["variance", "squares"]["error"] > 30 * rows["variance", "Welford"]["error"]
+
+
+def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
+    def forms(bench):
+        counts = itertools.count(1.0)
+        bench.form("sums", "right", lambda: torch.ones(3), torch.ones(3).double())
+        bench.form("sums", "wrong", lambda: torch.full((3,), 2.0), torch.ones(3).double())
+        bench.form("sums", "changing", lambda: torch.full((3,), 1 + 1e-6 * next(counts)), torch.ones(3).double())
+
+    monkeypatch.setitem(gpu_lessons.PARTS, "sums", forms)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    rows = {r.variant: r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("sums",))}
+    assert [rows[name]["status"] for name in ("right", "wrong", "changing")] == ["ok", "WRONG", "ok"]
+    assert [rows[name]["same_bits"] for name in ("right", "wrong", "changing")] == ["yes", "yes", "no"]
+
+
+@ON_CPU
 def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch):
     """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
-    monkeypatch.setattr(gpu_lessons, "lookup", lambda name: H100_SXM)
+    monkeypatch.setattr(gpu_lessons.bench, "lookup", lambda name: H100_SXM)
     rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
     assert [m["predicted_factor"] for m in rows] == [1, pytest.approx(8), None, pytest.approx(40, rel=0.01)]
     assert [m["status"] for m in rows if "gb_per_s" in m] == ["ok"] * 3  # Gluon needs a GPU

@@ -1,0 +1,159 @@
+"""What do memory, warps, waves and launch parameters decide?
+
+    distlab run gpu_lessons                             # all parts, on a GPU
+    distlab run gpu_lessons --parts strides waves       # two of them
+    TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
+
+Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters.
+Each time is a multiple of the part's first row, beside the multiple that `distlab.theory` predicts:
+
+- strides: a copy that reads every stride-th element. HBM comes 64 bytes at a time, needed or not.
+- banks: a tile of 32 × 32 words through shared memory, written by rows and read by columns, with its columns exchanged
+  by column xor (row mod phases). One phase leaves a column in one bank of 32, 32 phases spread it over all.
+- divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
+- waves: equal programs on all multiprocessors. One more than there are places takes a whole further wave.
+- levels: the same bytes read from registers, shared memory, L2 and HBM, each by programs that wait for nothing else.
+
+Launch parameters, as a rate:
+
+- element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way at a time.
+
+Forms of one computation (`forms.py`), each a multiple of the part's first, beside the multiple of what it moves:
+
+- sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic additions.
+- variance: of rows that do not fit on chip: read twice, or once, by Welford's recurrence or from sums of squares.
+- programs: softmax by a program per row, or by a few per multiprocessor that take turns.
+- gelu prologue, softmax prologue: before a matmul, stored, or computed again by every program that multiplies it.
+- saved: what GeLU's backward needs, stored by forward or computed again.
+- warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
+- operands: 2 to 32 tensors combined by one kernel: registers, time.
+
+The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Record,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.report import Ratio, noise_of, prediction_error
+from kernels._dispatch import check_runs
+
+from .bench import CHECKED_ROUNDS, Bench
+from .effects import banks, divergence, element_wise, levels, strides, waves
+from .forms import FORMS
+
+PARTS = {"strides": strides, "banks": banks, "divergence": divergence, "waves": waves, "levels": levels,
+         "element-wise": element_wise, **FORMS}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Config(Options):
+    """Which parts, how much work."""
+
+    parts: tuple[str, ...] = option(tuple(PARTS), "parts", choices=tuple(PARTS))
+    elements: int = option(2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25)
+    rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
+    repeats: int = option(9, "timings of a row", least=3)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elements & (self.elements - 1):
+            raise ValueError(f"elements={self.elements}: these kernels have no ragged blocks; give a power of two")
+
+
+def measure(config: Config, context: RankContext, run: Run) -> None:
+    """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
+    check_runs(context.device)
+    for part, function in PARTS.items():
+        if part in config.parts and not any(r.config["part"] == part for r in run.records):
+            run.progress(part)
+            torch.manual_seed(0)
+            function(Bench(config, run, context.device))
+
+
+def rows_of(records: Sequence[Record], part: str) -> list[Record]:
+    """The rows of a part that were timed."""
+    return [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
+
+
+FACTOR = Ratio("factor", lambda rows: rows[0] if rows else None, "time")
+FACTOR_OFF = prediction_error("predicted_factor", "factor")
+TIME_OFF = prediction_error("predicted_ms", "time_p50_ms")
+
+
+def compare(records: Sequence[Record]) -> None:
+    """Write each effect's times over that of its first row."""
+    for part in PARTS:
+        FACTOR.add(rows_of(records, part))
+
+
+VIEW = View(
+    columns=[
+        Column("variant", "case"), Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
+        Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "time")),
+        Column("metrics.factor", "× first", ".2f"), Column("metrics.predicted_factor", "predicted", ".2f"),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"),
+        Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
+        Column("metrics.registers", "registers", missing=""), Column("metrics.spill_bytes", "spilled", missing=""),
+        Column("metrics.same_bits", "same bits", missing=""),
+        Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
+        FACTOR_OFF, TIME_OFF,
+        Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
+    ],
+    headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
+    derive=compare,
+    parted_by="config.part",
+    reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
+    "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
+    "sectors, so that reading costs sixteen times as much from stride 16 on; writing stays as it is. That is what a "
+    "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
+    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour needs too.\n\n"
+    "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, and no memory; a "
+    "column of padding does the same for 3 % more. Less than predicted is measured, because a round of the loop "
+    "also has barriers and additions: on an H200 they take 0.4 of an access without conflicts.\n\n"
+    "divergence: which lanes take which branch decides, not how many branches there are: by warp they are free. Short "
+    "branches are cheaper than this, because compilers turn them into selections.\n\n"
+    "waves: the time is a staircase. Half of the programs take as long as all, and one more as long as twice as many: "
+    "what a grid of tiles must be compared with (`distlab run calculator waves`).\n\n"
+    "levels: an SM does 128 FMAs per clock, each of which reads what the one before wrote, and shared memory gives or "
+    "takes 128 bytes per clock; L2 and HBM serve all SMs. Predicted are the documents' peaks; of an H100's L2 none "
+    "says.\n\n"
+    "element-wise: a memory of some 3 TB/s and half a microsecond of latency needs 1.5 MB under way at any "
+    "time, more than 10 KiB per multiprocessor. Small blocks on few warps do not ask for so much; stages ask "
+    "for the next block before this one has come. Beyond that, launches are alike, and large blocks only cost "
+    "registers. Predicted is Little's law, with a latency that is measured by one warp alone, on an idle "
+    "memory: under load it is longer.\n\n"
+    "sums: the second launch is short, and its order is fixed; atomic additions come in any order, into memory that a "
+    "launch has set to zero. Same bits: four calls gave one result.\n\n"
+    "variance: the recurrence divides for every element; sums of squares lose as many digits as the square of the mean "
+    "has before the variance.\n\n"
+    "programs: while a program waits for its row it has nothing else under way, so few programs need stages.\n\n"
+    "prologues: that f(x) is not written and read again is paid by computing it for every 128 columns, where the "
+    "matmul waits for it: a fusion that loses.\n\n"
+    "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at most 255 registers; "
+    "what is more goes to memory, and comes back.\n\n"
+    "Errors of launches and forms are against float64, over the largest value; in the interpreter times say nothing.",
+    terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "registers", "spill_bytes",
+              "same_bits", "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
+    findings=lambda records: [] if records[0].environment.get("cuda") else [
+        "Interpreted: the predictions and the errors count, and no time does."],
+    prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
+    "Launches: from a copy and a latency of this run; see how to read.",
+)  # fmt: skip
+SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "repeats": 3}
+EXPERIMENT = Experiment(
+    Config, measure, VIEW, presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL}, gpus=1,
+    wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],
+)  # fmt: skip

@@ -1,0 +1,177 @@
+"""Effects of the hardware, and of launch parameters: kernels run so that nothing else matters."""
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distlab.measure import attempt
+from distlab.theory.gpu import occupancy, wave_quantisation
+from distlab.theory.warp_access import WARP, bank_conflicts, swizzle, warp_divergence
+from experiments.lessons._lesson_kernels import (
+    busy_kernel,
+    divergent_kernel,
+    reread_kernel,
+    stream_kernel,
+    strided_kernel,
+)
+from kernels._compile import resources
+from kernels._dispatch import compile_only, interpreted, launch
+
+from .bench import CHECKED_ROUNDS, Bench, checked
+
+STRIDES = (1, 2, 4, 8, 16, 32)
+PHASES = (32, 16, 8, 4, 2, 1)
+BRANCHES = {"one branch": (WARP, 1), "four, by warp": (WARP, 4), "two, by half warp": (WARP // 2, 2),
+            "two, by lane": (1, 2), "four, by lane": (1, 4)}  # fmt: skip
+SIDE = 32  # of the tile that goes through shared memory
+BLOCK = 1024  # one element for each of 32 warps' lanes
+L2_SPAN = 2**21  # fp32 elements that the L2 of any data-centre GPU keeps
+ACCESS = 64  # bytes: two sectors, the least that HBM3 gives
+BLOCKS, WARPS, STAGES = (256, 1024, 4096), (1, 4, 16), (1, 4)
+TOLERANCE = 1e-2  # of the largest value of an addition in bf16
+
+
+def strides(bench: Bench) -> None:
+    """Bytes that memory moves for warps side by side, over those of stride 1; the last row begins within a sector."""
+    count = bench.config.elements
+    x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
+    y = torch.empty(count, device=bench.device, dtype=torch.int32)
+
+    def run(_: int, stride: int, offset: int) -> None:  # eight elements per thread: enough bytes under way at stride 1
+        launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
+
+    def moved(stride: int, offset: int) -> int:
+        """Read and written for 64 warps."""
+        elements, size = range(64 * WARP), x.element_size()
+        return ACCESS * len({(offset + i * stride) * size // ACCESS for i in elements}) + size * len(elements)
+
+    for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
+        expected = x[offset :: stride][:count]
+        name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
+        bench.effect("strides", name, moved(stride, offset) / moved(1, 0),
+                     partial(run, stride=stride, offset=offset),
+                     lambda e=expected: (y - e).abs().max().item())  # fmt: skip
+
+
+def banks(bench: Bench) -> None:
+    """Rounds of writing a tile's rows, one each, and of reading its columns, over those without a conflict."""
+    programs = 8 * bench.sms  # enough warps that the shared memory itself is the limit
+    y = torch.empty(programs, BLOCK, device=bench.device)
+    for phases in PHASES:
+        reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
+        bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", (1 + reads) / 2,
+                     None if interpreted() else partial(transpose, y, phases),
+                     partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2))  # fmt: skip
+
+
+def transpose(y: Tensor, phases: int, rounds: int) -> None:
+    """Send a tile for each row of y through shared memory."""
+    from experiments.lessons._lesson_banks import transpose_kernel
+
+    launch(transpose_kernel, (len(y),), y, rounds, PHASES=phases)
+
+
+def sum_error(y: Tensor, start: float) -> float:
+    """The largest error of rows of CHECKED_ROUNDS times start, start + 1, and so on."""
+    return (y - CHECKED_ROUNDS * (start + torch.arange(BLOCK, device=y.device))).abs().max().item()
+
+
+def error_of(y: Tensor) -> float:
+    """The largest error of y, 0, 1, 2, … after CHECKED_ROUNDS of x ← x / 2 + 1, over their number."""
+    exact = 2 + (torch.arange(len(y), device=y.device, dtype=torch.float64) - 2) / 2**CHECKED_ROUNDS
+    return (y - exact).abs().max().item() / len(y)
+
+
+def divergence(bench: Bench) -> None:
+    """Branches that a warp executes."""
+    y = torch.empty(bench.sms * BLOCK, device=bench.device)
+
+    def run(rounds: int, width: int, ways: int) -> None:
+        launch(divergent_kernel, (bench.sms,), y, rounds, WIDTH=width, WAYS=ways, BLOCK=BLOCK, num_warps=32)
+
+    for name, (width, ways) in BRANCHES.items():
+        branches = [lane // width % ways for lane in range(WARP)]
+        call = None if interpreted() else partial(run, width=width, ways=ways)
+        bench.effect("divergence", name, warp_divergence(branches, [1.0] * ways).cycles, call,
+                     partial(error_of, y))  # fmt: skip
+
+
+def waves(bench: Bench) -> None:
+    """Programs that keep a multiprocessor busy: two on one take twice as long as one."""
+    sms = bench.sms
+    y = torch.empty(4 * sms * BLOCK, device=bench.device)
+
+    for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
+        bench.effect("waves", f"{blocks} programs", wave_quantisation(blocks, sms).waves,
+                     partial(busy, y[: blocks * BLOCK]), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
+
+
+def busy(y: Tensor, rounds: int) -> None:
+    """Launch a program of 32 warps for each BLOCK of y."""
+    launch(busy_kernel, (len(y) // BLOCK,), y, rounds, BLOCK=BLOCK, num_warps=32)
+
+
+def levels(bench: Bench) -> None:
+    """Read as many bytes from registers, shared memory, L2 and HBM, by programs that fill all places.
+
+    An FMA reads a register that it wrote; a round through shared memory writes as much as it reads.
+    """
+    x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
+    y, spec = torch.empty(8 * bench.sms, BLOCK, device=bench.device), bench.spec
+    peaks = (2 * spec.peak["fp32"], spec.shared_bandwidth / 2, spec.l2_bandwidth, spec.hbm_bandwidth) if spec else ()
+
+    def read(rounds: int, span: int) -> None:
+        launch(reread_kernel, (len(y),), x, y, rounds, SPAN=span, BLOCK=BLOCK, num_warps=4)
+
+    for (level, call, error), peak in itertools.zip_longest((
+        ("registers", partial(busy, y.view(-1)), partial(error_of, y.view(-1))),
+        ("shared memory", None if interpreted() else partial(transpose, y, SIDE), partial(sum_error, y, 2.0)),
+        ("L2", partial(read, span=min(L2_SPAN, len(x))), partial(sum_error, y, 0.0)),
+        ("HBM", partial(read, span=len(x)), partial(sum_error, y, 0.0)),
+    ), peaks):  # fmt: skip
+        bench.effect("levels", level, peak and peaks[0] / peak, call, error, y.nbytes)
+
+
+def element_wise(bench: Bench) -> None:
+    """An addition by programs that fill all places for warps, over BLOCK × warps × stages.
+
+    Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are measured here.
+    """
+    count, sms = bench.config.elements, bench.sms
+    x, y = torch.randn(2, count, device=bench.device).to(bench.dtype)
+    z, expected, moved = torch.empty_like(x), x.double() + y.double(), 3 * x.nbytes
+
+    def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
+        launch(stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps)
+
+    def added(call: Callable[[], Any]) -> dict[str, Any]:
+        call()
+        error = (z.double() - expected).abs().max() / expected.abs().max()
+        times = bench.time(call)
+        return checked(error.item(), TOLERANCE) | times | {"gb_per_s": moved / times["time_p50_ms"] / 1e6}
+
+    copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
+    # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a load from memory.
+    steps = min(count // 1024, 4 if interpreted() else 2**15)
+    latency_ms = bench.time(partial(add, 1024, 1, 1, 1, steps))["time_p50_ms"] / steps
+    for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
+        blocks = count // block
+        programs = min(blocks, sms * (64 // warps if bench.spec else 1))
+        call, known = partial(add, block, warps, stages, programs, blocks), {}
+        if bench.spec:
+            with compile_only() as compiled:
+                call()
+            used = resources(compiled[0])
+            resident = occupancy(bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]).blocks
+            ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1  # cp.async copies 4 bytes or more
+            loads = 2 * x.element_size() * block * max(1, ahead)  # of one program
+            flying = loads * min(programs, resident * sms)
+            known = {"registers": used["registers"], "in_flight_kib": flying / sms / 1024,
+                     "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying))}  # fmt: skip
+        metrics = attempt(partial(added, call)) | known
+        bench.run.add(f"{block} × {warps} warps × {stages} stages", metrics, part="element-wise", block=block,
+                      warps=warps, stages=stages)  # fmt: skip

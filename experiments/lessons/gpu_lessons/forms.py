@@ -1,0 +1,141 @@
+"""One computation in several forms: which is faster, and why?"""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from experiments.lessons import _lesson_forms as kernels
+from kernels import rmsnorm
+from kernels._dispatch import forced, interpreted, launch
+from kernels._rows import Launch, sum_columns
+
+from .bench import Bench
+
+SCALE = 0.5  # of GeLU's argument
+
+
+def size(gpu: int, small: int) -> int:
+    """A length, small where kernels are interpreted."""
+    return small if interpreted() else gpu
+
+
+def normal(bench: Bench, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Random values."""
+    return torch.randn(shape, device=bench.device).to(dtype or bench.dtype)
+
+
+def sums(bench: Bench) -> None:
+    """Σ over the rows of x, and over all of it, in fp32."""
+    rows, cols, parts = size(16384, 64), size(4096, 256), size(64, 2)
+    x, out = normal(bench, rows, cols), torch.empty(parts, cols, device=bench.device)
+    exact = x.double().sum(0)
+
+    def added(out: Tensor, atomic: bool) -> Tensor:
+        launch(kernels.column_sums_kernel, (parts, cols // 128), x, out, rows, cols, ATOMIC=atomic, ROWS=32, BLOCK=128)
+        return out
+
+    bench.form("sums", "rows, two launches", lambda: sum_columns(added(out, False)[None], torch.float32)[0], exact)
+    bench.form("sums", "rows, atomic", lambda: added(out[0].zero_(), True), exact)
+    bench.form("sums", "rows, torch", lambda: x.sum(0, dtype=torch.float32), exact)
+    bench.form("sums", "everything, two launches", lambda: added(out, False).sum(), exact.sum())
+    bench.form("sums", "everything, torch", lambda: x.sum(dtype=torch.float32), exact.sum())
+
+
+def variance(bench: Bench) -> None:
+    """Of fp32 rows around 30, longer than registers and L2 keep."""
+    rows, cols, block = size(512, 3), size(2**17, 512), size(4096, 128)
+    x = 30 + normal(bench, rows, cols, dtype=torch.float32)
+    exact, y = x.double().var(1, correction=0), torch.empty(rows, device=bench.device)
+
+    def computed(form: str) -> Tensor:
+        launch(kernels.variance_kernel, (rows,), x, y, cols, FORM=form, BLOCK=block, num_warps=8)
+        return y
+
+    for form, factor in (("two passes", 1.0), ("Welford", 0.5), ("squares", 0.5)):
+        bench.form("variance", form, partial(computed, form), exact, factor)
+    bench.form("variance", "torch", lambda: x.var(1, correction=0), exact)
+
+
+def programs(bench: Bench) -> None:
+    """Softmax of short rows."""
+    rows, cols = size(65536, 8), size(1024, 64)
+    x = normal(bench, rows, cols, dtype=torch.float32)
+    y, exact = torch.empty_like(x), x.double().softmax(1)
+
+    def computed(count: int, stages: int) -> Tensor:
+        launch(kernels.softmax_kernel, (count,), x, y, rows, BLOCK=cols, STAGES=stages)
+        return y
+
+    bench.form("programs", "one per row", partial(computed, rows, 1), exact)
+    for per_sm, stages in ((16, 1), (8, 1), (8, 3), (4, 4), (2, 4)):
+        name = f"{per_sm} per multiprocessor, {stages} stage{'s' * (stages > 1)}"
+        bench.form("programs", name, partial(computed, per_sm * bench.sms, stages), exact)
+
+
+def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
+    """f(x) w in tiles of 128 × 128: f(x) is computed once and stored, or once for every 128 columns of w."""
+    rows, depth, cols, side = size(8192, 64), size(2048, 64), size(8192, 64), size(128, 32)
+    x, w = normal(bench, rows, depth), normal(bench, depth, cols)
+    y, exact = torch.empty(rows, cols, device=bench.device, dtype=bench.dtype), f(x.double()) @ w.double()
+
+    def multiplied(x: Tensor, form: str) -> Tensor:
+        launch(kernels.prologue_kernel, (cols // side, rows // side), x, w, y, rows, cols, depth, FORM=form,
+               BLOCK_M=side, BLOCK_N=side, BLOCK_K=32, num_warps=8)  # fmt: skip
+        return y
+
+    bench.form(f"{name} prologue", "stored", lambda: multiplied(f(x), "none"), exact)
+    bench.form(f"{name} prologue", "computed again", lambda: multiplied(x, name), exact)
+
+
+def saved(bench: Bench) -> None:
+    """Forward and backward of GeLU(x / 2): x is there in any case, and x / 2 need not be."""
+    x, dy = (normal(bench, size(2**26, 4096)) for _ in range(2))
+    h, y, dx = (torch.empty_like(x) for _ in range(3))
+    wide = x.double().requires_grad_()
+    (exact,) = torch.autograd.grad(F.gelu(SCALE * wide, approximate="tanh"), wide, dy.double())
+
+    def computed(stored: bool) -> Tensor:
+        launch(kernels.gelu_forward_kernel, (len(x) // 1024,), x, h, y, SCALE, STORED=stored, BLOCK=1024)
+        launch(kernels.gelu_backward_kernel, (len(x) // 1024,), dy, x, h, dx, SCALE, STORED=stored, BLOCK=1024)
+        return dx
+
+    bench.form("saved", "stored", lambda: computed(True), exact, 1.0)
+    bench.form("saved", "computed again", lambda: computed(False), exact, 5 / 6)
+
+
+def warps(bench: Bench) -> None:
+    """A row is kept in the registers of one program, and spilled where these are too few."""
+    x, w = normal(bench, size(4096, 4), size(16384, 64)), normal(bench, size(16384, 64))
+    exact = F.rms_norm(x.double(), w.shape, w.double(), 1e-5)
+
+    def computed(count: int) -> Tensor:
+        with forced(rmsnorm=Launch(block=len(w), warps=count)):
+            return rmsnorm.rms_norm(x, w)
+
+    for count in (32, 16, 8, 4, 2, 1):
+        bench.form("warps", f"{count} warp{'s' * (count > 1)}", partial(computed, count), exact)
+
+
+def operands(bench: Bench) -> None:
+    """log Σ exp over K tensors: one kernel moves each of them once, and keeps a value of each."""
+    x = normal(bench, 32, size(2**22, 2048))
+    y = torch.empty_like(x[0])
+
+    def computed(count: int) -> Tensor:
+        launch(kernels.log_sum_kernel, (len(y) // 1024,), x, y, len(y), K=count, BLOCK=1024)
+        return y
+
+    for count in (2, 4, 8, 16, 32):
+        exact = x[:count].double().logsumexp(0)
+        bench.form("operands", f"{count} tensors", partial(computed, count), exact, (count + 1) / 3)
+
+
+FORMS: dict[str, Callable[[Bench], None]] = {
+    "sums": sums, "variance": variance, "programs": programs,
+    "gelu prologue": partial(prologue, name="gelu", f=partial(F.gelu, approximate="tanh")),
+    "softmax prologue": partial(prologue, name="softmax", f=partial(torch.softmax, dim=1)),
+    "saved": saved, "warps": warps, "operands": operands,
+}  # fmt: skip
