@@ -1,13 +1,20 @@
 """Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim and size.
 
-TABLE is frozen: found with tune.py and kept in table.py, so that nobody waits for a
+TABLE is frozen: found with tune.py and kept in tiles.csv, so that nobody waits for a
 search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
+
+A line of tiles.csv has the fields of a `Key` and of three `Tile`s, and an origin: the shape (batch × heads × length ×
+head dim) and the milliseconds that the three kernels took on it, or "by analogy" where a neighbour's tiles were taken
+over after a check that they compile without heavy spilling. A class whose tiles are those of the next longer one has no
+line, except where a line says that "bf16x6" is the faster arithmetic.
 """
 
+import csv
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,7 +23,6 @@ from torch import Tensor
 from .. import _dispatch
 from .._dispatch import generation, interpreted, power_of_two
 from .options import Problem
-from .table import ROWS
 
 # Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
 # while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
@@ -42,6 +48,12 @@ class Tile:
     stages: int = 2
     head_group: int = 1
     tma: bool = False
+
+    @staticmethod
+    def of(text: str) -> "Tile":
+        """Read a tile from its fields as numbers."""
+        *numbers, tma = map(int, text.split())
+        return Tile(*numbers, tma=bool(tma))
 
 
 @dataclass(frozen=True)
@@ -71,12 +83,15 @@ class Choice(NamedTuple):
     dq: Tile
 
 
-TABLE: dict[Key, Choice] = {
-    Key(*kind, *sizes): Choice(*(Tile(*tile) for tile in tiles))
-    for kind, rows in ROWS.items()
-    for sizes, _, *tiles in rows
-}
+def _read(path: Path) -> dict[Key, Choice]:
+    with path.open(encoding="utf-8") as file:
+        _, *lines = csv.reader(file)
+    return {Key(gpu, int(bits), precision, int(head_dim), int(rows)): Choice(*map(Tile.of, tiles))
+            for gpu, bits, precision, head_dim, rows, *tiles, _ in lines}  # fmt: skip
 
+
+TILES = Path(__file__).with_name("tiles.csv")
+TABLE = _read(TILES)
 CANDIDATES = {
     16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
     32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),

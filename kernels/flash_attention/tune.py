@@ -1,4 +1,4 @@
-"""Finds the fastest tile of each attention kernel on this GPU and prints the rows that table.py needs.
+"""Finds the fastest tile of each attention kernel on this GPU and prints the lines that tiles.csv needs.
 
     python -m kernels.flash_attention.tune bfloat16 64 1024 4096 16384
     python -m kernels.flash_attention.tune float32 128 65536 --precision bf16x6
@@ -86,15 +86,15 @@ def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile,
     return min(zip(leaders, map(median, zip(*rounds, strict=True)), strict=True), key=lambda pair: pair[1])
 
 
-def row(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
-    """Returns the lines of table.py for one key, below those of its GPU, bits and precision."""
+def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
+    """Returns the line of tiles.csv for one key."""
     origin = f"{shape}: {' '.join(f'{ms:.4f}' for ms in times)} ms"
-    shown = [astuple(tile)[: None if tile.tma or tile.head_group > 1 else 4] for tile in tiles]
-    return f'        ({(key.head_dim, key.rows)}, "{origin}",\n         {str(shown)[1:-1]}),'
+    shown = (" ".join(str(int(field)) for field in astuple(tile)) for tile in tiles)
+    return ",".join(map(str, (*astuple(key), *shown, origin)))
 
 
 def main() -> None:
-    """Prints a row of the table per length."""
+    """Prints a line of the table per length."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("head_dim", type=int)
@@ -108,7 +108,7 @@ def main() -> None:
         q = torch.randn(1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype))
         found = (fastest(*launch, candidates(kernel, q.element_size(), problem.precision))
                  for kernel, launch in launches(q, problem).items())  # fmt: skip
-        print(row(key_of(q, problem), f"1x1x{length}x{args.head_dim}", *zip(*found, strict=True)))
+        print(line(key_of(q, problem), f"1x1x{length}x{args.head_dim}", *zip(*found, strict=True)))
 
 
 if __name__ == "__main__":
