@@ -23,7 +23,7 @@ Forms of one computation (`forms.py`), each a multiple of the part's first, besi
 - sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic additions.
 - variance: of rows that do not fit on chip: read twice, or once, by Welford's recurrence or from sums of squares.
 - programs: softmax by a program per row, or by a few per multiprocessor that take turns.
-- gelu prologue, softmax prologue: before a matmul, stored, or computed again by every program that multiplies it.
+- gelu-prologue, softmax-prologue: before a matmul, stored, or computed again by every program that multiplies it.
 - saved: what GeLU's backward needs, stored by forward or computed again.
 - warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
 - operands: 2 to 32 tensors combined by one kernel: registers, time.

@@ -86,8 +86,8 @@ def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
                BLOCK_M=side, BLOCK_N=side, BLOCK_K=32, num_warps=8)  # fmt: skip
         return y
 
-    bench.form(f"{name} prologue", "stored", lambda: multiplied(f(x), "none"), exact)
-    bench.form(f"{name} prologue", "computed again", lambda: multiplied(x, name), exact)
+    bench.form(f"{name}-prologue", "stored", lambda: multiplied(f(x), "none"), exact)
+    bench.form(f"{name}-prologue", "computed again", lambda: multiplied(x, name), exact)
 
 
 def saved(bench: Bench) -> None:
@@ -135,7 +135,7 @@ def operands(bench: Bench) -> None:
 
 FORMS: dict[str, Callable[[Bench], None]] = {
     "sums": sums, "variance": variance, "programs": programs,
-    "gelu prologue": partial(prologue, name="gelu", f=partial(F.gelu, approximate="tanh")),
-    "softmax prologue": partial(prologue, name="softmax", f=partial(torch.softmax, dim=1)),
+    "gelu-prologue": partial(prologue, name="gelu", f=partial(F.gelu, approximate="tanh")),
+    "softmax-prologue": partial(prologue, name="softmax", f=partial(torch.softmax, dim=1)),
     "saved": saved, "warps": warps, "operands": operands,
 }  # fmt: skip
