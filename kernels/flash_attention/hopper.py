@@ -141,8 +141,17 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
         CONSUMERS=consumers, STAGES=stages, num_warps=4)
 
 
+def _each(q: Tensor, k: Tensor) -> int:
+    """Query heads of one key head that a program of the backward walks over, one after the other.
+
+    A program whose keys few queries see is soon some heads ahead of the others, and what they have in common leaves the
+    L2. Where each has one head, dK and dV of a key head are sums of parts, rounded as they are.
+    """
+    return 1
+
+
 def _group(q: Tensor) -> int:
-    """Heads of keys whose programs of the backward run side by side: each walks over one query head after another."""
+    """Parts of heads whose programs of the backward run side by side."""
     return max(1, BACKWARD_BYTES // (2 * q.element_size() * q.shape[2] * q.shape[3]))
 
 
@@ -153,18 +162,23 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     from .hopper_backward import cast_kernel, hopper_backward_kernel
 
     batch, heads, query_count, head_dim = q.shape
-    columns = configs.block_d(head_dim)
+    columns, kv_group, each = configs.block_d(head_dim), heads // k.shape[1], _each(q, k)
     queries = 64 if columns == 128 else 128
+    part = (batch, heads // each, *k.shape[2:])  # of dK and dV
+    parts = (dk, dv) if each == kv_group else [torch.empty(part, dtype=k.dtype, device=k.device) for _ in range(2)]
     dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
     saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
     _dispatch.launch(
-        hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * k.shape[1],),
+        hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * heads // each,),
         _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
         _descriptor(saved.lse2, queries), _descriptor(saved.delta, queries),
-        _descriptor(dq_sum, 64, 64, 32 if columns == 128 else 128), _descriptor(dk, 64), _descriptor(dv, 64),
-        heads, heads // k.shape[1], query_count, k.shape[2], saved.lse2.shape[2],
+        _descriptor(dq_sum, 64, 64, 32 if columns == 128 else 128), *(_descriptor(x, 64) for x in parts),
+        heads, kv_group, each, query_count, k.shape[2], saved.lse2.shape[2],
         k.shape[2] if problem.band[1] is None else problem.hi,
         _group(q), problem.scale, problem.scale * LOG2_E, num_warps=4)
+    for whole, x in zip((dk, dv), parts, strict=True):
+        if x is not whole:
+            torch.sum(x.view(*k.shape[:2], -1, *k.shape[2:]), 2, out=whole)
     rows = batch * heads * query_count
     _dispatch.launch(cast_kernel, (cdiv(rows, CAST_ROWS),), dq_sum, dq, *dq.stride()[:3], heads, query_count, rows,
                      problem.scale, HEAD_DIM=head_dim, COLUMNS=columns, ROWS=CAST_ROWS, num_warps=4)

@@ -2,7 +2,7 @@
 
 The math, shapes and results are those of backward.py, with Δ and LSE·log2(e) from its `delta_kernel`. Where its two
 passes compute seven matmuls per tile, a program here owns 128 keys of a key head, walks over the query tiles that see
-them, of one query head that reads this key head after the other, and computes every product once:
+them, of one query head after the other of `each` that read this key head, and computes every product once:
 
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    Pᵀ = exp2(scale·log2(e)·Sᵀ − LSE₂)    dSᵀ = Pᵀ ∘ (dPᵀ − Δ)
     dV += Pᵀ dO    dK += dSᵀ Q    dQ += dS K
@@ -66,14 +66,14 @@ def reduce_add(desc, coordinates, source, _semantic=None):
 @gluon.jit
 def _producer(given):
     """Loads: K and V once, then Q, LSE, dO and Δ of the query tiles as their buffers come free."""
-    (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads, kv_group,
-     first_key, first_query, tiles, padded_count) = given
+    (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
+     first_head, each, first_key, first_query, tiles, padded_count) = given
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     for i in gl.static_range(2):
         k.acquire(i, k_desc.block_type.nbytes)
         k.copy(i, k_desc, batch, kv_head, first_key + i * KEYS)
-    for j in range(tiles * kv_group):
-        head = kv_head * kv_group + j // tiles
+    for j in range(tiles * each):
+        head = first_head + j // tiles
         row = first_query + j % tiles * QUERIES
         stats = (batch * heads + head) * padded_count + row
         q.acquire(j, q_desc.block_type.nbytes + lse2_desc.block_type.nbytes)
@@ -174,7 +174,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head,
 @gluon.jit
 def _consumer(given, operands, others, W: gl.constexpr):
     """All products for 64 keys, the W-th of the program."""
-    (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,
+    (dq_desc, dk_desc, dv_desc, batch, part, each, first_key, key_count, hi, first_query, tiles, scale,
      scale_log2) = given
     k, v, q = operands
     QUERIES: gl.constexpr = q.tiles.shape[1]
@@ -191,7 +191,7 @@ def _consumer(given, operands, others, W: gl.constexpr):
         masked = end
     dk = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
     dv = gl.zeros([KEYS, D], gl.float32, SUM_LAYOUT)
-    total = tiles * kv_group
+    total = tiles * each
     k.wait_full(0)
     k.wait_full(1)
     q.wait_full(0, pred=total > 0)
@@ -199,7 +199,7 @@ def _consumer(given, operands, others, W: gl.constexpr):
     st = warpgroup_mma(k.tile(W), q.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(0, deps=[st])
     v.wait_full(W, pred=total > 0)
-    last_head, last_row = kv_head * kv_group, first_query
+    last_head, last_row = part * each, first_query
     # Two pairs, not `last_row = row` in the loop alone: Triton's frontend takes a name for constant in a loop if its
     # value before the loop is the one that the loop's first pass gives it.
     head, row = last_head, first_query + QUERIES
@@ -224,16 +224,16 @@ def _consumer(given, operands, others, W: gl.constexpr):
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(dq, dq_desc, dq_tiles, batch, last_head, last_row, W, QUERIES)
     tma.store_wait(0)
-    copy_out(dv_desc, batch, kv_head, key0, v.tile(W), dv)
+    copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
     tma.store_wait(0)
-    copy_out(dk_desc, batch, kv_head, key0, v.tile(W), dk * scale)
+    copy_out(dk_desc, batch, part, key0, v.tile(W), dk * scale)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi", "group"])
+@gluon.jit(do_not_specialize=["heads", "kv_group", "each", "query_count", "key_count", "padded_count", "hi", "group"])
 def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-                    heads, kv_group, query_count, key_count, padded_count, hi, group, scale, scale_log2):
-    """One program: dK and dV of 128 keys of one key head, and their share of dQ / scale; long key tiles come first."""
+                           heads, kv_group, each, query_count, key_count, padded_count, hi, group, scale, scale_log2):
+    """One program: what `each` query heads give to dK and dV of 128 keys, and to dQ / scale; long tiles come first."""
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     k = ring(k_desc, 2, 2)
     v = ring(v_desc, 2, 1)
@@ -250,18 +250,19 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     ds_full, ds_free, start = barriers(2, 2), barriers(2, 2), barriers(1, 1)
     fence_async_shared()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
-    kv_heads = heads // kv_group
+    parts = heads // each
     place, tile = placed(gl.program_id(0), key_tiles, gl.num_programs(0) // key_tiles, group)
-    batch = place // kv_heads
-    kv_head = place % kv_heads
+    batch = place // parts
+    part = place % parts
+    first_head = part * each
     first_key = tile * (2 * KEYS)
     first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
-    given = (dq_desc, dk_desc, dv_desc, batch, kv_head, kv_group, first_key, key_count, hi, first_query, tiles, scale,
+    given = (dq_desc, dk_desc, dv_desc, batch, part, each, first_key, key_count, hi, first_query, tiles, scale,
              scale_log2)
     operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start)
-    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
-               kv_group, first_key, first_query, tiles, padded_count)
+    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
+               first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
     gl.warp_specialize([(_consumer, (given, operands, others, 0)), (_consumer, (given, operands, others, 1)),
                         (_producer, (to_load,))], [4, 1], [240, 24])
 
