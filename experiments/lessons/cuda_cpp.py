@@ -21,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
@@ -32,12 +33,11 @@ from kernels import elementwise, matmul, softmax
 from kernels._compile import resources
 from kernels._dispatch import check_runs, compile_only, interpreted
 
-Function = Callable[..., Tensor]
+Function = Callable[..., Any]  # of tensors
 SOURCE = Path(__file__).with_name("_cuda_kernels.cu").read_text(encoding="utf-8")
 COLS, TILE, HEAD_DIM = 4096, 128, 64  # of softmax; a multiple of all tiles; of attention
 STEP = lesson.Step("tuned tiles", **TUNED[HEAD_DIM], skip=True, split=True)
 OPERATIONS = ("add", "softmax", "matmul", "attention")
-REPEATS = 5  # of a timing in a round
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class Case:
     sizes: tuple[int, ...] = ()
 
 
-def filling(launch: Callable[..., Any]) -> Function:
+def filling(launch: Function) -> Function:
     """`launch(*inputs, y)` as a function that returns y."""
 
     def call(*inputs: Tensor) -> Tensor:
@@ -97,14 +97,13 @@ def case_of(operation: str, config: Config, device: torch.device) -> Case:
         launch = filling(partial(elementwise.launch_flat, elementwise.add_kernel, "add"))
         return Case(wide(2, rows, COLS), torch.add, elementwise.add_kernel, launch, (rows * COLS // 1024, 1), 256)
     if operation == "softmax":
-        launch, by_torch = filling(softmax.launch_forward), partial(torch.softmax, dim=1)
-        return Case(wide(1, rows, COLS), by_torch, softmax.forward_kernel, launch, (rows, 1), 256)
+        return Case(wide(1, rows, COLS), partial(torch.softmax, dim=1), softmax.forward_kernel,
+                    filling(softmax.launch_forward), (rows, 1), 256)  # fmt: skip
     if operation == "matmul":
         launch = filling(lambda a, b, y: matmul.launch_pointers(a, b, None, y, None, "tf32x3"))
         return Case(half(2, n, n), torch.matmul, matmul.grouped_kernel, launch, (n // 128, n // 128), 256, (n, n))
-    by_torch = partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
-    return Case(half(3, 1, heads, length, HEAD_DIM), by_torch, lesson.forward_kernel,
-                lambda *qkv: lesson.forward(STEP, *(x[0] for x in qkv))[0],
+    return Case(half(3, 1, heads, length, HEAD_DIM), partial(F.scaled_dot_product_attention, is_causal=True),
+                lesson.forward_kernel, lambda *qkv: lesson.forward(STEP, *(x[0] for x in qkv))[0],
                 (length // 64, heads), 128, (length,))  # fmt: skip
 
 
@@ -116,8 +115,7 @@ def in_cuda(operation: str, case: Case) -> tuple[Function, int]:
         kernel = torch.cuda._compile_kernel(SOURCE, operation)
     driver, used = torch.cuda._utils._get_gpu_runtime_library(), ctypes.c_int()
     driver.cuFuncGetAttribute(ctypes.byref(used), 4, kernel.func)  # 4: CU_FUNC_ATTRIBUTE_NUM_REGS
-    grid, block = (*case.grid, 1), (case.block, 1, 1)
-    return filling(lambda *tensors: kernel(grid, block, [*tensors, *case.sizes])), used.value
+    return filling(lambda *tensors: kernel((*case.grid, 1), (case.block, 1, 1), [*tensors, *case.sizes])), used.value
 
 
 def in_triton(operation: str, case: Case) -> tuple[Function, int | None]:
@@ -138,9 +136,9 @@ def code_lines(text: str) -> int:
 
 def cuda_lines(operation: str) -> int:
     """Lines of code of an operation in SOURCE, with what matmul and attention share."""
-    _, *parts = re.split(r"(?m)^// ==== (.+) ====$", SOURCE)
-    lines = dict(zip(parts[::2], map(code_lines, parts[1::2]), strict=True))
-    return lines[operation] + lines["tensor cores"] * (operation in ("matmul", "attention"))
+    names = [operation] + ["tensor cores"] * (operation in ("matmul", "attention"))
+    sections = [SOURCE.partition(f"// ==== {name} ====")[2].partition("// ====")[0] for name in names]
+    return sum(map(code_lines, sections))
 
 
 def triton_lines(kernel: Any) -> int:
@@ -164,7 +162,7 @@ def compared(operation: str, config: Config, device: torch.device) -> dict[str, 
         function, registers = FORMS[form](operation, case)
         call = partial(function, *case.inputs)
         error = ((call() - expected).abs().max() / expected.abs().max()).item()
-        once = (partial(clock.replayed(call, calls=(10, 20)), REPEATS) if on_gpu
+        once = (partial(clock.replayed(call, calls=(10, 20)), repeats=5) if on_gpu
                 else partial(clock.measure, call, warmup=0, repeats=1, device=device))  # fmt: skip
         clocks[form] = lambda: {"time": once()}
         right = error <= (1e-5 if case.inputs.dtype == torch.float32 else 1e-2)
@@ -201,13 +199,13 @@ VIEW = View(
     derive=lambda records: OVER_TRITON.add_within(
         lambda record: record.config["operation"], [r for r in records if r.metrics["status"] == "ok"]),
     reading="Lines are those of a kernel and of the functions that it calls, without comments, docstrings and empty "
-    "lines; what matmul and attention share in CUDA C++ counts in both, and Triton's softmax and matmul have masks for "
-    "any size, the matmul also bias and epilogues. × Triton is a row's time over Triton's, the median over interleaved "
-    "rounds. Registers are a thread's. Errors are against float64, over the largest exact value.\n\n"
+    "lines. What matmul and attention share in CUDA C++ counts in both; in Triton all but attention have masks for any "
+    "size, and the matmul has bias and epilogues too. × Triton is a row's time over Triton's, the median over "
+    "interleaved rounds. Registers are a thread's. Errors are against float64, over the largest exact value.\n\n"
     "An addition and a softmax wait for memory, which a few lines keep busy in either language; Triton spares the "
     "shuffles of a reduction. In matmul and attention `tl.load` and `tl.dot` stand for what CUDA C++ spells out: which "
     "lane holds which element, copies that run ahead, padding against bank conflicts. From the same source Triton "
-    "makes wgmma on Hopper; the mma.sync of this file, which every GPU since Ampere has, leaves a part of Hopper's "
+    "makes wgmma on Hopper; the mma.sync of the file, which every GPU since Ampere has, leaves a part of Hopper's "
     "tensor cores idle. In Triton's interpreter times say nothing.",
 )  # fmt: skip
 SMALL = {"rows": 8, "size": 128, "heads": 1, "length": 128, "rounds": 5}
