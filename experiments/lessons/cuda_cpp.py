@@ -1,7 +1,7 @@
 """What does Triton spare beside CUDA C++?
 
     distlab run cuda_cpp                              # on a GPU
-    TRITON_INTERPRET=1 distlab run cuda_cpp --quick   # without one: lines of code, and are Triton's kernels right?
+    TRITON_INTERPRET=1 distlab run cuda_cpp --quick   # without one: lines, and Triton's errors
 
 An element-wise addition, a softmax of rows, a matmul and causal attention, each in CUDA C++ (`_cuda_kernels.cu`, to be
 read beside this table; NVRTC compiles it when the experiment runs), in Triton and by torch, timed in the same rounds.
