@@ -6,7 +6,7 @@
     distlab run model_benchmark --preset profile     # kinds of work, contexts of 256 to 4,096
     distlab run model_benchmark --preset memory      # memory over contexts, in fp32 and bf16
     distlab run model_benchmark --preset recomputation  # of activations: memory, time
-    distlab run model_benchmark --preset block       # a layer of Llama: kernels.nn, torch.compile, Liger
+    distlab run model_benchmark --preset block       # a layer of Llama beside kernels.nn and Liger
 
 Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
@@ -16,7 +16,7 @@ On request the full step of each combination is taken apart, from the profiler's
 in forward, backward, optimizer and inference, the kinds of work by time beside their FLOPs in each phase, and the
 parts of the model (`by_part`), measured beside predicted; memory over time by category,
 with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
-kernels. That is in `taken_apart`.
+kernels. That is in `taken_apart`. `llama_block` times a layer of Llama with the modules of `kernels.nn`.
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """A decoder layer in the shape of Hugging Face's Llama: the modules of `kernels.nn` beside torch's and Liger's.
 
     distlab run model_benchmark --preset block                            # Llama 3 8B's layer, 2 × 2,048 tokens
-    distlab run model_benchmark --preset block --batch 1 --context 8192   # the same layer at another length
+    distlab run model_benchmark --preset block --batch 1 --context 4096   # the same layer at another length
     distlab run model_benchmark --size small --dtype bf16 --block         # a layer of that size, beside the usual rows
 
 The layer has Llama's attribute names, and so its state dict, and is written in plain torch: transformers is not needed.
@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.experiment import Column, Record, View
+from distlab.experiment import Column, Record, View, headline_from
 from distlab.measure import PhaseTimer, allocated_bytes, attempt, peak_memory, sample_rounds
 from distlab.model.config import ModelConfig
 from distlab.model.ops import positions, rope_tables, sdpa
@@ -40,8 +40,9 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: ModelConfig, rotate: Callable, attend: Callable) -> None:
         super().__init__()
         d, self.head_dim = shape.d_model, shape.d_model // shape.num_heads
-        self.q_proj, self.o_proj = linear(d, d), linear(d, d)
-        self.k_proj, self.v_proj = (linear(d, shape.kv_heads * self.head_dim) for _ in range(2))
+        of_keys = shape.kv_heads * self.head_dim
+        self.q_proj, self.k_proj = linear(d, d), linear(d, of_keys)
+        self.v_proj, self.o_proj = linear(d, of_keys), linear(d, d)
         self.rotate, self.attend = rotate, attend
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -216,14 +217,12 @@ def compare(records: Sequence[Record]) -> None:
             Ratio(name, row_of(prefix(label) + peer)).add(rows)
 
 
-def block_headline(records: Sequence[Record]) -> str:
-    """The layer's sizes, and what it was measured on."""
-    trial, env = TrialConfig.of(records[0].config), records[0].environment
-    shape = trial.model()
-    return (
-        f"d {shape.d_model:,}, {shape.num_heads}:{shape.kv_heads} heads, d_ff {shape.d_ff:,}, {trial.batch} × "
-        f"{shape.context_length:,} tokens, {trial.dtype}; {env['device_name']}, torch {env['torch']}"
-    )
+def layer_of(record: Record) -> str:
+    """The sizes of a row's layer."""
+    trial = TrialConfig.of(record.config)
+    m = trial.model()
+    heads = f"{m.num_heads}:{m.kv_heads} heads of {m.d_model // m.num_heads}"
+    return f"{heads}, d_ff {m.d_ff:,}, {trial.batch} × {m.context_length:,} tokens, {trial.dtype}"
 
 
 BLOCK_VIEW = View(
@@ -236,7 +235,8 @@ BLOCK_VIEW = View(
         mib_column("peak_alloc_bytes", "peak MiB"), Column("metrics.error", "error", ".0e"),
         Column("metrics.grad_error", "gradient error", ".0e"), Column("metrics.status", "status", align="left"),
     ],
-    headline=block_headline,
+    headline=headline_from("{layers}; {device_name}, torch {torch}",
+                           layers=lambda records: " / ".join(dict.fromkeys(map(layer_of, records)))),
     derive=compare,
     terminal=("variant", "forward_p50_ms", "backward_p50_ms", "step_p50_ms", "noise_pct", *PEERS, "peak_alloc_bytes",
               "grad_error"),

@@ -64,7 +64,7 @@ class BenchmarkConfig(OwnModel, Swept):
         False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
     )
     saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
-    block: bool = option(False, "a layer of Llama of these sizes: torch's, with kernels.nn, with Liger")
+    block: bool = option(False, "a layer of Llama of these sizes: torch, kernels.nn, Liger")
     nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
 
     def __post_init__(self) -> None:
