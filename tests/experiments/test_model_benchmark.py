@@ -1,6 +1,7 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
+from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -14,8 +15,10 @@ from distlab.testing import run_ranks
 from distlab.theory.operators import Compute
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
+from experiments.model_benchmark.llama_block import VARIANTS
 from experiments.model_benchmark.memory import MEMORY, memory, predicted_peak
 from experiments.model_benchmark.trials import TrialConfig
+from kernels import rmsnorm
 from tests.experiments.frame import on_rank
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
@@ -126,6 +129,31 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
     for form in ("compiled", "ours"):
         assert whole[form] == pytest.approx(saved_by[f"{form}, all"]["predicted_saved_block_bytes"], rel=0.15)
     assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
+
+
+def test_a_layer_of_llama_in_every_variant(one_rank, tmp_path, monkeypatch):
+    """On a CPU there is no Liger; what a wrong norm computes is said, and compared with nobody."""
+    monkeypatch.setattr("kernels._dispatch.runs_triton", lambda tensor: False)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ compiler to wait for
+    case = {"modes": ("forward",), "warmups": (0,), "kv_heads": (2,), "block": True}
+
+    def layers(*dtypes):
+        (folder := tmp_path / "-".join(dtypes)).mkdir()
+        records = measured_here(one_rank, folder, **case, dtype=dtypes).parts["model_block"].records
+        return {record.variant: record.metrics for record in records}
+
+    found = layers("fp32", "bf16")
+    for dtype, most in (("fp32", 1e-5), ("bf16", 2e-2)):  # seen: 5e-7, 5e-3
+        *right, liger = (found.pop(f"{dtype}: {name}") for name in VARIANTS)
+        assert all(row["status"] == "ok" and row["error"] < most and row["grad_error"] < most for row in right)
+        assert all(row["step_p50_ms"] > row["backward_p50_ms"] > 0 and row["over_compiled"] > 0 for row in right)
+        assert right[1]["over_compiled"] == 1 and "Error" in liger["status"] and "over_compiled" not in liger
+    assert not found
+    real = rmsnorm.rms_norm
+    monkeypatch.setattr(rmsnorm, "rms_norm", lambda *given: 1.01 * real(*given))
+    found = layers("fp32")
+    assert [name for name, row in found.items() if row["status"] == "WRONG"] == ["kernels.nn", "kernels.nn compiled"]
+    assert [name for name, row in found.items() if "over_compiled" in row] == ["torch", "torch compiled"]
 
 
 @pytest.mark.parametrize(
