@@ -16,7 +16,7 @@ GROUPS = {
     "kernels": "calculator",
     "models": "long_context mixed_precision model_comparison",
     "scale": "predict scaling simulate_scale",
-    "lessons": "attention_steps contention cuda_cpp gpu_lessons ir tutorial_kernels",
+    "lessons": "attention_steps contention gpu_lessons ir tutorial_kernels",
 }
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 

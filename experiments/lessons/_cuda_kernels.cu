@@ -1,6 +1,6 @@
 // Four kernels in CUDA C++, to be read beside their forms in Triton: add, softmax, matmul, causal attention.
 //
-// The experiment cuda_cpp compiles this file by NVRTC, which needs no headers for it: bf16 is its bits, and what C++
+// The experiment gpu_lessons compiles this file by NVRTC, which needs no headers for it: bf16 is its bits, and what C++
 // has no word for (asynchronous copies, tensor cores) is one PTX instruction in a small function. For compute
 // capability 8.0 and up. A kernel is right for the sizes that its comment names, launched with the grid and block that
 // stand there.

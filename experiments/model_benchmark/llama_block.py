@@ -17,15 +17,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from distlab.experiment import Column, Record, View, headline_from
-from distlab.measure import PhaseTimer, allocated_bytes, attempt, peak_memory, sample_rounds
+from distlab.experiment import Column, Record, View
+from distlab.measure import allocated_bytes, attempt, clock, peak_memory, sample_rounds
 from distlab.model.config import ModelConfig
 from distlab.model.ops import positions, rope_tables, sdpa
 from distlab.precision import DTYPES
 from distlab.report import NOISE, Ratio, grouped, row_of
 
 from .timing import TOLERANCE
-from .trials import Rows, TrialConfig, mib_column, ms_column, prefix
+from .trials import Rows, TrialConfig, headline, mib_column, ms_column, prefix
 
 BLOCK = "model_block"
 CALLS = 3  # timed in a round, after an untimed one
@@ -156,12 +156,9 @@ def prepare(
     tables, upstream = layer.tables(*cos_sin, dtype), upstream.to(dtype)
     run = torch.compile(layer, dynamic=False) if compiles else layer
 
-    def both(mark: Callable = lambda phase: None) -> list[Tensor]:
+    def both() -> list[Tensor]:
         out = run(leaves[0], *tables)
-        mark("forward")
-        gradients = torch.autograd.grad(out, leaves, upstream)
-        mark("backward")
-        return [out.detach(), *gradients]
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
     return both
 
@@ -181,15 +178,6 @@ def ready(calls: dict[str, Callable], name: str, exact: list[Tensor], tolerance:
     return metrics
 
 
-def once(both: Callable, device: torch.device) -> dict[str, list[float]]:
-    """ms of forward, backward and both (`step`) in one round."""
-    timer = PhaseTimer(device)
-    for _ in timer.each(CALLS, warmup=1):
-        both(timer.mark)
-    steps = timer.steps()
-    return {phase: [step[phase] for step in steps] for phase in steps[0]}
-
-
 def block(device: torch.device, trial: TrialConfig, rounds: int) -> dict[str, Rows]:
     """A row for each variant of a layer of the trial's sizes; one that fails says why."""
     torch._dynamo.reset()  # it compiles one function only so often
@@ -203,8 +191,9 @@ def block(device: torch.device, trial: TrialConfig, rounds: int) -> dict[str, Ro
     found, calls = {}, {}
     for name in VARIANTS:
         found[name] = attempt(partial(ready, calls, name, exact, TOLERANCE[trial.dtype], dtype, *given))
-    timed = {name: partial(once, both, device) for name, both in calls.items()}
-    for name, metrics in sample_rounds(timed, rounds).items():
+    timed = {name: partial(clock.measure, both, warmup=1, repeats=CALLS, device=device) for name, both in calls.items()}
+    for name, metrics in sample_rounds({name: lambda once=once: {"step": once()} for name, once in timed.items()},
+                                       rounds).items():  # fmt: skip
         found[name] |= metrics
     return {BLOCK: list(found.items())}
 
@@ -217,40 +206,26 @@ def compare(records: Sequence[Record]) -> None:
             Ratio(name, row_of(prefix(label) + peer)).add(rows)
 
 
-def layer_of(record: Record) -> str:
-    """The sizes of a row's layer."""
-    trial = TrialConfig.of(record.config)
-    m = trial.model()
-    heads = f"{m.num_heads}:{m.kv_heads} heads of {m.d_model // m.num_heads}"
-    return f"{heads}, d_ff {m.d_ff:,}, {trial.batch} × {m.context_length:,} tokens, {trial.dtype}"
-
-
 BLOCK_VIEW = View(
     name=BLOCK,
     question="What do the modules of kernels.nn change in a layer of Llama, beside torch.compile and Liger?",
     columns=[
-        Column("variant", "layer of"), ms_column("forward_p50_ms", "forward ms"),
-        ms_column("backward_p50_ms", "backward ms"), ms_column("step_p50_ms", "both ms"), NOISE,
+        Column("variant", "layer of"), ms_column("step_p50_ms", "ms"), NOISE,
         *(Ratio(name, row_of(peer)).column(f"÷ {peer}", missing="", optional=True) for name, peer in PEERS.items()),
         mib_column("peak_alloc_bytes", "peak MiB"), Column("metrics.error", "error", ".0e"),
         Column("metrics.grad_error", "gradient error", ".0e"), Column("metrics.status", "status", align="left"),
     ],
-    headline=headline_from("{layers}; {device_name}, torch {torch}",
-                           layers=lambda records: " / ".join(dict.fromkeys(map(layer_of, records)))),
+    headline=headline,
     derive=compare,
-    terminal=("variant", "forward_p50_ms", "backward_p50_ms", "step_p50_ms", "noise_pct", *PEERS, "peak_alloc_bytes",
-              "grad_error"),
-    findings=lambda records: [
-        f"{record.metrics['status']}: {record.variant}" for record in records if record.metrics["status"] != "ok"
-    ][:5],
-    reading="One layer with its weights in the dtype that it computes in, without autocast. Torch's has nn.RMSNorm, "
+    terminal=("variant", "step_p50_ms", "noise_pct", *PEERS, "peak_alloc_bytes", "grad_error", "status"),
+    reading="Forward and backward of one layer with its weights in the dtype that it computes in, without autocast. Torch's has nn.RMSNorm, "
     "silu and product, rotation as in the formula, and torch's attention; kernels.nn has its RMSNorm and SwiGLU, "
     "kernels.rope and kernels.flash_attention; Liger has its own RMSNorm, SwiGLU and rotation, and torch's attention. "
     "Tables of cos and sin are made before the clock starts: in the layer's dtype, as Llama has them, and for "
     "kernels.rope in fp32.\n\n"
     "Errors are ‖y − y_ref‖ / ‖y_ref‖ of the output, and of the gradient in which that is largest, against torch's "
     "layer in fp32, of an fp32 layer in float64. Peak is what forward and backward take beside the weights and the "
-    "input, gradients included. Ratios are of both, this row over the other: below 1 this one is faster; a row that is "
-    "WRONG has none.",
+    "input, gradients included. Ratios are this row over the other: below 1 this one is faster; a row that is WRONG "
+    "has none.",
     noise="All variants are timed in each of the interleaved rounds, on the same tensors. Ratios are paired by round.",
 )  # fmt: skip

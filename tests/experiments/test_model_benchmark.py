@@ -146,7 +146,7 @@ def test_a_layer_of_llama_in_every_variant(one_rank, tmp_path, monkeypatch):
     for dtype, most in (("fp32", 1e-5), ("bf16", 2e-2)):  # seen: 5e-7, 5e-3
         *right, liger = (found.pop(f"{dtype}: {name}") for name in VARIANTS)
         assert all(row["status"] == "ok" and row["error"] < most and row["grad_error"] < most for row in right)
-        assert all(row["step_p50_ms"] > row["backward_p50_ms"] > 0 and row["over_compiled"] > 0 for row in right)
+        assert all(row["step_p50_ms"] > 0 and row["over_compiled"] > 0 for row in right)
         assert right[1]["over_compiled"] == 1 and "Error" in liger["status"] and "over_compiled" not in liger
     assert not found
     real = rmsnorm.rms_norm

@@ -27,6 +27,7 @@ Forms of one computation (`forms.py`), each a multiple of the part's first, besi
 - saved: what GeLU's backward needs, stored by forward or computed again.
 - warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
 - operands: 2 to 32 tensors combined by one kernel: registers, time.
+- cuda-add, cuda-softmax, cuda-matmul, cuda-attention: in Triton, in CUDA C++ (`cuda.py`) and by torch: lines, time.
 
 The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
 """
@@ -51,11 +52,12 @@ from distlab.report import Ratio, noise_of, prediction_error
 from kernels._dispatch import check_runs
 
 from .bench import CHECKED_ROUNDS, Bench
+from .cuda import IN_CUDA
 from .effects import banks, divergence, element_wise, levels, strides, waves
 from .forms import FORMS
 
 PARTS = {"strides": strides, "banks": banks, "divergence": divergence, "waves": waves, "levels": levels,
-         "element-wise": element_wise, **FORMS}  # fmt: skip
+         "element-wise": element_wise, **FORMS, **IN_CUDA}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,10 @@ VIEW = View(
     "matmul waits for it: a fusion that loses.\n\n"
     "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at most 255 registers; "
     "what is more goes to memory, and comes back.\n\n"
+    "cuda: lines are those of a kernel and of the functions that it calls, without comments and empty lines; what "
+    "matmul and attention share in CUDA C++ counts in both. Triton spares the shuffles of a reduction, and by "
+    "`tl.load` and `tl.dot` which lane holds which element, copies that run ahead, and padding against bank conflicts. "
+    "It makes wgmma on Hopper, where the mma.sync of the file leaves a part of the tensor cores idle.\n\n"
     "Errors of launches and forms are against float64, over the largest value; in the interpreter times say nothing.",
     terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "registers", "spill_bytes",
               "same_bits", "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
