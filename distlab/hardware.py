@@ -160,24 +160,20 @@ H200_SXM = replace(
     source="NVIDIA H200 Tensor Core GPU datasheet; the chip is the H100's, see its white paper",
 )
 
-B200 = GPUSpec(
+B200 = replace(
+    H100_SXM,
     name="B200",
     sms=148,
-    registers_per_sm=65536,
-    max_warps_per_sm=64,
-    shared_memory_per_sm=228 * KIB,
-    shared_memory_per_block=227 * KIB,
-    l1_bytes=256 * KIB,
     l2_bytes=126 * MIB,
     hbm_bytes=180 * GB,
     hbm_bandwidth=8000 * GB,
     nvlink_bandwidth=900 * GB,
-    pcie_bandwidth=64 * GB,
     # An eighth of an HGX B200; where the datasheet says "with sparsity", half of that.
     peak=_tera(fp64=37, fp32=75, tf32=1100, bf16=2250, fp16=2250, fp8=4500),
     source=(
-        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0; "
-        "SM count and L2 from published device queries, not checked on a device here"
+        "NVIDIA HGX B200 and DGX B200 datasheets; NVIDIA Blackwell Tuning Guide, compute capability 10.0 (an SM's "
+        "registers, warps and memories are the H100's); SM count and L2 from published device queries, not checked on "
+        "a device here"
     ),
     watts=1000,
 )

@@ -2,10 +2,14 @@
 
     distlab run model_comparison --preset smoke      # on a CPU: plain torch, nothing compiled
     distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
+    distlab run model_comparison --preset llama      # a layer of Llama 3 8B: torch's modules, kernels.nn's, Liger's
 
 One model and one optimizer are run in several ways, which share every parameter: with torch's operations or ours, as
 they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some steps each are interleaved, so that the
 machine's drift hits all ways alike. Each way's gradients are held against fp32 with torch's operations.
+
+With `--layer` the model is one decoder layer in the shape of Hugging Face's Llama (`_llama_layer.py`), whose modules
+are exchanged; its loss is the mean square of what comes out.
 
 GPU idle is the part of a step in which no kernel runs: where it is large the host decides, and a slower host is slower.
 """
@@ -28,6 +32,7 @@ from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
 from distlab.report import NOISE, PEAK, Ratio, row_of
 from distlab.train.step import compiled, loss_function
+from experiments._llama_layer import PARTS, layer
 
 # name → (ops, attention, how it is compiled)
 WAYS = {
@@ -53,6 +58,7 @@ class Config(BenchOptions):
     dtype: str = option("bf16", "fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16"))
     rounds: int = option(8, "interleaved", least=1)
     steps: int = option(4, "timed per round, after one that is not", least=1)
+    layer: bool = option(False, "one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +67,7 @@ class Config(BenchOptions):
                 raise ValueError(f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways")
 
 
-def sharing(model: TransformerLM, base: TransformerLM) -> TransformerLM:
+def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
     """`model`, made on meta, with the parameters of `base` themselves."""
     for name, parameter in base.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
@@ -69,20 +75,34 @@ def sharing(model: TransformerLM, base: TransformerLM) -> TransformerLM:
     return model
 
 
+def model_loss(name: str, config: Config, base: nn.Module, device: torch.device) -> Callable[[Any], Tensor]:
+    """The loss of a batch by the Transformer, run in this way."""
+    ops, attention, how = WAYS[name]
+    shape = replace(config.model(), ops=ops, attention=attention)
+    model = sharing(TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base)
+    if device.type == "cuda":
+        model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
+    return partial(loss_function(shape), model)
+
+
+def layer_loss(name: str, config: Config, base: nn.Module, device: torch.device) -> Callable[[Any], Tensor]:
+    """The loss of a batch by a layer of these modules."""
+    model = sharing(layer(name, config.model(), device), base)
+    if device.type == "cuda" and name.endswith("compiled"):
+        model = torch.compile(model)
+    return lambda batch: model(*batch).float().square().mean()
+
+
 class Way:
     """A training step of the shared parameters; calling it runs one."""
 
     def __init__(
-        self, name: str, config: Config, base: TransformerLM, optimizer: torch.optim.Optimizer, batches: list[Any]
+        self, name: str, config: Config, base: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
     ):
-        ops, attention, how = WAYS[name]
-        shape = replace(base.config, ops=ops, attention=attention)
-        model: nn.Module = sharing(TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base)
-        on_gpu = base.embedding.weight.is_cuda
-        if on_gpu:
-            model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
-        self.loss: Callable[[Any], Tensor] = partial(loss_function(shape), model)
-        self.autocast = partial(autocast, base.embedding.weight.device, DTYPES[config.dtype])
+        device = batches[0][0].device
+        make = layer_loss if config.layer else model_loss
+        self.loss: Callable[[Any], Tensor] = make(name, config, base, device)
+        self.autocast = partial(autocast, device, DTYPES[config.dtype])
         self.optimizer, self.batches, self.calls = optimizer, batches, 0
 
     def backward(self, batch: Any) -> Tensor:
@@ -131,14 +151,18 @@ def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row for each way; one that does not run says why."""
     device = context.device
-    base = TransformerLM(config.model(), device=device, seed=config.seed)
+    ways_of, shape = (PARTS if config.layer else config.ways), config.model()
+    torch.manual_seed(config.seed)
+    base = layer("torch", shape, device, on=device) if config.layer else TransformerLM(shape, device, config.seed)
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
-    batches = synthetic_batches(context, config)
+    rows_BTd = config.batch, shape.context_length, shape.d_model
+    batches = ([(torch.randn(rows_BTd, device=device),) for _ in range(2)] if config.layer
+               else synthetic_batches(context, config))  # fmt: skip
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
     reference = plain.first()
     ways: dict[str, Way] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name in config.ways:
+    for name in ways_of:
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)
         rows[name] = attempt(partial(first_steps, name, ways, make, reference))
@@ -152,14 +176,15 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
-        ops, attention, how = WAYS[name]
-        shape, dtype = replace(base.config, ops=ops, attention=attention), DTYPES[config.dtype] or torch.float32
-        origin = sources(shape, config.batch, dtype, how) if device.type == "cuda" else {}
-        run.add(name, found, operations=_said(origin), how=how, num_parameters=base.config.num_parameters)
+        said = "" if config.layer or device.type != "cuda" else operations(name, config)
+        run.add(name, found, operations=said, num_parameters=sum(p.numel() for p in base.parameters()))
 
 
-def _said(origin: dict[str, str]) -> str:
-    return ", ".join(f"{operation} {source}" for operation, source in origin.items())
+def operations(name: str, config: Config) -> str:
+    """Which implementation each operation of the Transformer has in this way."""
+    ops, attention, how = WAYS[name]
+    shape, dtype = replace(config.model(), ops=ops, attention=attention), DTYPES[config.dtype] or torch.float32
+    return ", ".join(f"{each} {source}" for each, source in sources(shape, config.batch, dtype, how).items())
 
 
 def waits(way: Way, step_ms: float) -> dict[str, float]:
@@ -193,4 +218,7 @@ VIEW = View(
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
 )  # fmt: skip
 SMOKE = {"ways": ("torch", "auto", "torch-compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
-EXPERIMENT = Experiment(Config, measure, VIEW, presets={"quick": {"rounds": 2}, "smoke": SMOKE}, gpus=1)
+EXPERIMENT = Experiment(Config, measure, VIEW, gpus=1, presets={
+    "quick": {"rounds": 2}, "smoke": SMOKE,
+    "llama": {"layer": True, "d_model": 4096, "d_ff": 14336, "heads": 32, "kv_heads": 8, "batch": 2, "context": 2048},
+})  # fmt: skip

@@ -77,19 +77,18 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
         _set(f"alive/{rank}", str(seconds))
         before, heard = heard, _get(f"alive/{after}")
         silent = silent + 1 if heard == before != LEFT else 0
+        lost = None
         if silent > timeout_s:
-            _end(f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was stopped, "
-                 "or its host is out of reach")
+            lost = (f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was "
+                    "stopped, or its host is out of reach")
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.name() == "nccl" and group._get_backend(device).get_error() != ErrorType.SUCCESS:
                 error = RuntimeError("a collective on NCCL failed or timed out (its watchdog's message names it)")
-                _end(str(_explained(error, group, "in a collective", NCCL_GRACE_S)))
+                lost = _explained(error, group, "in a collective", NCCL_GRACE_S)
+        if lost:
+            print(lost, file=sys.stderr, flush=True)
+            os._exit(1)
     _set(f"alive/{rank}", LEFT)
-
-
-def _end(message: str) -> None:
-    print(message, file=sys.stderr, flush=True)
-    os._exit(1)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It
 """
 
 import threading
-from collections import Counter
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -94,11 +93,6 @@ class CollectiveRecorder(TorchDispatchMode):
     def total_bytes(self) -> int:
         """Payload of all calls in bytes."""
         return sum(call.bytes for call in self.calls)
-
-    def by_op(self) -> dict[str, tuple[int, int]]:
-        """op → (calls, bytes)."""
-        calls = Counter(call.op for call in self.calls)
-        return {op: (n, sum(c.bytes for c in self.calls if c.op == op)) for op, n in calls.items()}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))

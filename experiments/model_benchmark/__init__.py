@@ -6,7 +6,6 @@
     distlab run model_benchmark --preset profile     # kinds of work, contexts of 256 to 4,096
     distlab run model_benchmark --preset memory      # memory over contexts, in fp32 and bf16
     distlab run model_benchmark --preset recomputation  # of activations: memory, time
-    distlab run model_benchmark --preset block       # a layer of Llama beside kernels.nn and Liger
 
 Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
 sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
@@ -16,7 +15,7 @@ On request the full step of each combination is taken apart, from the profiler's
 in forward, backward, optimizer and inference, the kinds of work by time beside their FLOPs in each phase, and the
 parts of the model (`by_part`), measured beside predicted; memory over time by category,
 with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
-kernels. That is in `taken_apart`. `llama_block` times a layer of Llama with the modules of `kernels.nn`.
+kernels. That is in `taken_apart`.
 """
 
 import itertools
@@ -37,7 +36,6 @@ from distlab.report import NOISE, prediction_error, stacked_bars, waiting
 from distlab.train.memory_budget import require
 
 from .by_part import PART_VIEW
-from .llama_block import BLOCK_VIEW, block
 from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
 from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
 from .timing import agreed, timed, verdict
@@ -99,8 +97,6 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
         parts["recording the memory of"] = partial(memory, context, trial, run.path, slug)
     if config.saved:
         parts["listing what is saved for backward by"] = partial(saved, context, trial)
-    if config.block and context.is_main:
-        parts["timing a layer of Llama of the sizes of"] = partial(block, context.device, trial, config.repeats)
     for what, part in parts.items():
         run.progress(f"{what} {name}")
         found = attempt(part)
@@ -182,16 +178,9 @@ EXPERIMENT = Experiment(
             "layers": (8,), "batch": (4,), "context": (128,), "vocab": (256,), "memory": True,
             "checkpointing": ("none", "block", "every-2", "every-4"),
         },
-        "block": {  # Llama 3 8B's
-            "d_model": (4096,), "d_ff": (14336,), "heads": (32,), "kv_heads": (8,), "layers": (1,), "batch": (2,),
-            "context": (2048,), "dtype": ("bf16",), "modes": ("forward_backward",), "block": True,
-        },
-        "block-cpu": ON_CPU | {
-            "d_model": (64,), "d_ff": (128,), "heads": (4,), "kv_heads": (2,), "context": (64,), "repeats": 10,
-        },
         "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
     },
     ranks="many",
     nproc=1,
-    parts=(KERNEL_VIEW, WORK_VIEW, PART_VIEW, MEMORY_VIEW, SAVED_VIEW, BLOCK_VIEW),
+    parts=(KERNEL_VIEW, WORK_VIEW, PART_VIEW, MEMORY_VIEW, SAVED_VIEW),
 )  # fmt: skip

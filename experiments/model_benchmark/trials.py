@@ -64,15 +64,13 @@ class BenchmarkConfig(OwnModel, Swept):
         False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
     )
     saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
-    block: bool = option(False, "a layer of Llama of these sizes: torch, kernels.nn, Liger")
     nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.trials()
-        of_ours = [f"--{name}" for name in ("saved", "block") if getattr(self, name)]
-        if self.factory is not None and of_ours:
-            raise ValueError(f"{of_ours[0]} is of a block of the lab's Transformer; with --model leave it out")
+        if self.factory is not None and self.saved:
+            raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
         if self.nvtx:
             emitter("nvtx")  # refuses where there is no GPU
 

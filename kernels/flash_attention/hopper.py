@@ -41,6 +41,10 @@ UNEVEN, MOST_DEALT = 1.1, 2**15
 # Else, as in the backward, each tile has its program, and those side by side are of heads with so many bytes. The
 # backward's add as many to sums of dQ.
 FORWARD_BYTES, BACKWARD_BYTES = 2**25, 2**23
+# Query heads of one key head that a program of the backward may walk over. A program whose keys few queries see is soon
+# some heads ahead of the others, and the L2 loses what they share. If there are several programs for one key head, dK
+# and dV are sums of what each gives, in the dtype of k.
+EACH = (4, 3, 2, 1)
 
 
 @functools.cache
@@ -141,15 +145,6 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
         CONSUMERS=consumers, STAGES=stages, num_warps=4)
 
 
-def _each(q: Tensor, k: Tensor) -> int:
-    """Query heads of one key head that a program of the backward walks over, one after the other.
-
-    A program whose keys few queries see is soon some heads ahead of the others, and what they have in common leaves the
-    L2. Where each has one head, dK and dV of a key head are sums of parts, rounded as they are.
-    """
-    return 1
-
-
 def _group(q: Tensor) -> int:
     """Parts of heads whose programs of the backward run side by side."""
     return max(1, BACKWARD_BYTES // (2 * q.element_size() * q.shape[2] * q.shape[3]))
@@ -162,7 +157,8 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     from .hopper_backward import cast_kernel, hopper_backward_kernel
 
     batch, heads, query_count, head_dim = q.shape
-    columns, kv_group, each = configs.block_d(head_dim), heads // k.shape[1], _each(q, k)
+    columns, kv_group = configs.block_d(head_dim), heads // k.shape[1]
+    each = next(count for count in EACH if kv_group % count == 0)
     queries = 64 if columns == 128 else 128
     part = (batch, heads // each, *k.shape[2:])  # of dK and dV
     parts = (dk, dv) if each == kv_group else [torch.empty(part, dtype=k.dtype, device=k.device) for _ in range(2)]

@@ -30,7 +30,8 @@ the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240
 Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16 each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
 
 Saved for backward, dtypes and the meaning of a row without keys: as in backward.py. Besides its results the pass needs
-4 bytes · B · H · Tq · D for dQ in fp32, which `delta_kernel` clears and `cast_kernel` rounds.
+4 bytes · B · H · Tq · D for dQ in fp32, which `delta_kernel` clears and `cast_kernel` rounds, and, of key heads that
+more than `each` query heads read, 4 · B · H / each · Tk · D for the parts of dK and dV.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """

@@ -1,7 +1,6 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
-from functools import partial
 from unittest.mock import patch
 
 import pytest
@@ -13,13 +12,13 @@ from distlab.model import TransformerLM
 from distlab.report.record import read_json
 from distlab.testing import run_ranks
 from distlab.theory.operators import Compute
+from experiments import model_comparison
 from experiments.model_benchmark import EXPERIMENT, BenchmarkConfig, taken_apart
 from experiments.model_benchmark import by_part as by_part_module
-from experiments.model_benchmark.llama_block import VARIANTS
 from experiments.model_benchmark.memory import MEMORY, memory, predicted_peak
 from experiments.model_benchmark.trials import TrialConfig
 from kernels import rmsnorm
-from tests.experiments.frame import on_rank
+from tests.experiments.frame import measured, on_rank
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
 NAIVE = {"attention": ("naive", "sdpa"), "strategy": ("bucketed",), "modes": ("forward",), "warmups": (0,)}
@@ -116,6 +115,20 @@ def test_a_benchmark_that_times_zeros_is_caught(one_rank, monkeypatch, tmp_path)
     assert "all gradients are zero" in row.metrics["status"] and "step_p50_ms" not in row.metrics
 
 
+def test_a_layer_of_llama_by_the_modules_of_torch_of_this_lab_and_of_liger(tmp_path, monkeypatch):
+    """On a CPU there is no Liger, and nothing is compiled; what a wrong norm computes is seen."""
+    monkeypatch.setattr("kernels._dispatch.runs_triton", lambda tensor: False)
+    case = {"layer": True, "kv_heads": 2}
+    found = {r.variant: r.metrics for r in measured(model_comparison.EXPERIMENT, tmp_path / "right", **case)}
+    assert [*found] == ["torch", "torch-compiled", "nn", "nn-compiled", "liger"]
+    assert all(m["grad_rel_error"] < 1e-5 and m["step_p50_ms"] > 0 for name, m in found.items() if name != "liger")
+    assert "Error" in found["liger"]["status"] and found["nn"]["over_compiled"] > 0
+    real = rmsnorm.rms_norm
+    monkeypatch.setattr(rmsnorm, "rms_norm", lambda *given: 1.01 * real(*given))
+    found = {r.variant: r.metrics for r in measured(model_comparison.EXPERIMENT, tmp_path / "wrong", **case)}
+    assert found["nn"]["grad_rel_error"] > 1e-3 > found["torch"]["grad_rel_error"]
+
+
 def test_what_forms_of_a_block_save(one_rank, tmp_path):
     run = measured_here(one_rank, tmp_path, attention=("naive",), modes=("forward",), warmups=(1,), saved=True)
     found = run.parts["model_saved"].records
@@ -129,31 +142,6 @@ def test_what_forms_of_a_block_save(one_rank, tmp_path):
     for form in ("compiled", "ours"):
         assert whole[form] == pytest.approx(saved_by[f"{form}, all"]["predicted_saved_block_bytes"], rel=0.15)
     assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
-
-
-def test_a_layer_of_llama_in_every_variant(one_rank, tmp_path, monkeypatch):
-    """On a CPU there is no Liger; what a wrong norm computes is said, and compared with nobody."""
-    monkeypatch.setattr("kernels._dispatch.runs_triton", lambda tensor: False)
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))  # no C++ compiler to wait for
-    case = {"modes": ("forward",), "warmups": (0,), "kv_heads": (2,), "block": True}
-
-    def layers(*dtypes):
-        (folder := tmp_path / "-".join(dtypes)).mkdir()
-        records = measured_here(one_rank, folder, **case, dtype=dtypes).parts["model_block"].records
-        return {record.variant: record.metrics for record in records}
-
-    found = layers("fp32", "bf16")
-    for dtype, most in (("fp32", 1e-5), ("bf16", 2e-2)):  # seen: 5e-7, 5e-3
-        *right, liger = (found.pop(f"{dtype}: {name}") for name in VARIANTS)
-        assert all(row["status"] == "ok" and row["error"] < most and row["grad_error"] < most for row in right)
-        assert all(row["step_p50_ms"] > 0 and row["over_compiled"] > 0 for row in right)
-        assert right[1]["over_compiled"] == 1 and "Error" in liger["status"] and "over_compiled" not in liger
-    assert not found
-    real = rmsnorm.rms_norm
-    monkeypatch.setattr(rmsnorm, "rms_norm", lambda *given: 1.01 * real(*given))
-    found = layers("fp32")
-    assert [name for name, row in found.items() if row["status"] == "WRONG"] == ["kernels.nn", "kernels.nn compiled"]
-    assert [name for name, row in found.items() if "over_compiled" in row] == ["torch", "torch compiled"]
 
 
 @pytest.mark.parametrize(

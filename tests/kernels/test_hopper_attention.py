@@ -3,6 +3,8 @@
 Gluon has no interpreter: without a GPU the kernels are compiled only, and the rest is the way to them.
 """
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -116,6 +118,31 @@ def test_heads_of_the_backward_are_grouped_by_what_the_l2_holds():
     """However many query heads a key head has: they are taken one after another."""
     assert [hopper._group(tensor(4, 32, 4096, d)) for d in (64, 128)] == [8, 4]
     assert hopper._group(tensor(1, 32, 2**20, 128)) == 1
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+@pytest.mark.parametrize("kv_group, each", [(1, 1), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)])
+def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summed(monkeypatch, kv_group, each):
+    grids = []
+
+    def launch(kernel, grid, *args, **options):
+        grids.append(grid)
+        if len(grids) == 1:
+            heads, group, walked = args[9:12]
+            assert (heads, group, walked) == (2 * kv_group, kv_group, each)
+            for part, value in zip(args[7:9], (1.0, 2.0), strict=True):
+                assert part.shape == (3, heads // each, 200, 64)
+                part.fill_(value)
+
+    monkeypatch.setattr(hopper._dispatch, "launch", launch)
+    monkeypatch.setattr(hopper, "_descriptor", lambda x, *_: x)
+    monkeypatch.setattr("kernels.flash_attention.backward.launch_delta", lambda *_: SimpleNamespace(
+        lse2=torch.zeros(3, 2 * kv_group, 128), delta=None))
+    q, k = torch.zeros(3, 2 * kv_group, 100, 64, dtype=torch.bfloat16), torch.zeros(3, 2, 200, 64, dtype=torch.bfloat16)
+    dk, dv = torch.empty_like(k), torch.empty_like(k)
+    hopper.launch_backward(q, k, k, q, None, q, q, dk, dv, CAUSAL)
+    assert grids[0] == (2 * 3 * 2 * kv_group // each,)
+    assert (dk == kv_group // each).all() and (dv == 2 * kv_group // each).all()
 
 
 def test_the_operators_launch_what_serves_says(monkeypatch):

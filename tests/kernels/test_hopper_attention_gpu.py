@@ -66,7 +66,7 @@ def test_random_shapes(monkeypatch, head_dim, dtype):
     for seed in range(25 if dtype == torch.bfloat16 else 8):  # what differs is the type
         monkeypatch.setattr(hopper, "L2_BYTES", draw.choice([0, 0, 2**26]))
         kv_heads = draw.choice([1, 2])
-        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 3]), kv_heads, draw.choice(lengths),
+        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 3, 6, 7, 8]), kv_heads, draw.choice(lengths),
                  draw.choice(lengths))
         options = {"causal": draw.random() < 0.6, "alignment": draw.choice(["top-left", "bottom-right"])}
         if draw.random() < 0.2:

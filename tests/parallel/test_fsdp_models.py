@@ -5,6 +5,7 @@ units that run several times, matrices that some ranks use or nobody.
 """
 
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -170,7 +171,7 @@ def trains_as_one_process(context, name):
             close(gradient, expected, msg=lambda text, label=label: f"{label}: {text}")
         optimizer.step()
         one.optimizer.step()
-    calls = {op: calls for op, (calls, _) in recorder.by_op().items()}
+    calls = Counter(call.op for call in recorder.calls)
     assert calls["reduce_scatter"] <= len(fsdp.flat_params)  # one for a unit, not one for each use
     assert row.loss is not own_loss or calls["all_gather"] <= 2 * len(fsdp.flat_params)  # recomputing gathers no more
     assert all(unit.state is State.SHARDED for unit in fsdp._units)

@@ -89,11 +89,6 @@ def main_lane(events: Sequence[Event]) -> str | None:
     return max(busy, key=busy.get, default=None)
 
 
-def host_range(events: Sequence[Event], window: Interval) -> Interval:
-    """When the host worked on the step of this window on the device."""
-    return next((span for span, device in _steps(events) if device == window), window)
-
-
 def _launched(events: Sequence[Event]) -> list[Event]:
     """Compute kernels of a GPU whose launch is in the trace."""
     return [event for event in events if event.kind == "compute" and event.launched_ms is not None]

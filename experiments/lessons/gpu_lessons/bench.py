@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +14,6 @@ from distlab.measure import attempt, device_percentiles
 from kernels._compile import resources
 from kernels._dispatch import compile_only, interpreted, multiprocessors
 
-if TYPE_CHECKING:
-    from . import Config
-
 CHECKED_ROUNDS = 5  # after more of them every element is 2
 EXACT = 1e-5  # of an effect's kernel, in fp32
 ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of a form's, over the largest value
@@ -26,7 +23,7 @@ ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of
 class Bench:
     """What all parts measure with."""
 
-    config: "Config"
+    config: Any  # the experiment's
     run: Run
     device: torch.device
 

@@ -71,7 +71,7 @@ def programs(bench: Bench) -> None:
 
     bench.form("programs", "one per row", partial(computed, rows, 1), exact)
     for per_sm, stages in ((16, 1), (8, 1), (8, 3), (4, 4), (2, 4)):
-        name = f"{per_sm} per multiprocessor, {stages} stage{'s' * (stages > 1)}"
+        name = f"per multiprocessor {per_sm}, stages {stages}"
         bench.form("programs", name, partial(computed, per_sm * bench.sms, stages), exact)
 
 
@@ -116,7 +116,7 @@ def warps(bench: Bench) -> None:
             return rmsnorm.rms_norm(x, w)
 
     for count in (32, 16, 8, 4, 2, 1):
-        bench.form("warps", f"{count} warp{'s' * (count > 1)}", partial(computed, count), exact)
+        bench.form("warps", f"warps {count}", partial(computed, count), exact)
 
 
 def operands(bench: Bench) -> None:

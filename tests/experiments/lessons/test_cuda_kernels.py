@@ -1,5 +1,6 @@
 """Four kernels in CUDA C++ beside Triton's: what is counted and launched, and what is there without a GPU."""
 
+import inspect
 import re
 import shutil
 import subprocess
@@ -8,11 +9,32 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from experiments.lessons import _lesson_attention
 from experiments.lessons.gpu_lessons import cuda
-from kernels import elementwise, matmul
+from kernels import elementwise, matmul, softmax
 from tests.commands import ROOT
 
 FILE = ROOT / "experiments" / "lessons" / "_cuda_kernels.cu"
+
+
+def code_lines(text):
+    """Of CUDA C++ or of Python: those that are not empty and hold more than a comment."""
+    return len(re.findall(r"(?m)^ *[^ /#\n]", text))
+
+
+def cuda_lines(name):
+    """Of a kernel in the .cu file, with what matmul and attention share."""
+    names = [name] + ["tensor cores"] * (name in ("matmul", "attention"))
+    return sum(code_lines(cuda.SOURCE.partition(f"// ==== {each} ====")[2].partition("// ====")[0]) for each in names)
+
+
+def triton_lines(kernel):
+    """Of a kernel in Triton and of all functions in Triton that it calls, without docstrings."""
+    found = [kernel]
+    for each in found:  # grows meanwhile
+        called = map(each.fn.__globals__.get, each.fn.__code__.co_names)
+        found += [one for one in called if isinstance(one, type(kernel)) and one not in found]
+    return sum(code_lines(re.sub(r'(?s)""".*?"""', "", inspect.getsource(each.fn))) for each in found)
 
 
 def test_without_a_gpu_triton_is_right_and_cuda_has_its_lines(smoke):
@@ -21,21 +43,23 @@ def test_without_a_gpu_triton_is_right_and_cuda_has_its_lines(smoke):
     assert [*rows] == [(part, form) for part in cuda.IN_CUDA for form in ("Triton", "CUDA C++", "torch")]
     for (_, form), row in rows.items():
         assert row.metrics["status"] == ("needs a GPU" if form == "CUDA C++" else "ok")
-    assert rows["cuda-matmul", "CUDA C++"].variant == f"CUDA C++, {cuda.cuda_lines('matmul')} lines"
+    assert rows["cuda-matmul", "CUDA C++"].variant == f"CUDA C++, {cuda_lines('matmul')} lines"
+
+
+KERNELS = {"add": elementwise.add_kernel, "softmax": softmax.forward_kernel, "matmul": matmul.grouped_kernel,
+           "attention": _lesson_attention.forward_kernel}  # fmt: skip
 
 
 def test_lines_are_those_with_code():
-    assert cuda.code_lines("// a\n\n  x();  // b\n    // c\n  *y = 1;\n") == 2
-    assert cuda.triton_lines(elementwise.add_kernel) == 7
-    alone = cuda.triton_lines(matmul.grouped_tile)
-    assert alone == 6 and cuda.triton_lines(matmul.grouped_kernel) > alone + cuda.triton_lines(matmul._finish)
+    assert {name: (triton_lines(kernel), cuda_lines(name)) for name, kernel in KERNELS.items()} == cuda.LINES
+    assert code_lines("// a\n\n  x();  // b\n    // c\n  *y = 1;\n") == 2
 
 
 def test_each_line_of_cuda_belongs_to_a_kernel():
     """But for the name of bf16's bits; what matmul and attention share counts twice."""
-    lines = {part.removeprefix("cuda-"): cuda.cuda_lines(part.removeprefix("cuda-")) for part in cuda.IN_CUDA}
-    shared = cuda.code_lines(cuda.SOURCE.partition("cores ====")[2].partition("// ==== matmul")[0])
-    assert shared > 20 and sum(lines.values()) - shared == cuda.code_lines(cuda.SOURCE) - 1
+    lines = {part.removeprefix("cuda-"): cuda_lines(part.removeprefix("cuda-")) for part in cuda.IN_CUDA}
+    shared = code_lines(cuda.SOURCE.partition("cores ====")[2].partition("// ==== matmul")[0])
+    assert shared > 20 and sum(lines.values()) - shared == code_lines(cuda.SOURCE) - 1
     assert re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)', cuda.SOURCE) == [*lines]
 
 

@@ -1,0 +1,108 @@
+"""A decoder layer in the shape of Hugging Face's Llama, of torch's modules, of this lab's or of Liger's.
+
+It has Llama's attribute names, and so its state dict, and is written in plain torch: transformers is not needed.
+Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a head, `d` of the layer.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from distlab.model.config import ModelConfig
+from distlab.model.ops import positions, rope, rope_tables, sdpa
+
+linear = partial(nn.Linear, bias=False)
+
+
+class SelfAttention(nn.Module):
+    """Grouped queries: rotate(q_BHTD, k_BKTD) turns both, attend(q, k, v) is causal."""
+
+    def __init__(self, shape: ModelConfig, rotate: Callable, attend: Callable) -> None:
+        super().__init__()
+        d, self.head_dim = shape.d_model, shape.d_model // shape.num_heads
+        of_keys = shape.kv_heads * self.head_dim
+        self.q_proj, self.k_proj = linear(d, d), linear(d, of_keys)
+        self.v_proj, self.o_proj = linear(d, of_keys), linear(d, d)
+        self.rotate, self.attend = rotate, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) → (B, T, d)."""
+        projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
+        out_BHTD = self.attend(*self.rotate(q, k), v)
+        return self.o_proj(out_BHTD.transpose(1, 2).flatten(-2))
+
+
+class MLP(nn.Module):
+    """down_proj(silu(gate_proj(x)) · up_proj(x)) by torch's operations."""
+
+    def __init__(self, d: int, d_ff: int) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = linear(d, d_ff), linear(d, d_ff), linear(d_ff, d)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(…, d) → (…, d)."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """A layer of Llama; norm and mlp make modules of `(d, eps)` and `(d, d_ff)`, for the others see `SelfAttention`."""
+
+    def __init__(self, shape: ModelConfig, norm: Callable, mlp: Callable, rotate: Callable, attend: Callable) -> None:
+        super().__init__()
+        self.input_layernorm = norm(shape.d_model, shape.norm_eps)
+        self.self_attn = SelfAttention(shape, rotate, attend)
+        self.post_attention_layernorm = norm(shape.d_model, shape.norm_eps)
+        self.mlp = mlp(shape.d_model, shape.d_ff)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, T, d) → (B, T, d)."""
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+def each(turn: Callable, cos: Tensor, sin: Tensor) -> Callable:
+    """A rotation of one tensor as that of queries and keys."""
+    return lambda q, k: (turn(q, cos, sin), turn(k, cos, sin))
+
+
+def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
+    """What torch has, and by its operations what it has not: norm, MLP, rotation and attention."""
+    return nn.RMSNorm, MLP, each(rope, cos, sin), sdpa
+
+
+def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
+    """This lab's. Attention is the function: `kernels.nn.Attention` takes (B, T, H·D), and a rotated q is (B, H, T, D).
+    """
+    import kernels.nn
+    from kernels.flash_attention import flash_attention
+    from kernels.rope import rope
+
+    return kernels.nn.RMSNorm, kernels.nn.SwiGLU, each(rope, cos, sin), partial(flash_attention, causal=True)
+
+
+def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
+    """Liger's, with torch's attention, as its patch of Llama leaves it; these imports ask for no transformers."""
+    from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
+
+    def mlp(d: int, d_ff: int) -> nn.Module:
+        return LigerSwiGLUMLP(SimpleNamespace(hidden_act="silu", hidden_size=d, intermediate_size=d_ff))
+
+    llamas = cos[None], sin.chunk(2, -1)[1].repeat(1, 1, 2)  # the first half of its sin is not negative
+    return LigerRMSNorm, mlp, lambda q, k: liger_rotary_pos_emb(q, k, *llamas), sdpa
+
+
+PARTS = {"torch": torchs, "torch-compiled": torchs, "nn": ours, "nn-compiled": ours, "liger": ligers}
+
+
+def layer(name: str, shape: ModelConfig, device: torch.device, on: Any = "meta") -> DecoderLayer:
+    """Make a layer of these PARTS, its parameters on `on`, for tensors on `device`."""
+    tables = rope_tables(positions(shape.context_length, device), shape.d_model // shape.num_heads, shape.rope_theta)
+    parts = PARTS[name](*tables)
+    with torch.device(on):
+        return DecoderLayer(shape, *parts)
