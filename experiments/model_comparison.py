@@ -2,7 +2,7 @@
 
     distlab run model_comparison --preset smoke      # on a CPU: plain torch, nothing compiled
     distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
-    distlab run model_comparison --preset llama      # a layer of Llama 3 8B: torch's modules, kernels.nn's, Liger's
+    distlab run model_comparison --preset llama      # a layer of Llama, whose modules?
 
 One model and one optimizer are run in several ways, which share every parameter: with torch's operations or ours, as
 they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some steps each are interleaved, so that the
@@ -153,7 +153,8 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     device = context.device
     ways_of, shape = (PARTS if config.layer else config.ways), config.model()
     torch.manual_seed(config.seed)
-    base = layer("torch", shape, device, on=device) if config.layer else TransformerLM(shape, device, config.seed)
+    base = (layer("torch", shape, device, on=device) if config.layer
+            else TransformerLM(shape, device=device, seed=config.seed))  # fmt: skip
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     rows_BTd = config.batch, shape.context_length, shape.d_model
     batches = ([(torch.randn(rows_BTd, device=device),) for _ in range(2)] if config.layer

@@ -8,6 +8,7 @@ from distlab.comm.copy_engine import CopyEngineAllReduce
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import CopyEngineDDP, ZeroOptimizer
 from distlab.testing import run_ranks
+from tests.parallel.cases import by_op
 from tests.parallel.test_contract import on_two_ranks
 
 
@@ -24,7 +25,7 @@ def test_every_rank_doing_its_part_leaves_the_mean_everywhere(world_size):
     for replica in replicas:
         assert torch.equal(replica, replicas[0])
     torch.testing.assert_close(replicas[0].double(), expected, rtol=1e-6, atol=1e-6)
-    assert recorder.by_op() == {"all_reduce": (world_size, world_size * 5 * world_size * 4)}
+    assert by_op(recorder) == {"all_reduce": (world_size, world_size * 5 * world_size * 4)}
 
 
 @on_two_ranks

@@ -4,6 +4,7 @@ Every rank trains on different data and starts from different weights, so that a
 reduction cannot pass unnoticed.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -194,3 +195,9 @@ class Reference(OneProcess):
     def step(self):
         self.optimizer.step()
         self.zero_grad()
+
+
+def by_op(recorder):
+    """Op → (calls, bytes) of what a `CollectiveRecorder` has seen."""
+    calls = Counter(call.op for call in recorder.calls)
+    return {op: (n, sum(call.bytes for call in recorder.calls if call.op == op)) for op, n in calls.items()}

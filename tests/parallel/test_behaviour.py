@@ -8,13 +8,8 @@ from torch import nn
 
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel import BucketedDDP, OverlapDDP, ZeroOptimizer, get_strategy, strategies_on
-from tests.parallel.cases import build
+from tests.parallel.cases import build, by_op
 from tests.parallel.test_contract import BACKENDS, STRATEGIES, on_two_ranks
-
-
-def sent(recorder, op):
-    """How many messages of a kind have left."""
-    return sum(call.op == op for call in recorder.calls)
 
 
 class WithBuffers(nn.Module):
@@ -124,10 +119,10 @@ def test_messages_leave_while_backward_runs(context):
             seen = []
             with CollectiveRecorder() as recorder:
                 loss = wrapper(torch.ones(1, 6)).sum()
-                hook = model[0].weight.register_hook(lambda _, r=recorder, s=seen, op=op: s.append(sent(r, op)))
+                hook = model[0].weight.register_hook(lambda _, r=recorder, s=seen, op=op: s.append(by_op(r)[op][0]))
                 assert recorder.count == 0
                 loss.backward()
-                assert sent(recorder, op) == messages  # all, before finish
+                assert by_op(recorder)[op][0] == messages  # all, before finish
                 wrapper.finish_gradient_synchronization()
             hook.remove()
             assert messages - 2 <= seen[0] < messages  # what remained was the first layer's weight and bias

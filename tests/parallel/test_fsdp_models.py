@@ -5,7 +5,6 @@ units that run several times, matrices that some ranks use or nobody.
 """
 
 import warnings
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from distlab.measure.collectives import CollectiveRecorder
 from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import layout as planning
 from distlab.parallel.fsdp.unit import State
-from tests.parallel.cases import OneProcess, drawn
+from tests.parallel.cases import OneProcess, by_op, drawn
 from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, every_row, full_gradients, run
 from tests.parallel.test_fsdp import OwnModel, own_loss
 
@@ -171,7 +170,7 @@ def trains_as_one_process(context, name):
             close(gradient, expected, msg=lambda text, label=label: f"{label}: {text}")
         optimizer.step()
         one.optimizer.step()
-    calls = Counter(call.op for call in recorder.calls)
+    calls = {op: calls for op, (calls, _) in by_op(recorder).items()}
     assert calls["reduce_scatter"] <= len(fsdp.flat_params)  # one for a unit, not one for each use
     assert row.loss is not own_loss or calls["all_gather"] <= 2 * len(fsdp.flat_params)  # recomputing gathers no more
     assert all(unit.state is State.SHARDED for unit in fsdp._units)
