@@ -7,7 +7,6 @@ Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a he
 from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -100,7 +99,7 @@ def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 PARTS = {"torch": torchs, "torch-compiled": torchs, "nn": ours, "nn-compiled": ours, "liger": ligers}
 
 
-def layer(name: str, shape: ModelConfig, device: torch.device, on: Any = "meta") -> DecoderLayer:
+def layer(name: str, shape: ModelConfig, device: torch.device, on: torch.device | str = "meta") -> DecoderLayer:
     """Make a layer of these PARTS, its parameters on `on`, for tensors on `device`."""
     tables = rope_tables(positions(shape.context_length, device), shape.d_model // shape.num_heads, shape.rope_theta)
     parts = PARTS[name](*tables)

@@ -156,9 +156,9 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     base = (layer("torch", shape, device, on=device) if config.layer
             else TransformerLM(shape, device=device, seed=config.seed))  # fmt: skip
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
-    rows_BTd = config.batch, shape.context_length, shape.d_model
-    batches = ([(torch.randn(rows_BTd, device=device),) for _ in range(2)] if config.layer
-               else synthetic_batches(context, config))  # fmt: skip
+    batches = synthetic_batches(context, config)
+    if config.layer:
+        batches = [(torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches]
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
     reference = plain.first()
     ways: dict[str, Way] = {}
@@ -178,7 +178,8 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
         said = "" if config.layer or device.type != "cuda" else operations(name, config)
-        run.add(name, found, operations=said, num_parameters=sum(p.numel() for p in base.parameters()))
+        run.add(name, found, size="layer of Llama" if config.layer else config.size, operations=said,
+                num_parameters=sum(parameter.numel() for parameter in base.parameters()))  # fmt: skip
 
 
 def operations(name: str, config: Config) -> str:

@@ -208,12 +208,12 @@ def _lesson_kernels() -> None:
 
 def _lesson_forms() -> None:
     """What else it launches; what is fused into a matmul, and 32 operands, serialize and spill in order to lose."""
-    x, f, side = e(2**20), e(2**20, dtype=F), 1024
+    x, f = e(2**20), e(2**20, dtype=F)
     run = _dispatch.launch
-    run(forms.column_sums_kernel, (8, 8), x, f, side, side, ATOMIC=True, ROWS=32, BLOCK=128)
+    run(forms.column_sums_kernel, (8, 8), x, f, 1024, 1024, ATOMIC=True, ROWS=32, BLOCK=128)
     run(forms.variance_kernel, (8,), f, f, 2**17, FORM="Welford", BLOCK=4096, num_warps=8)
-    run(forms.softmax_kernel, (528,), f, f, side, BLOCK=1024, STAGES=4)
-    run(forms.prologue_kernel, (8, 8), x, x, x, side, side, side, FORM="none", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32,
+    run(forms.softmax_kernel, (528,), f, f, 1024, BLOCK=1024, STAGES=4)
+    run(forms.prologue_kernel, (8, 8), x, x, x, 1024, 1024, 1024, FORM="none", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32,
         num_warps=8)  # fmt: skip
     run(forms.gelu_forward_kernel, (8,), x, x, x, 0.5, STORED=True, BLOCK=1024)
     run(forms.gelu_backward_kernel, (8,), x, x, x, x, 0.5, STORED=True, BLOCK=1024)
