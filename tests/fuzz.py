@@ -14,7 +14,8 @@ What must agree: the loss of every forward, which parameters have a gradient, th
 whole), at the end the full parameters and the buffers; across ranks bit for bit. Models compute in fp64, where a sum in
 another order is off by so little that no layer or optimizer enlarges it to what a mistake makes (`tolerance`). In every
 other case what a collective brings becomes visible only when it is waited for (`late_arrivals`), so that a wait that is
-missing shows without luck.
+missing shows without luck. A case in which a nudge of the parameters (`NUDGE`) moves one process as far is unstable,
+and says nothing.
 
 What a strategy documents that it refuses counts as right only where the case has the refused feature (`REFUSALS`).
 What FSDP's contract leaves out (units or orders that differ between ranks, a weight read outside its unit) is
@@ -1116,7 +1117,7 @@ def _regime(chance: random.Random) -> Regime:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a case ended: "same", "refused", "invalid", "differs" or "raises", and why."""
+    """How a case ended: "same", "refused", "invalid", "unstable", "differs" or "raises", and why."""
 
     outcome: str
     text: str = ""
@@ -1159,7 +1160,7 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
         if outcomes == {"refused"}:  # ranks may have issued other collectives than their peers
             timeout = timedelta(seconds=context.timeout_s)
             context = replace(context, group=torch.distributed.new_group(timeout=timeout))
-        elif not outcomes <= {"same", "differs", "invalid"} or (until_failure and verdicts[-1].failed):
+        elif not outcomes <= {"same", "differs", "invalid", "unstable"} or (until_failure and verdicts[-1].failed):
             break
     faulthandler.cancel_dump_traceback_later()
     os.close(journal_file)
@@ -1168,14 +1169,14 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
 
 def _together(gathered: list[tuple[Verdict, str]]) -> Verdict:
     """One verdict of all ranks: the worst."""
-    order = ("raises", "differs", "refused", "invalid", "same")
+    order = ("raises", "differs", "refused", "invalid", "unstable", "same")
     worst = min((verdict for verdict, _ in gathered), key=lambda verdict: order.index(verdict.outcome))
     if worst.failed:
         # Ranks that only lost their peer come last: they do not know why.
         failed = [(r, v) for r, (v, _) in enumerate(gathered) if v.outcome == worst.outcome]
         rank, worst = min(failed, key=lambda entry: bool(LOST.search(entry[1].text)))
         return replace(worst, text=f"rank {rank}: {worst.text}")
-    if len({verdict.outcome for verdict, _ in gathered}) > 1:
+    if len({verdict.outcome for verdict, _ in gathered} - ({"same"} if worst.outcome == "unstable" else set())) > 1:
         return Verdict("raises", f"ranks end differently: {[verdict.outcome for verdict, _ in gathered]}")
     if len({digest for _, digest in gathered}) > 1:
         return Verdict("differs", "ranks end with different parameters")
@@ -1203,10 +1204,26 @@ def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
     digest = hashlib.blake2b(digest_size=16)
     for value in mine.parameters.values():
         digest.update(_bits(value.contiguous()).numpy())
+    if found and is_unstable(case, context, expected):
+        return Verdict("unstable", found[0]), digest.hexdigest()
     if found:
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
         return Verdict("differs", "; ".join(found[:4]) + more), digest.hexdigest()
     return Verdict("same"), digest.hexdigest()
+
+
+NUDGE = 1e-14  # of each parameter; as much as sums in another order are off by
+
+
+def is_unstable(case: Case, context: RankContext, expected: Trace) -> bool:
+    """Whether one process that begins elsewhere by NUDGE ends elsewhere by more than strategies may."""
+    nudged = OneProcess(case, context.world_size, context.rank)
+    with torch.no_grad():
+        for module in nudged.modules.values():
+            for parameter in module.parameters():
+                parameter.mul_(1 + NUDGE)
+    nudged.train()
+    return any(differences(nudged.trace, expected, tolerance(case)))
 
 
 @lru_cache(maxsize=16)  # the strategies of a case come one after the other
