@@ -66,6 +66,12 @@ class Config(BenchOptions):
             if getattr(self, name) != default:
                 raise ValueError(f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways")
 
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for ways of the Transformer beside `--layer`."""
+        if given.get("layer") and "ways" in given:
+            raise ValueError("--ways are of the Transformer, and --layer has all of its own: leave one of them out")
+
 
 def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
     """`model`, made on meta, with the parameters of `base` themselves."""
@@ -151,7 +157,7 @@ def block(way: Way, timer: PhaseTimer, steps: int) -> list[float]:
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row for each way; one that does not run says why."""
     device = context.device
-    ways_of, shape = (PARTS if config.layer else config.ways), config.model()
+    shape = config.model()
     torch.manual_seed(config.seed)
     base = (layer("torch", shape, device, on=device) if config.layer
             else TransformerLM(shape, device=device, seed=config.seed))  # fmt: skip
@@ -163,7 +169,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     reference = plain.first()
     ways: dict[str, Way] = {}
     rows: dict[str, dict[str, Any]] = {}
-    for name in ways_of:
+    for name in PARTS if config.layer else config.ways:
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)
         rows[name] = attempt(partial(first_steps, name, ways, make, reference))
@@ -177,8 +183,8 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
-        said = "" if config.layer or device.type != "cuda" else operations(name, config)
-        run.add(name, found, size="layer of Llama" if config.layer else config.size, operations=said,
+        run.add(name, found, size="layer of Llama" if config.layer else config.size,
+                operations="" if config.layer or device.type != "cuda" else operations(name, config),
                 num_parameters=sum(parameter.numel() for parameter in base.parameters()))  # fmt: skip
 
 

@@ -14,8 +14,8 @@ What must agree: the loss of every forward, which parameters have a gradient, th
 whole), at the end the full parameters and the buffers; across ranks bit for bit. Models compute in fp64, where a sum in
 another order is off by so little that no layer or optimizer enlarges it to what a mistake makes (`tolerance`). In every
 other case what a collective brings becomes visible only when it is waited for (`late_arrivals`), so that a wait that is
-missing shows without luck. A case in which a nudge of the parameters (`NUDGE`) moves one process as far is unstable,
-and says nothing.
+missing shows without luck. A case is unstable, and says nothing, if all values that differ are such as a nudge of the
+parameters (`NUDGE`) moves in one process as well.
 
 What a strategy documents that it refuses counts as right only where the case has the refused feature (`REFUSALS`).
 What FSDP's contract leaves out (units or orders that differ between ranks, a weight read outside its unit) is
@@ -1198,13 +1198,15 @@ def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
             return Verdict("refused", str(error)), ""
         return Verdict("raises", traceback.format_exc(limit=-6)), ""
     mine = subject.trace
+    zeros: tuple[frozenset[str], ...] = ()
     if strategy in FULLY_SHARDED and mine.present != expected.present:
-        expected = _trained_alone(case, context.world_size, context.rank, _zeros(mine, expected))
+        zeros = _zeros(mine, expected)
+        expected = _trained_alone(case, context.world_size, context.rank, zeros)
     found = list(differences(mine, expected, tolerance(case)))
     digest = hashlib.blake2b(digest_size=16)
     for value in mine.parameters.values():
         digest.update(_bits(value.contiguous()).numpy())
-    if found and is_unstable(case, context, expected):
+    if found and {*map(_where, found)} <= moved_by_a_nudge(case, context, zeros, expected):
         return Verdict("unstable", found[0]), digest.hexdigest()
     if found:
         more = f"; and {len(found) - 4} more" if len(found) > 4 else ""
@@ -1215,15 +1217,21 @@ def _examine_one(context: RankContext, job: Job) -> tuple[Verdict, str]:
 NUDGE = 1e-14  # of each parameter; as much as sums in another order are off by
 
 
-def is_unstable(case: Case, context: RankContext, expected: Trace) -> bool:
-    """Whether one process that begins elsewhere by NUDGE ends elsewhere by more than strategies may."""
-    nudged = OneProcess(case, context.world_size, context.rank)
+def moved_by_a_nudge(
+    case: Case, context: RankContext, zeros: tuple[frozenset[str], ...], expected: Trace
+) -> set[str]:
+    """What differs by more than strategies may where one process begins elsewhere by NUDGE; values alone can."""
+    nudged = OneProcess(case, context.world_size, context.rank, zeros)
     with torch.no_grad():
         for module in nudged.modules.values():
             for parameter in module.parameters():
                 parameter.mul_(1 + NUDGE)
     nudged.train()
-    return any(differences(nudged.trace, expected, tolerance(case)))
+    return set(map(_where, differences(nudged.trace, expected, tolerance(case))))
+
+
+def _where(difference: str) -> str:
+    return difference.partition(" differs by ")[0]
 
 
 @lru_cache(maxsize=16)  # the strategies of a case come one after the other

@@ -63,7 +63,8 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
 
     Which one is found in two ways. A collective that has failed or timed out is one that some ranks did not come to.
     And each rank counts its seconds in the job's store, where the one before it looks: a process that is stopped, or
-    whose host is out of reach, does not count on. (Then torch's watchdog may hang where the host does, inside CUDA.)
+    whose host is out of reach, does not count on (then torch's watchdog may hang where the host does, inside CUDA). Nor
+    does one that a single call keeps from running any Python for so long.
 
     Args:
         device: this rank's GPU.

@@ -32,6 +32,7 @@ REFUSED = {
     "long_context --scale 2": "scale='2': give a fraction above 0 and at most 1, such as 1/8",
     "long_context --scale a/b": "scale='a/b': give a fraction",
     "long_context --rows fsdp3": "'fsdp3' is unknown (did you mean fsdp?); allowed: fsdp, fsdp blocks",
+    "model_comparison --quick --layer --ways torch": "--ways are of the Transformer",
     "model_benchmark --checkpointing every-0": "choose none, block, every-K",
     "model_benchmark --steps 2": "at least 3",
     "plan --devices h99:8": "device 'h99' is unknown; choose one of",

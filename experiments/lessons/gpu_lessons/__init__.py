@@ -1,4 +1,4 @@
-"""What do memory, warps, waves and launch parameters decide?
+"""What do memory, warps, waves, launches and forms of kernels decide?
 
     distlab run gpu_lessons                             # all parts, on a GPU
     distlab run gpu_lessons --parts strides waves       # two of them
@@ -48,7 +48,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.report import Ratio, noise_of, prediction_error
+from distlab.report import Ratio, grouped, noise_of, prediction_error
 from kernels._dispatch import check_runs
 
 from .bench import CHECKED_ROUNDS, Bench
@@ -85,20 +85,14 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             function(Bench(config, run, context.device))
 
 
-def rows_of(records: Sequence[Record], part: str) -> list[Record]:
-    """The rows of a part that were timed."""
-    return [r for r in records if r.config["part"] == part and "time_p50_ms" in r.metrics]
-
-
-FACTOR = Ratio("factor", lambda rows: rows[0] if rows else None, "time")
-FACTOR_OFF = prediction_error("predicted_factor", "factor")
-TIME_OFF = prediction_error("predicted_ms", "time_p50_ms")
+FACTOR = Ratio("factor", lambda rows: rows[0], "time")
 
 
 def compare(records: Sequence[Record]) -> None:
-    """Write each effect's times over that of its first row."""
-    for part in PARTS:
-        FACTOR.add(rows_of(records, part))
+    """Write each part's times over that of its first row."""
+    timed = [record for record in records if "time_p50_ms" in record.metrics]
+    for rows in grouped(timed, lambda record: record.config["part"]).values():
+        FACTOR.add(rows)
 
 
 VIEW = View(
@@ -111,7 +105,7 @@ VIEW = View(
         Column("metrics.registers", "registers", missing=""), Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.same_bits", "same bits", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
-        FACTOR_OFF, TIME_OFF,
+        prediction_error("predicted_factor", "factor"), prediction_error("predicted_ms", "time_p50_ms"),
         Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
     ],
     headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
@@ -141,7 +135,8 @@ VIEW = View(
     "launch has set to zero. Same bits: four calls gave one result.\n\n"
     "variance: the recurrence divides for every element; sums of squares lose as many digits as the square of the mean "
     "has before the variance.\n\n"
-    "programs: while a program waits for its row it has nothing else under way, so few programs need stages.\n\n"
+    "programs: one that takes turns waits for its rows, and stages make up for a part of that only; of programs for "
+    "one row each many are resident, and others run while one waits.\n\n"
     "prologues: that f(x) is not written and read again is paid by computing it for every 128 columns, where the "
     "matmul waits for it: a fusion that loses.\n\n"
     "saved: six tensors moved, or five. operands: K tensors and the result. warps: a thread has at most 255 registers; "

@@ -55,7 +55,7 @@ def attention(bench: Bench) -> None:
     heads, length = size(64, 1), size(2048, 128)
 
     def by_torch(*qkv: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*(x[None] for x in qkv), is_causal=True)[0]  # three dimensions: unfused
+        return F.scaled_dot_product_attention(*(x[None] for x in qkv), is_causal=True)[0]  # fused for four dimensions
 
     compare(bench, "attention", lambda q, k, v: lesson.forward(STEP, q, k, v)[0], by_torch,
             normal(bench, 3, heads, length, 64), (length // 64, heads), 128, length)  # fmt: skip

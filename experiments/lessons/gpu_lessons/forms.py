@@ -69,8 +69,8 @@ def programs(bench: Bench) -> None:
 
     bench.form("programs", "one per row", partial(computed, rows, 1), exact)
     for per_sm, stages in ((16, 1), (8, 1), (8, 3), (4, 4), (2, 4)):
-        name = f"per multiprocessor {per_sm}, stages {stages}"
-        bench.form("programs", name, partial(computed, per_sm * bench.sms, stages), exact)
+        bench.form("programs", f"per multiprocessor {per_sm}, stages {stages}",
+                   partial(computed, per_sm * bench.sms, stages), exact)  # fmt: skip
 
 
 def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
