@@ -1,4 +1,4 @@
-"""What do memory, warps, waves, launches and forms of kernels decide?
+"""What do memory, warps, waves and the form of a kernel decide?
 
     distlab run gpu_lessons                             # all parts, on a GPU
     distlab run gpu_lessons --parts strides waves       # two of them
