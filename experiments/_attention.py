@@ -1,6 +1,7 @@
 """What the experiments on attention share: shapes, inputs, every function that is timed, and the exact result.
 
-Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and compiled.
+Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and compiled; and
+FlashAttention-4 (`pip install --pre flash-attn-4`), where it is installed.
 """
 
 import functools
@@ -20,8 +21,8 @@ BACKENDS = {
     "sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
 }  # fmt: skip
-VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "ours-ieee",
-             "ours-deterministic", "ours")  # fmt: skip
+VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa4",
+             "ours-ieee", "ours-deterministic", "ours")  # fmt: skip
 WRITTEN = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?")
 
 
@@ -116,11 +117,20 @@ def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
     return functools.partial(compiled, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
 
 
+def _flash_attention_4(shape: Shape) -> Attention:
+    from flash_attn.cute import flash_attn_func
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.causal)[0].transpose(1, 2)
+
+    return call
+
+
 def suits(variant: str, shape: Shape, dtype: str) -> bool:
     """Whether there is such a row: a variant that knows the shape's mask, and differs from another there."""
     if variant == "ours-ieee":
         return dtype == "float32"
-    return shape.is_plain or not variant.startswith("sdpa")
+    return shape.is_plain or variant not in ("fa4", *BACKENDS)
 
 
 def build(variant: str, shape: Shape, device: str) -> Attention:
@@ -128,6 +138,8 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
     torch._dynamo.reset()
     if variant in BACKENDS:
         return _sdpa(variant, shape)
+    if variant == "fa4":
+        return _flash_attention_4(shape)
     ids = shape.document_ids(device)
     if variant == "flex":
         return _flex(shape, ids, device)
