@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -243,21 +244,23 @@ def _model_parts() -> list[Case]:
 
 
 def _matmuls() -> list[Case]:
-    from kernels import dropout, float8_linear, matmul, reference
+    from kernels import dropout, float8_linear, matmul
 
     def layer_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         n, _, f = shape
         return matmul.cost(shape, dtype, backward=backward) + dropout.cost((n, f), dtype, gelu=True, backward=backward)
 
-    squares = [
-        case for size in (4096, 8192) for case in (
-            Case("matmul", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
-                 {"ours": matmul.matmul, "builtin": torch.matmul}, ("fwd",), True),
-            Case("matmul_gelu", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
-                 {"ours": lambda a, b: matmul.matmul(a, b, epilogue="gelu"),
-                  "naive": lambda a, b: reference.gelu(a @ b),
-                  "builtin": lambda a, b: F.gelu(a @ b, approximate="tanh")}, ("fwd",), True),
-        )
+    squares = [Case("matmul", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
+                    {"ours": matmul.matmul, "builtin": torch.matmul}, ("fwd",), True) for size in (4096, 8192)]
+    gelu = partial(F.gelu, approximate="tanh")
+    epilogues = [
+        Case(f"matmul_{name}", shape, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
+             {"ours": partial(matmul.matmul, epilogue=name), "builtin": lambda a, b, after=after: after(a @ b)},
+             ("fwd",), True)
+        for name, shape, after in (
+            ("gelu", (4096,) * 3, gelu), ("gelu", (8192,) * 3, gelu), ("relu", (4096,) * 3, F.relu),
+            ("leaky_relu", (4096,) * 3, F.leaky_relu),
+            ("rms_norm", (65536, 1024, 256), lambda y: F.rms_norm(y, y.shape[-1:], eps=1e-5)))
     ]  # fmt: skip
     layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
              "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
@@ -268,7 +271,7 @@ def _matmuls() -> list[Case]:
         Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost, layer,
              compute=True),
     ]  # fmt: skip
-    return squares + layers
+    return squares + epilogues + layers
 
 
 def _losses() -> list[Case]:
