@@ -101,7 +101,7 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o; its
     backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
     log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
-    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's kernels run.
+    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's make one pass.
     """
     alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
     if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
@@ -112,9 +112,9 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     if variant == "naive":
         before, peak = 5 * tensor + matrix + length**2, 6 * tensor + 4 * matrix + length**2
     else:
-        two_passes = variant == "ours" and not (
-            torch.cuda.is_available() and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0)))
-        summed = 0 if two_passes else 4 * q.numel()
+        one_pass = torch.cuda.is_available() and hopper.adds_in_any_order(q) and hopper.serves(
+            "backward", q, q, q, Problem((None, 0), 1.0))
+        summed = 0 if variant == "ours" and not one_pass else 4 * q.numel()
         before, peak = 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
     return {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
 

@@ -63,7 +63,7 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_p
     """Δ = rowsum(dO ∘ O) − dLSE and LSE·log2(e) of all rows, padded; dLSE is zero where dlse_ptr is None.
 
     Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there.
-    Also clears the (B, H, Tq, D) tensor at dq_sum_ptr, unless that is None.
+    Also clears the B · H · padded_count rows of BLOCK_D elements at dq_sum_ptr, unless that is None.
     """
     tiles = padded_count // BLOCK_M  # one grid dimension: only the first may exceed 65,535
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -86,8 +86,9 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_p
     tl.store(delta_ptr + bh.to(tl.int64) * padded_count + rows, delta)
     tl.store(lse2_ptr + bh.to(tl.int64) * padded_count + rows, tl.where(hidden, float("inf"), lse * LOG2_E))
     if dq_sum_ptr is not None:
-        to = dq_sum_ptr + (bh.to(tl.int64) * query_count + wide)[:, None] * HEAD_DIM + offs_d[None, :]
-        tl.store(to, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=there)
+        place = (bh.to(tl.int64) * padded_count + wide)[:, None] * BLOCK_D + offs_d[None, :]
+        column = place % (64 * BLOCK_D) // 512 * 8  # there, by hopper_backward.py's order of 64 rows
+        tl.store(dq_sum_ptr + place, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=column < HEAD_DIM)
 
 
 @triton.jit

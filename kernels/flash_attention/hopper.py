@@ -17,11 +17,11 @@ from .._dispatch import cdiv, generation, multiprocessors
 from . import configs
 from .options import Problem
 
-# Heads of 80 and 96 are tiles of 128 whose other columns TMA makes zeros.
-HEAD_DIMS = (64, 80, 96, 128)
+# Heads of 80 and 96 are tiles of 128 whose other columns TMA makes zeros, those of 192 tiles of 256.
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 SERVED = (
-    "16 bits, head dims 64, 80, 96 and 128, without window, documents or softcap, from 16,384 rows on "
-    "(the forward at 64 from 65,536; a deterministic backward never)"
+    "16 bits, head dims 64, 80, 96, 128, 192 and 256, without window, documents or softcap, from 16,384 rows on "
+    "(the forward at 64 from 65,536; a deterministic backward only above 128)"
 )
 # Of all heads: programs of 128 for a GPU of 132 multiprocessors; fewer leave it idle. The forward at 64 has programs of
 # 256, and loses to Triton's where each multiprocessor gets but one.
@@ -29,9 +29,8 @@ LEAST_ROWS, LEAST_ROWS_64 = 2**14, 2**16
 DTYPES = (torch.float16, torch.bfloat16)
 KEYS = 128  # of a program of the backward
 # Of the forward, by the columns of its tiles: consumers, of 64 queries each, keys of a tile, buffers of K and V.
-FORWARD = {64: (4, 64, 3), 128: (2, 128, 2)}
+FORWARD = {64: (4, 64, 3), 128: (2, 128, 2), 256: (2, 64, 2)}
 LOG2_E = 1.4426950408889634
-CAST_ROWS = 32
 # The forward deals out the longest tiles of all heads first, which comes out the most evenly, if the L2 holds all keys
 # and values, or if these are so few heads that many programs read one at a time.
 L2_BYTES, MOST_HEADS = 2**26, 32
@@ -83,20 +82,27 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
     )
 
 
-def _descriptor(x: Tensor, rows: int, columns: int | None = None,
-                row_bytes: int = 128) -> "TensorDescriptor":  # noqa: F821
-    """Of tiles of `rows` rows of one head of a (B, H, T, D) tensor, all columns unless given.
+def adds_in_any_order(q: Tensor) -> bool:
+    """Whether the backward sums dQ in one pass; the two passes of head dims above 128 are bit-identical."""
+    return q.shape[-1] <= 128
+
+
+def _descriptor(x: Tensor, rows: int) -> "TensorDescriptor":  # noqa: F821
+    """Of tiles of `rows` rows of one head of a (B, H, T, D) tensor.
 
     Columns past the head dim are read as zeros and not written. Of Δ and the log-sum-exp, which are contiguous: of runs
-    of `rows` elements. In shared memory a tile of wide rows lies in pieces with rows of `row_bytes`.
+    of `rows` elements.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     if x.dim() == 3:
         return TensorDescriptor(x, [x.numel()], [1], [rows], NVMMASharedLayout(0, 32, rank=1))
-    layout = NVMMASharedLayout(row_bytes, 8 * x.element_size(), rank=4)
-    block = [1, 1, rows, columns or configs.block_d(x.shape[3])]
+    if x.dim() == 2:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]],
+                                NVMMASharedLayout(0, 32, rank=2))
+    layout = NVMMASharedLayout(128, 8 * x.element_size(), rank=4)
+    block = [1, 1, rows, configs.block_d(x.shape[3])]
     return TensorDescriptor(x, list(x.shape), configs.tma_strides(x), block, layout)
 
 
@@ -153,28 +159,35 @@ def _group(q: Tensor) -> int:
 def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dq: Tensor, dk: Tensor,
                     dv: Tensor, problem: Problem, dlse: Tensor | None = None) -> None:
     """Fill dq, dk and dv: tensors as in backward.py that `serves` takes, do, dk and dv among them."""
-    from .backward import launch_delta
+    from .backward import ROW_PADDING, launch_delta
     from .hopper_backward import cast_kernel, hopper_backward_kernel
+    from .hopper_wide import hopper_dkdv_kernel, hopper_dq_kernel
 
-    batch, heads, query_count, head_dim = q.shape
-    columns, kv_group = configs.block_d(head_dim), heads // k.shape[1]
+    (batch, heads, query_count, head_dim), key_count = q.shape, k.shape[2]
+    columns, kv_group, one_pass = configs.block_d(head_dim), heads // k.shape[1], adds_in_any_order(q)
     each = next(count for count in EACH if kv_group % count == 0)
-    queries = 64 if columns == 128 else 128
     part = (batch, heads // each, *k.shape[2:])  # of dK and dV
     parts = (dk, dv) if each == kv_group else [torch.empty(part, dtype=k.dtype, device=k.device) for _ in range(2)]
-    dq_sum = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    padded = batch * heads * cdiv(query_count, ROW_PADDING) * ROW_PADDING
+    dq_sum = torch.empty(padded * columns // 256, 256, dtype=torch.float32, device=q.device) if one_pass else None
     saved = launch_delta(q, k, v, o, lse, do, dq_sum, dlse)
-    _dispatch.launch(
-        hopper_backward_kernel, (cdiv(k.shape[2], KEYS) * batch * heads // each,),
-        _descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries),
-        _descriptor(saved.lse2, queries), _descriptor(saved.delta, queries),
-        _descriptor(dq_sum, 64, 64, 32 if columns == 128 else 128), *(_descriptor(x, 64) for x in parts),
-        heads, kv_group, each, query_count, k.shape[2], saved.lse2.shape[2],
-        k.shape[2] if problem.band[1] is None else problem.hi,
-        _group(q), problem.scale, problem.scale * LOG2_E, num_warps=4)
+    queries = 128 if columns == 64 else 64
+    rows = [_descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries)]
+    read = [*rows, _descriptor(saved.lse2, queries), _descriptor(saved.delta, queries)]
+    written = [_descriptor(x, 64) for x in parts]
+    sizes = query_count, key_count, saved.lse2.shape[2], key_count if problem.band[1] is None else problem.hi
+    others = *sizes, _group(q), problem.scale, problem.scale * LOG2_E
+    programs = batch * heads // each * cdiv(key_count, KEYS if one_pass else 64)
+    if one_pass:
+        _dispatch.launch(hopper_backward_kernel, (programs,), *read, _descriptor(dq_sum, 16), *written, heads, kv_group,
+                         each, *others, num_warps=4)
+        tiles, wide = saved.lse2.shape[2] // 64, columns // 64
+        _dispatch.launch(cast_kernel, (batch * heads * tiles * wide,), dq_sum, dq, *dq.stride()[:3], heads, query_count,
+                         tiles, problem.scale, HEAD_DIM=head_dim, PARTS=wide, num_warps=4)
+    else:
+        _dispatch.launch(hopper_dkdv_kernel, (programs,), *read, *written, heads, kv_group, each, *others, num_warps=4)
+        _dispatch.launch(hopper_dq_kernel, (cdiv(query_count, 128) * batch * heads,), *rows, _descriptor(dq, 64),
+                         saved.lse2, saved.delta, heads, kv_group, *others, num_warps=4)
     for whole, x in zip((dk, dv), parts, strict=True):
         if x is not whole:
             torch.sum(x.view(*k.shape[:2], -1, *k.shape[2:]), 2, out=whole)
-    rows = batch * heads * query_count
-    _dispatch.launch(cast_kernel, (cdiv(rows, CAST_ROWS),), dq_sum, dq, *dq.stride()[:3], heads, query_count, rows,
-                     problem.scale, HEAD_DIM=head_dim, COLUMNS=columns, ROWS=CAST_ROWS, num_warps=4)

@@ -10,16 +10,16 @@ them, of one query head after the other of `each` that read this key head, and c
 Each of two consumer warpgroups owns 64 of the keys, with their dK and dV in registers. Pᵀ and dSᵀ are left operands
 of the next matmul from registers too; dS crosses to the other consumer in shared memory, because each computes half of
 the tile's dQ over all 128 keys: half of its columns at D = 128 (tiles of 64 queries), half of its rows at D = 64 (128).
-That half leaves as fp32 by a TMA reduction: other programs add to the same rows, in whatever order they come, so the
-last bits of dQ differ from run to run. dK and dV are bit-identical.
+That half leaves as fp32 by a TMA reduction: other programs add to the same elements, in whatever order they come, so
+the last bits of dQ differ from run to run. dK and dV are bit-identical.
 
     producer     K V Q₀ dO₀ │ Q₁ dO₁ │ ⋯                       (waits until the buffers of two tiles ago are read)
     consumer 0   │ dPᵀ │ exp2: P │ dV │ dS → shared, dK │ dQ of the tile before │ Sᵀ of the next │ dQ → shared → TMA │
     consumer 1         │ the same for the other 64 keys, half a step later      ⋮                                     │
 
-In shared memory that half has rows of 32 bytes at D = 128: the four rows that half a warp stores at once lie in
-different banks there, and pairwise in the same ones in TMA's rows of 128 bytes. Stores and operands take what shared
-memory delivers at D = 128, so this is 5 to 9 % of the time; at D = 64 it is none, and TMA copies long rows faster.
+The sum of dQ lies in memory as the threads hold it, in pieces of 64 rows and 64 columns: each thread's elements four by
+four. So shared memory is written without bank conflicts, and TMA adds 16 KiB in one piece. Stores and operands take
+what shared memory delivers at D = 128.
 
 dQ of a tile waits for a step, because it needs dS of both consumers: so they do not meet in the middle of every step,
 and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued before dQ is stored: the store overlaps
@@ -30,8 +30,8 @@ the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240
 Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16 each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
 
 Saved for backward, dtypes and the meaning of a row without keys: as in backward.py. Besides its results the pass needs
-4 bytes · B · H · Tq · D for dQ in fp32, which `delta_kernel` clears and `cast_kernel` rounds, and, of key heads that
-more than `each` query heads read, 4 · B · H / each · Tk · D for the parts of dK and dV.
+4 bytes · B · H · Tq · D for dQ in fp32 (Tq and D up to full tiles), which `delta_kernel` clears and `cast_kernel`
+rounds, and, of key heads that more than `each` query heads read, 4 · B · H / each · Tk · D for the parts of dK and dV.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """
@@ -65,12 +65,12 @@ def reduce_add(desc, coordinates, source, _semantic=None):
 
 
 @gluon.jit
-def _producer(given):
+def load_queries(given):
     """Loads: K and V once, then Q, LSE, dO and Δ of the query tiles as their buffers come free."""
     (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
      first_head, each, first_key, first_query, tiles, padded_count) = given
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
-    for i in gl.static_range(2):
+    for i in gl.static_range(k.stages):
         k.acquire(i, k_desc.block_type.nbytes)
         k.copy(i, k_desc, batch, kv_head, first_key + i * KEYS)
     for j in range(tiles * each):
@@ -81,7 +81,7 @@ def _producer(given):
         q.copy(j, q_desc, batch, head, row)
         tma.async_copy_global_to_shared(lse2_desc, [stats], q.full.index(j % STAGES), lse2.index(j % STAGES))
         if j == 0:
-            for i in gl.static_range(2):
+            for i in gl.static_range(v.stages):
                 v.acquire(i, v_desc.block_type.nbytes)
                 v.copy(i, v_desc, batch, kv_head, first_key + i * KEYS)
         # Q and dO of a tile are released together: `q.acquire` has waited for both
@@ -105,20 +105,19 @@ def _issue_dq(b, k, ds, W: gl.constexpr):
 
 
 @gluon.jit
-def _add_dq(dq, dq_desc, dq_tiles, batch, head, row, W: gl.constexpr, QUERIES: gl.constexpr):
+def _add_dq(dq, dq_desc, dq_tiles, head, row, padded_count, W: gl.constexpr, QUERIES: gl.constexpr):
     """memory += this consumer's half of a tile's dQ; the reduction before has read its buffer."""
+    # (warp, half, row, eight columns, two columns) → by fours, side by side in memory
     tile = dq_tiles.index(W)
-    tile.store(dq)
+    tile.store(dq.reshape([4, 2, 8, 8, 4, 2]).permute([3, 0, 2, 4, 1, 5]).reshape([16, 256]))
     fence_async_shared()
-    tile = tile._reinterpret(gl.float32, dq_desc.block_type.shape, dq_desc.layout)
-    if QUERIES == 64:
-        reduce_add(dq_desc, [batch, head, row, 64 * W], tile)
-    else:
-        reduce_add(dq_desc, [batch, head, row + 64 * W, 0], tile)
+    place = (head * padded_count + row) // 64
+    place = 2 * place + W if QUERIES == 64 else place + W
+    reduce_add(dq_desc, [place * 16, 0], tile)
 
 
 @gluon.jit
-def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head, last_row, more, first_seen, masked,
+def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head, last_row, more, first_seen, masked,
           scale_log2, W: gl.constexpr, FIRST: gl.constexpr):
     """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
     k, v, q = operands
@@ -166,7 +165,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head,
     if not FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(ds_free.index(1 - b), count=1)
-        _add_dq(dq, dq_desc, dq_tiles, batch, last_head, last_row, W, QUERIES)
+        _add_dq(dq, dq_desc, dq_tiles, last_head, last_row, padded_count, W, QUERIES)
     # a wgmma in flight across the loop's back edge would make ptxas serialise all of them
     st = warpgroup_mma_wait(0, deps=[st])
     return st, dk, dv
@@ -175,8 +174,8 @@ def _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head,
 @gluon.jit
 def _consumer(given, operands, others, W: gl.constexpr):
     """All products for 64 keys, the W-th of the program."""
-    (dq_desc, dk_desc, dv_desc, batch, part, each, first_key, key_count, hi, first_query, tiles, scale,
-     scale_log2) = given
+    (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles, padded_count,
+     scale, scale_log2) = given
     k, v, q = operands
     QUERIES: gl.constexpr = q.tiles.shape[1]
     D: gl.constexpr = q.tiles.shape[2]
@@ -200,17 +199,17 @@ def _consumer(given, operands, others, W: gl.constexpr):
     st = warpgroup_mma(k.tile(W), q.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(0, deps=[st])
     v.wait_full(W, pred=total > 0)
-    last_head, last_row = part * each, first_query
+    last_head, last_row = batch * heads + part * each, first_query
     # Two pairs, not `last_row = row` in the loop alone: Triton's frontend takes a name for constant in a loop if its
     # value before the loop is the one that the loop's first pass gives it.
     head, row = last_head, first_query + QUERIES
     if row >= end:
         row, head = first_query, last_head + 1
     if total > 0:
-        st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, others, batch, last_head, last_row, last_head, last_row,
+        st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, others, padded_count, last_row, last_head, last_row,
                            total > 1, first_seen, last_row < masked, scale_log2, W, True)
     for j in range(1, total):
-        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, batch, head, row, last_head, last_row,
+        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head, last_row,
                            j + 1 < total, first_seen, row < masked, scale_log2, W, False)
         last_head, last_row = head, row
         row += QUERIES
@@ -223,7 +222,7 @@ def _consumer(given, operands, others, W: gl.constexpr):
         dq = _issue_dq(b, k, ds, W)
         tma.store_wait(0)
         dq = warpgroup_mma_wait(0, deps=[dq])
-        _add_dq(dq, dq_desc, dq_tiles, batch, last_head, last_row, W, QUERIES)
+        _add_dq(dq, dq_desc, dq_tiles, last_head, last_row, padded_count, W, QUERIES)
     tma.store_wait(0)
     copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
     tma.store_wait(0)
@@ -246,8 +245,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse2_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 64, 64],
-                                         gl.NVMMASharedLayout(dq_desc.layout.swizzle_byte_width, 32, rank=2))
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     ds_full, ds_free, start = barriers(2, 2), barriers(2, 2), barriers(1, 1)
     fence_async_shared()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
@@ -259,23 +257,27 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     first_key = tile * (2 * KEYS)
     first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
-    given = (dq_desc, dk_desc, dv_desc, batch, part, each, first_key, key_count, hi, first_query, tiles, scale,
-             scale_log2)
+    given = (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles,
+             padded_count, scale, scale_log2)
     operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start)
     to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
                first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
     gl.warp_specialize([(_consumer, (given, operands, others, 0)), (_consumer, (given, operands, others, 1)),
-                        (_producer, (to_load,))], [4, 1], [240, 24])
+                        (load_queries, (to_load,))], [4, 1], [240, 24])
 
 
-@triton.jit(do_not_specialize=["heads", "query_count", "rows"])
-def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, rows, scale,
-                HEAD_DIM: tl.constexpr, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """dQ = scale · its sum in fp32, for ROWS of the B · H · Tq rows."""
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    columns = tl.arange(0, COLUMNS)
-    inside = (row < rows)[:, None] & (columns < HEAD_DIM)[None, :]
-    total = tl.load(sum_ptr + row[:, None] * HEAD_DIM + columns[None, :], mask=inside, other=0.0)
-    bh = row // query_count
-    to = bh // heads * stride_b + bh % heads * stride_h + row % query_count * stride_t
-    tl.store(dq_ptr + to[:, None] + columns[None, :], (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)
+@triton.jit(do_not_specialize=["heads", "query_count", "tiles"])
+def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, tiles, scale,
+                HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
+    """dQ = scale · its sum in fp32: 64 rows and 64 columns, one of PARTS, as `_add_dq` has put them into memory."""
+    place = tl.program_id(0)
+    offsets = tl.arange(0, 4096)
+    inside = place % PARTS * 64 + offsets // 512 * 8 < HEAD_DIM
+    total = tl.load(sum_ptr + place.to(tl.int64) * 4096 + offsets, mask=inside, other=0.0)
+    total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
+    rows = place // PARTS % tiles * 64 + tl.arange(0, 64)
+    columns = place % PARTS * 64 + tl.arange(0, 64)
+    head = place // PARTS // tiles
+    to = dq_ptr + head // heads * stride_b + head % heads * stride_h + rows[:, None] * stride_t + columns[None, :]
+    inside = (rows < query_count)[:, None] & (columns < HEAD_DIM)[None, :]
+    tl.store(to, (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)

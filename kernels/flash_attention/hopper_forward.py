@@ -1,7 +1,7 @@
 """FlashAttention-3 forward for Hopper in Gluon: loads, matmuls and softmax overlap, each in warps of its own.
 
 The math, shapes and results are those of forward.py: O = softmax(s) V and LSE = log Σ exp s with s = scale · Q Kᵀ,
-key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D is 64 or 128, sums are fp32.
+key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D is 64, 128 or 256, sums are fp32.
 
 A program owns QUERIES · CONSUMERS queries of one head and walks over key tiles of KEYS from the last to the first, so
 that the mask cuts the first tiles only. One warp, the producer, issues TMA copies; each consumer, a warpgroup of four
@@ -27,8 +27,9 @@ tensor cores idle more than half of the time. Four with tiles of 64 keys fit the
 among twice the queries; a consumer passes over tiles behind the last key that its own queries see.
 
 Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two elements to a
-register), so 160 of 240 at D = 128 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
+register), so 160 of 240 at D = 128, 176 at D = 256 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
 Shared memory: Q and O 2·64·D·CONSUMERS, K and V 2·KEYS·D·STAGES each, in bytes: 192 KiB at D = 128, 112 KiB at D = 64.
+At D = 256 tiles have 64 keys, and O takes the place of Q: 192 KiB.
 
 TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
 written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
@@ -266,7 +267,8 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
             acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
                                              (tiles - 1 - j) * KEYS, key_count, hi, False)
             left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-        q.release(turn * CONSUMERS + W)
+        if D < 256:
+            q.release(turn * CONSUMERS + W)
         read += tiles
         v.wait_full(read - 1)
         acc = warpgroup_mma(left, v.tile(read - 1), acc, is_async=True)
@@ -280,6 +282,9 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
         o = gl.where(unseen[:, None], 0.0, acc * factor[:, None])  # V may hold a NaN
         tma.store_wait(0)  # the tile of the turn before has been read
         copy_out(o_desc, batch, head, row0, o_tiles.index(W), o)
+        if D == 256:
+            tma.store_wait(0)
+            q.release(turn * CONSUMERS + W)
     tma.store_wait(0)
 
 
@@ -290,8 +295,9 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_
     q = ring(q_desc, CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
     v = ring(v_desc, STAGES, CONSUMERS)
-    o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, QUERIES, o_desc.block_type.shape[3]],
-                                        gl.NVMMASharedLayout(128, 16, rank=2))
+    o_tiles = q.tiles
+    if o_desc.block_type.shape[3] < 256:
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, q.tiles.shape, q.tiles.layout)
     fence_async_shared()
     turns = _turns((query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES) * batch_heads)
     sizes = (heads, batch_heads, query_count, key_count, hi, group)

@@ -112,7 +112,7 @@ def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
-    if not deterministic and hopper.serves("backward", q, k, v, problem, do, *grads):
+    if not (deterministic and hopper.adds_in_any_order(q)) and hopper.serves("backward", q, k, v, problem, do, *grads):
         hopper.launch_backward(q, k, v, o, lse, do, *grads, problem, dlse)
         return
     problem = configs.settled(q, problem)

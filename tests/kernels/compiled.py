@@ -98,7 +98,7 @@ UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | 
     **{f"matmul {capability}": OLDER for capability in (80, 86, 89)},
     **{f"attention {capability}": ATTENTION for capability in (80, 86, 89)},
     "precisions 80": PRECISIONS, "precisions 86": PRECISIONS, "wide_softmax 86": SOFTMAX, "norms 86": NORMS,
-    **{f"hopper_{head_dim} 90": HOPPER.format(head_dim) for head_dim in (64, 80, 128)},
+    **{f"hopper_{head_dim} 90": HOPPER.format(head_dim) for head_dim in (64, 80, 128, 256)},
 }  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from kernels.flash_attention.options import Problem, is_deterministic
 from . import compiled
 
 CAUSAL = Problem((None, 0), 0.125)
-HEAD_DIMS = (64, 80, 96, 128)
+HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 
 
 def tensor(*shape, dtype=torch.bfloat16):
@@ -41,6 +41,7 @@ TAKEN = {  # q, and what differs from a causal backward of as many keys
     "transposed": (tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2), {}),
     "of a fused projection": (tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2), {}),
     "forward": (LONG, {"direction": "forward"}),
+    "wide": (tensor(2, 16, 4096, 256), {}),
     "long forward of 64": (tensor(1, 16, 4096, 64), {"direction": "forward"}),
 }
 LEFT = {
@@ -50,6 +51,7 @@ LEFT = {
     "softcap": (LONG, {"problem": Problem((None, 0), 0.125, softcap=30.0)}),
     "fp32": (tensor(2, 32, 4096, 128, dtype=torch.float32), {}),
     "head dim 72": (tensor(2, 32, 4096, 72), {}),
+    "head dim 160": (tensor(2, 32, 4096, 160), {}),
     "too few rows for a GPU": (tensor(1, 1, 8192, 128), {}),
     "expanded": (tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128), {}),
     "rows 264 bytes apart": (tensor(2, 32, 4096, 132)[..., :128], {}),
@@ -86,7 +88,7 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
         monkeypatch.setattr(hopper, "unavailable", lambda index, reason=reason: reason)
         (said,) = (finding.found for finding in doctor.find_triton() if finding.name == "kernels")
         assert (reason or hopper.SERVED) in said
-    assert hopper.HEAD_DIMS == HEAD_DIMS and "64, 80, 96 and 128" in hopper.SERVED
+    assert hopper.HEAD_DIMS == HEAD_DIMS and "64, 80, 96, 128, 192 and 256" in hopper.SERVED
     assert f"{hopper.LEAST_ROWS:,} rows" in hopper.SERVED
     assert f"the forward at 64 from {hopper.LEAST_ROWS_64:,}" in hopper.SERVED
 
@@ -134,10 +136,11 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
                 assert part.shape == (3, heads // each, 200, 64)
                 part.fill_(value)
 
-    monkeypatch.setattr(hopper._dispatch, "launch", launch)
-    monkeypatch.setattr(hopper, "_descriptor", lambda x, *_: x)
+    # first, as it imports a module that takes `launch` for its own
     monkeypatch.setattr("kernels.flash_attention.backward.launch_delta", lambda *_: SimpleNamespace(
         lse2=torch.zeros(3, 2 * kv_group, 128), delta=None))
+    monkeypatch.setattr(hopper._dispatch, "launch", launch)
+    monkeypatch.setattr(hopper, "_descriptor", lambda x, *_: x)
     q, k = torch.zeros(3, 2 * kv_group, 100, 64, dtype=torch.bfloat16), torch.zeros(3, 2, 200, 64, dtype=torch.bfloat16)
     dk, dv = torch.empty_like(k), torch.empty_like(k)
     hopper.launch_backward(q, k, k, q, None, q, q, dk, dv, CAUSAL)
@@ -146,18 +149,19 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
 
 
 def test_the_operators_launch_what_serves_says(monkeypatch):
-    """The backward only where nothing asks for bits that are the same in every run."""
+    """The backward only where nothing asks for bits that are the same in every run, or these are."""
     launched, hoppers = [], ["hopper.launch_forward", "hopper.launch_backward"]
     others = ["backward.launch_delta", "backward.launch_dkdv", "backward.launch_dq"]
     for name in (*hoppers, *others):
         monkeypatch.setattr(f"kernels.flash_attention.{name}", lambda *_, name=name, **more: launched.append(name))
     monkeypatch.setattr(ops._dispatch, "runs_triton", lambda x: True)
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
-    q, lse = torch.zeros(1, 1, 16, 64, dtype=torch.float16), torch.zeros(1, 1, 16)
+    q, wide = (torch.zeros(1, 1, 16, head_dim, dtype=torch.float16) for head_dim in (64, 256))
+    lse = torch.zeros(1, 1, 16)
     ops._launch_forward(q, q, q, q, lse, CAUSAL)
-    for deterministic in (False, True):
-        ops._launch_backward(q, q, q, q, lse, q, lse, (q, q, q), CAUSAL, deterministic)
-    assert launched == hoppers + others
+    for x, deterministic in ((q, False), (q, True), (wide, True)):
+        ops._launch_backward(x, x, x, x, lse, x, lse, (x, x, x), CAUSAL, deterministic)
+    assert launched == hoppers + others + hoppers[1:]
 
 
 def test_what_deterministic_means():
@@ -174,7 +178,7 @@ def test_what_deterministic_means():
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
 def test_the_kernels_compile_within_their_registers_and_shared_memory():
     """Spilled are addresses and counters of loops, a few bytes; a spilled accumulator would take 256 bytes each."""
-    for head_dim in (64, 80, 128):
+    for head_dim in (64, 80, 128, 256):
         kernels = compiled.results()[f"hopper_{head_dim} 90"]
         assert len(kernels) == 4 * 2
         for kernel in kernels:
@@ -190,4 +194,4 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
 
 SPILLS = {("hopper_backward_kernel", 64): 216, ("hopper_backward_kernel", 80): 112,
           ("hopper_backward_kernel", 128): 112, ("hopper_forward_kernel", 64): 140,
-          ("hopper_forward_kernel", 80): 32, ("hopper_forward_kernel", 128): 32}
+          ("hopper_forward_kernel", 80): 32, ("hopper_forward_kernel", 128): 32, ("hopper_forward_kernel", 256): 8}

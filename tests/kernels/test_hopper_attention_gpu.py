@@ -76,6 +76,7 @@ def test_random_shapes(monkeypatch, head_dim, dtype):
 
 @pytest.mark.parametrize("head_dim, key_count", [
     (64, 1), (80, 3), (96, 127), (128, 128), (64, 129), (128, 4097), (80, 65537), (128, 65537),
+    (256, 129), (256, 65537),
 ])
 def test_key_lengths(key_count, head_dim):
     for causal in (False, True):
@@ -138,14 +139,14 @@ def test_large_inputs_and_those_that_are_not_finite(head_dim):
 
 @every_head_dim
 def test_a_hundred_repeats(head_dim):
-    """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for."""
+    """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for, and above 128 columns."""
     tensors = inputs(2, 4, 2, 1000, 1000, head_dim, torch.bfloat16)
     for deterministic in (False, True):
         first = causal_results(*tensors, deterministic=deterministic)
         for _ in range(100):
             again = causal_results(*tensors, deterministic=deterministic)
             same = [torch.equal(x, y) for x, y in zip(first, again, strict=True)]
-            same[1] |= not deterministic
+            same[1] |= not deterministic and head_dim <= 128
             assert all(same)
             near(again[1], first[1], 1e-2, 1.6e-2)
 
@@ -177,12 +178,12 @@ def test_a_gpu_that_another_process_uses_too():
             neighbour.communicate()
 
 
-def test_two_streams_at_once():
-    calls = [inputs(1, 8, 8, 2048, 2048, d, torch.bfloat16, d) for d in (64, 128)]
+def test_streams_at_once():
+    calls = [inputs(1, 8, 8, 2048, 2048, d, torch.bfloat16, d) for d in (64, 128, 256)]
     expected = [causal_results(*c) for c in calls]
     torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    results = [[], []]
+    streams = [torch.cuda.Stream() for _ in calls]
+    results = [[] for _ in calls]
     for _ in range(20):
         for i, (stream, call) in enumerate(zip(streams, calls, strict=True)):
             with torch.cuda.stream(stream):

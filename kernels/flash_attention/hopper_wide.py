@@ -1,0 +1,185 @@
+"""FlashAttention-3 backward for Hopper at head dims of 129 to 256, in Gluon: two passes, bit-identical results.
+
+The math, shapes and results are those of backward.py. dK and dV of 64 keys take all accumulators that two warpgroups
+have at D = 256, so none are left for the dQ of hopper_backward.py's single pass: as in backward.py one kernel sums dK
+and dV and another dQ, seven matmuls for each pair of tiles, and no two programs add to the same address.
+
+`hopper_dkdv_kernel`: a program owns 64 keys and walks over query tiles of 64. The two consumers do different work:
+
+    consumer 0   Sᵀ = K Qᵀ     Pᵀ = exp2(scale·log2(e)·Sᵀ − LSE₂) → shared, in fp16      dV += Pᵀ dO
+    consumer 1   dPᵀ = V dOᵀ   dSᵀ = Pᵀ ∘ (dPᵀ − Δ)                                      dK += dSᵀ Q
+
+`hopper_dq_kernel`: a program owns 128 queries, 64 for each consumer, and walks over key tiles of 64:
+
+    S = Q Kᵀ    dP = dO Vᵀ    dS = P ∘ (dP − Δ)    dQ += dS K
+
+Tiles of V and K arrive in turn in a ring of three buffers: V is read before K, so K of the next tile may take V's.
+In both kernels the first matmul of the next tile follows the last of this one, and one consumer's exponentials run
+under the other's matmuls.
+
+Registers per thread of a consumer: sums D/2, Sᵀ or S and dP 32 each, the left operand 16: 208 of 240 for dQ.
+Shared memory, KiB: K, V, 2 · (Q, dO) of 32 each, P 16; and Q, dO 64 each, K and V 96.
+
+Source: Shah et al., FlashAttention-3 (2024).
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from .hopper_backward import load_queries
+from .hopper_forward import Ring, barriers, copy_out, placed, ring
+
+ROWS = gl.constexpr(64)  # of a tile, and of one wgmma
+S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
+SUM_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
+LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM_LAYOUT.value, 2))
+
+
+@gluon.jit
+def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free, out_desc, W: gl.constexpr):
+    """dV (W = 0) or dK (W = 1) of 64 keys. `own` is K or V; `scored` and `summed` are the tiles of Q and dO."""
+    batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2 = given
+    COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
+    total = tiles * each
+    first_seen = first_key - hi + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    acc = gl.zeros([ROWS, 256], gl.float32, SUM_LAYOUT)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    own.wait_full(0)
+    scored.wait_full(0, pred=total > 0)
+    s = warpgroup_mma(own.tile(0), scored.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for j in range(total):
+        statistic = stats.index(j & 1).load(COLUMN)[None, :]
+        p_tile, times = p_tiles.index(j & 1), j // 2 & 1
+        if W == 0:
+            left = gl.exp2(s * scale_log2 - statistic)
+            row = first_query + j % tiles * ROWS
+            if row < first_key + ROWS - 1 - hi:
+                queries = row + gl.arange(0, ROWS, COLUMN)
+                left = gl.where(queries[None, :] >= first_seen[:, None], left, 0.0)
+            mbarrier.wait(p_free.index(j & 1), times ^ 1)
+            p_tile.store(left.to(gl.float16))
+            mbarrier.arrive(p_full.index(j & 1), count=1)
+        else:
+            mbarrier.wait(p_full.index(j & 1), times)
+            left = p_tile.load(S_LAYOUT).to(gl.float32) * (s - statistic)
+            mbarrier.arrive(p_free.index(j & 1), count=1)
+        left = gl.convert_layout(left.to(out_desc.dtype), LEFT)
+        summed.wait_full(j)
+        acc = warpgroup_mma(left, summed.tile(j), acc, is_async=True)
+        # after the last tile this multiplies what lies there, and nobody reads the result
+        scored.wait_full(j + 1, pred=j + 1 < total)
+        s = warpgroup_mma(own.tile(0), scored.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc, left = warpgroup_mma_wait(1, deps=[acc, left])
+        summed.release(j)  # Q and dO alike
+        s = warpgroup_mma_wait(0, deps=[s])
+    copy_out(out_desc, batch, part, first_key, own.tile(0), acc if W == 0 else acc * scale)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_group", "each", "query_count", "key_count", "padded_count", "hi", "group"])
+def hopper_dkdv_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, heads, kv_group, each,
+                       query_count, key_count, padded_count, hi, group, scale, scale_log2):
+    """One program: what `each` query heads give to dK and dV of 64 keys; long tiles come first."""
+    k, v, q = ring(k_desc, 1, 1), ring(v_desc, 1, 1), ring(q_desc, 2, 2)
+    do = Ring(gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout), barriers(2, 1), q.empty, 2)
+    lse2 = gl.allocate_shared_memory(gl.float32, [2, ROWS], lse2_desc.layout)
+    delta = gl.allocate_shared_memory(gl.float32, [2, ROWS], delta_desc.layout)
+    p_tiles = gl.allocate_shared_memory(gl.float16, [2, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+    p_full, p_free = barriers(2, 1), barriers(2, 1)
+    fence_async_shared()
+    key_tiles = (key_count + ROWS - 1) // ROWS
+    parts = heads // each
+    place, tile = placed(gl.program_id(0), key_tiles, gl.num_programs(0) // key_tiles, group)
+    batch, part, first_key = place // parts, place % parts, tile * ROWS
+    first_query = gl.maximum(first_key - hi, 0) // ROWS * ROWS
+    tiles = gl.maximum((query_count - first_query + ROWS - 1) // ROWS, 0)
+    given = (batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2)
+    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
+               part * each // kv_group, heads, part * each, each, first_key, first_query, tiles, padded_count)
+    gl.warp_specialize([(_sum_over_queries, (given, k, q, do, lse2, p_tiles, p_full, p_free, dv_desc, 0)),
+                        (_sum_over_queries, (given, v, do, q, delta, p_tiles, p_full, p_free, dk_desc, 1)),
+                        (load_queries, (to_load,))], [4, 1], [240, 24])
+
+
+@gluon.jit
+def _load_keys(given):
+    """Loads: Q and dO once, then V and K of the key tiles in turn, as buffers come free."""
+    q_desc, do_desc, k_desc, v_desc, q, do, kv, batch, head, kv_head, first_query, tiles = given
+    for i in gl.static_range(2):
+        do.acquire(i, do_desc.block_type.nbytes)
+        do.copy(i, do_desc, batch, head, first_query + i * ROWS)
+        q.acquire(i, q_desc.block_type.nbytes)
+        q.copy(i, q_desc, batch, head, first_query + i * ROWS)
+    for j in range(tiles):
+        kv.acquire(2 * j, v_desc.block_type.nbytes)
+        kv.copy(2 * j, v_desc, batch, kv_head, j * ROWS)
+        kv.acquire(2 * j + 1, k_desc.block_type.nbytes)
+        kv.copy(2 * j + 1, k_desc, batch, kv_head, j * ROWS)
+
+
+@gluon.jit
+def _sum_over_keys(given, W: gl.constexpr):
+    """dQ of 64 queries, the W-th of the program."""
+    (dq_desc, lse2_ptr, delta_ptr, q, do, kv, batch, head, stats, first_query, key_count, hi, scale,
+     scale_log2) = given
+    row0 = first_query + W * ROWS
+    rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
+    end = gl.minimum(rows + hi + 1, key_count)
+    lse2 = gl.load(lse2_ptr + stats + rows)[:, None]
+    delta = gl.load(delta_ptr + stats + rows)[:, None]
+    # of the program's tiles, of which the other consumer may see one more
+    tiles = (gl.maximum(gl.minimum(row0 + ROWS + hi, key_count), 0) + ROWS - 1) // ROWS
+    acc = gl.zeros([ROWS, 256], gl.float32, SUM_LAYOUT)
+    zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    do.wait_full(W)
+    q.wait_full(W)
+    kv.wait_full(0, pred=tiles > 0)
+    dp = warpgroup_mma(do.tile(W), kv.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    kv.wait_full(1, pred=tiles > 0)
+    s = warpgroup_mma(q.tile(W), kv.tile(1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    kv.release(0)
+    s = warpgroup_mma_wait(0, deps=[s])
+    for j in range(tiles):
+        p = gl.exp2(s * scale_log2 - lse2)
+        if (j + 1) * ROWS > gl.minimum(row0 + hi + 1, key_count):
+            keys = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S_LAYOUT))
+            p = gl.where(keys[None, :] < end[:, None], p, 0.0)
+        left = gl.convert_layout((p * (dp - delta)).to(dq_desc.dtype), LEFT)
+        acc = warpgroup_mma(left, kv.tile(2 * j + 1), acc, is_async=True)
+        kv.wait_full(2 * j + 2, pred=j + 1 < tiles)
+        dp = warpgroup_mma(do.tile(W), kv.tile(2 * j + 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        acc, left = warpgroup_mma_wait(1, deps=[acc, left])
+        kv.release(2 * j + 1)
+        kv.wait_full(2 * j + 3, pred=j + 1 < tiles)
+        s = warpgroup_mma(q.tile(W), kv.tile(2 * j + 3).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma_wait(1, deps=[dp])
+        kv.release(2 * j + 2)
+        s = warpgroup_mma_wait(0, deps=[s])
+    copy_out(dq_desc, batch, head, row0, q.tile(W), acc * scale)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi", "group"])
+def hopper_dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse2_ptr, delta_ptr, heads, kv_group, query_count,
+                     key_count, padded_count, hi, group, scale, scale_log2):
+    """One program: dQ of 128 queries; the last ones, which see the most keys, come first."""
+    q, do, kv = ring(q_desc, 2, 1), ring(do_desc, 2, 1), ring(k_desc, 3, 2)
+    fence_async_shared()
+    query_tiles = (query_count + 2 * ROWS - 1) // (2 * ROWS)
+    place, tile = placed(gl.program_id(0), query_tiles, gl.num_programs(0) // query_tiles, group)
+    batch, head, first_query = place // heads, place % heads, (query_tiles - 1 - tile) * (2 * ROWS)
+    tiles = (gl.maximum(gl.minimum(first_query + 2 * ROWS + hi, key_count), 0) + ROWS - 1) // ROWS
+    given = (dq_desc, lse2_ptr, delta_ptr, q, do, kv, batch, head, place * padded_count, first_query, key_count, hi,
+             scale, scale_log2)
+    to_load = (q_desc, do_desc, k_desc, v_desc, q, do, kv, batch, head, head // kv_group, first_query, tiles)
+    gl.warp_specialize([(_sum_over_keys, (given, 0)), (_sum_over_keys, (given, 1)), (_load_keys, (to_load,))],
+                       [4, 1], [240, 24])
