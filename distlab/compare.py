@@ -17,7 +17,7 @@ from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.derived import noise_of
-from distlab.report.record import Record, plain, read_json
+from distlab.report.record import Record, Records, plain, read_json
 from distlab.report.table import Column, grouped, is_number, shared_options
 from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
@@ -142,7 +142,7 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
     return found
 
 
-def findings(rows: Sequence[Record]) -> list[str]:
+def findings(rows: Records) -> list[str]:
     """What the comparison found: rows beyond their noise, those that moved together, and what is missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     metric, found = rows[0].config["metric"], []
@@ -163,7 +163,7 @@ def findings(rows: Sequence[Record]) -> list[str]:
     return found
 
 
-def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
+def failures(rows: Records, limit_pct: float) -> list[str]:
     """The rows of `--fail-above`: worse by more than the limit and beyond the noise, or no longer there."""
     return [
         row.variant
@@ -173,7 +173,7 @@ def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
     ]
 
 
-def undecided(rows: Sequence[Record], limit_pct: float) -> list[str]:
+def undecided(rows: Records, limit_pct: float) -> list[str]:
     """The rows that may be worse by more than the limit without being found so, each with what it may be off by."""
     found = []
     for row in rows:

@@ -31,6 +31,7 @@ from distlab.report.provenance import date_of_commit
 from distlab.report.record import (
     MEASURE_AGAIN,
     Record,
+    Records,
     from_fields,
     plain,
     read_checked,
@@ -291,7 +292,7 @@ def files_of(roots: Sequence[Path]) -> list[Path]:
     return [path for path in sorted(rows) if path.parts[-3] != "compare"]
 
 
-def main_metric(records: Sequence[Record]) -> str:
+def main_metric(records: Records) -> str:
     """The name of what these rows are about: the time of a step, else another median, time, rate or size.
 
     Raises:
@@ -328,7 +329,7 @@ def in_unit(value: float, metric: str) -> str:
     return f"{value * (2**-30 if unit == 'GiB' else 1):,.4g} {unit}".rstrip()
 
 
-def result_of(records: Sequence[Record]) -> str:
+def result_of(records: Records) -> str:
     """The best row in a few words; of a sweep, in which a variant has several rows, their number."""
     rows = [r for r in records if r.variant != "local"] or list(records)
     if not rows or len({r.variant for r in rows}) < len(rows):

@@ -8,7 +8,6 @@ from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch, and 
 error). Every row's result is checked.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +22,7 @@ from distlab.experiment import (
     Options,
     RankContext,
     Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -131,12 +131,12 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
     return metrics
 
 
-def timings(records: Sequence[Record]) -> list[Record]:
+def timings(records: Records) -> list[Record]:
     """The rows that are times of collectives."""
     return [record for record in records if record.variant in OPERATIONS]
 
 
-def with_fits(records: Sequence[Record]) -> list[Record]:
+def with_fits(records: Records) -> list[Record]:
     """The records with a fit after the times of each collective on each group, which carry its seconds and errors.
 
     Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up to date. Times of
@@ -171,7 +171,7 @@ headline = headline_from(
 )
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """Rows whose result was not what it should be, one line each."""
     return [
         f"{record.variant} of {record.metrics['payload_bytes']:,} bytes on {record.config['world_size']} ranks: "
@@ -181,7 +181,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
+def draw_bandwidth(records: Records, path: Path) -> None:
     """Bus bandwidth against the payload, a panel per number of ranks and backend."""
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
     panels = []
@@ -193,7 +193,7 @@ def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
     lines(path, panels, title=headline(records))
 
 
-def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
+def _bandwidth_series(rows: Records) -> list[Series]:
     series = []
     for name, mine in grouped(rows, lambda r: r.variant).items():
         x, y = ([r.metrics[m] for r in mine] for m in ("payload_bytes", "busbw_gb_per_s"))

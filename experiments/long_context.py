@@ -14,7 +14,7 @@ allocated.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
@@ -29,6 +29,7 @@ from distlab.experiment import (
     Experiment,
     RankContext,
     Record,
+    Records,
     Run,
     TimingOptions,
     View,
@@ -165,7 +166,7 @@ def parts(
                 yield what, record, partial(time_round, config, bench, record, run, number)
 
 
-def worth_timing(record: Record, records: Sequence[Record]) -> bool:
+def worth_timing(record: Record, records: Records) -> bool:
     """Whether a row can run, and if it is a peer that was timed, whether it is among the fastest."""
     status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
     if status not in (None, "ok"):
@@ -174,7 +175,7 @@ def worth_timing(record: Record, records: Sequence[Record]) -> bool:
     return mine is None or not is_peer(record.variant) or mine <= CLOSE * min(peers)
 
 
-def timed(records: Sequence[Record]) -> list[Record]:
+def timed(records: Records) -> list[Record]:
     """The rows that have been."""
     return [record for record in records if record.metrics.get("status") == "ok"]
 
@@ -234,7 +235,7 @@ def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
 OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(record.variant)))
 
 
-def compare(records: Sequence[Record]) -> None:
+def compare(records: Records) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
     done = timed(records)
     OVER_PEER.add(done)
@@ -243,7 +244,7 @@ def compare(records: Sequence[Record]) -> None:
         metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """What failed, or a loss that is another than ours after the same steps."""
     problems = []
     for record in records:
@@ -255,7 +256,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """What does not fit."""
     found = []
     for record in records:

@@ -18,7 +18,16 @@ from torch import Tensor
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Records,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import prediction_error, stacked_bars
@@ -154,7 +163,7 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
 }
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Per variant the measured peak above the predicted one, stacked by category, in GiB."""
     bars: dict[str, list[float]] = {}
     for record in records:

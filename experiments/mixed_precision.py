@@ -12,7 +12,7 @@ none. *float8*: losses of one training in bf16, and with the matmuls of its bloc
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,7 +26,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -248,7 +248,7 @@ headline = headline_from(
 )
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """What these rows say, in words."""
     config = PrecisionConfig.of(records[0].config)
     model = config.model()
@@ -267,7 +267,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Left, how gradients are distributed over powers of two, and fp16's range; right, what each loss scale does."""
     rows = [r for r in records if r.config["part"] == "scaling"]
     exact = next((r.metrics for r in rows if r.variant == "fp32"), None)

@@ -9,7 +9,6 @@ closed form. What it costs does not depend on the tokens of a step: with n of th
 of the model's own FLOPs, d being the shorter side of a matrix. So a step should have as many as it has in training.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -23,7 +22,7 @@ from distlab.experiment import (
     Column,
     Experiment,
     RankContext,
-    Record,
+    Records,
     Run,
     TimingOptions,
     View,
@@ -133,7 +132,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     return metrics
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
     problems = []
     for record in records:

@@ -9,11 +9,19 @@ device, with p20 to p80 as error bars. To add points, run `distlab run ddp_bench
 files here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Records,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
 from distlab.report import Panel, Series, grouped, is_number, lines, prediction_error, read_json
@@ -124,7 +132,7 @@ headline = headline_from(
 )
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """Where each strategy stops scaling; says that nothing in the named files could be drawn."""
     config, stops = records[0].config, {}
     for record in records:
@@ -145,7 +153,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
     ranks = sorted({record.config["world_size"] for record in records})
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]

@@ -35,7 +35,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -233,7 +233,7 @@ class Curves:
         return self.curve(config, self.run.path / "killed" / "checkpoints", die)
 
 
-def verdicts(records: Sequence[Record]) -> list[str]:
+def verdicts(records: Records) -> list[str]:
     """What is not as it should be; empty if all is well."""
     by_name = {record.variant: record.metrics for record in records}
     problems = []
@@ -252,7 +252,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def tolerance(records: Sequence[Record]) -> float | None:
+def tolerance(records: Records) -> float | None:
     """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
     at least 0.01 nats.
     """
@@ -268,7 +268,7 @@ headline = headline_from(
 )
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """All loss curves on one picture, and where one run was killed."""
     series, events = {}, []
     for record in records:

@@ -10,7 +10,6 @@ import argparse
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from distlab.report import (
     Column,
     Panel,
     Record,
+    Records,
     Series,
     View,
     commit,
@@ -124,7 +124,7 @@ def has_record(folder: Path, steps: int) -> bool:
         return False
 
 
-def what_it_reached(records: Sequence[Record]) -> list[str]:
+def what_it_reached(records: Records) -> list[str]:
     """Say the losses of the last step and validation."""
     metrics = records[0].metrics
     held_out = metrics.get("validation_loss")

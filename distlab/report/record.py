@@ -90,6 +90,9 @@ class Record:
     commit: str | None
 
 
+Records = Sequence[Record]
+
+
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
     kinds = typing.get_type_hints(cls)
@@ -186,7 +189,7 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
         ) from error
 
 
-def write_csv(records: Sequence[Record], path: Path) -> None:
+def write_csv(records: Records, path: Path) -> None:
     """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
     columns.
 

@@ -27,7 +27,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -172,7 +172,7 @@ def gains(found: dict[str, dict[str, Any]], steps: Sequence[Step], length: int) 
                     metrics[f"{way}_predicted_gain"] = old / new
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
     records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1

@@ -20,7 +20,7 @@ kernels. That is in `taken_apart`.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ import torch
 
 from distlab.bench.timing import MODES
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View
+from distlab.experiment import Column, Experiment, RankContext, Records, Run, View
 from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
 from distlab.report import NOISE, prediction_error, stacked_bars, waiting
@@ -108,7 +108,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 
 
-def draw_steps(records: Sequence[Record], path: Path) -> None:
+def draw_steps(records: Records, path: Path) -> None:
     """A bar per setting: forward, backward and optimizer of the fullest mode, with p20 and p80 of the whole."""
     fullest = max((record.config["mode"] for record in records), key=MODES.index)
     records = [record for record in records if record.config["mode"] == fullest]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.bench.timing import Trial
-from distlab.experiment import Column, Record, View
+from distlab.experiment import Column, Records, View
 from distlab.measure import (
     Event,
     FlopsByCategory,
@@ -183,7 +183,7 @@ def part_rows(
     return sorted(rows, key=lambda row: -row[1]["part_ms"])
 
 
-def part_findings(records: Sequence[Record]) -> list[str]:
+def part_findings(records: Records) -> list[str]:
     """The whole step's kernels beside the prediction."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
@@ -193,7 +193,7 @@ def part_findings(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def draw_parts(records: Sequence[Record], path: Path) -> None:
+def draw_parts(records: Records, path: Path) -> None:
     """Time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
     known = [metric for metric in ("part_ms", "predicted_part_ms") if any(r.metrics[metric] for r in records)]

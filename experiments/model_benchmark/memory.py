@@ -1,7 +1,6 @@
 """Memory of a step: by category over time, with its largest blocks, and what a block saves for backward."""
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.bench.timing import Trial
-from distlab.experiment import Column, RankContext, Record, View
+from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import (
     attempt,
     emitter,
@@ -104,7 +103,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     return held + inference_temporary(shape, *sizes)
 
 
-def memory_findings(records: Sequence[Record]) -> list[str]:
+def memory_findings(records: Records) -> list[str]:
     """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
     lines = []
     for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():

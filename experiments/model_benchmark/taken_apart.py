@@ -1,7 +1,7 @@
 """Where a step's time goes: kernels and kinds of work, in forward, backward, optimizer and inference."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distlab.bench.timing import Trial
 from distlab.comm import collectives
-from distlab.experiment import Column, RankContext, Record, View
+from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
@@ -132,7 +132,7 @@ def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[
     return rows
 
 
-def draw_work(records: Sequence[Record], path: Path) -> None:
+def draw_work(records: Records, path: Path) -> None:
     """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward
     and backward.
     """
@@ -153,7 +153,7 @@ def draw_work(records: Sequence[Record], path: Path) -> None:
     stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
 
 
-def work_findings(records: Sequence[Record]) -> list[str]:
+def work_findings(records: Records) -> list[str]:
     """The profiler's total beside the timer's."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():

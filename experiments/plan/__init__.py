@@ -12,11 +12,10 @@ holds the first choice against others, simulated.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from
+from distlab.experiment import Column, Experiment, RankContext, Record, Records, Run, View, headline_from
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate.choices import Choice, choices, estimated, memory
@@ -169,7 +168,7 @@ def _step(
     }
 
 
-def examples_of(records: Sequence[Record]) -> str:
+def examples_of(records: Records) -> str:
     """What the batch counts."""
     shape = PlanConfig.of(records[0].config).shape()
     return "examples" if shape is None else f"sequences × {shape.context_length} tokens"
@@ -179,7 +178,7 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def answer(records: Sequence[Record]) -> str:
+def answer(records: Records) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
     _, ranks = config.fleet()
@@ -231,7 +230,7 @@ def _way(record: Record) -> tuple:
     return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
 
 
-def _reasons(best: Record, records: Sequence[Record]) -> str:
+def _reasons(best: Record, records: Records) -> str:
     """Why not with less recomputation, or whole parameters: what these would take."""
     same = [r for r in records if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]]
     lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less

@@ -18,7 +18,6 @@ another (see `distlab.simulate.calibrate`); afterwards what was measured is put 
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +26,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -90,7 +89,7 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
             run.part(COMPARISON).records[:] = compare(run.records, measured)
 
 
-def sizes(records: Sequence[Record]) -> str:
+def sizes(records: Records) -> str:
     """The models of some rows."""
     return ", ".join(dict.fromkeys(record.config["size"] for record in records))
 

@@ -1,10 +1,10 @@
 """Runs that others have published, and this lab's own, each beside what theory says of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distlab.experiment import Record, Run
+from distlab.experiment import Records, Run
 from distlab.model import preset
 from distlab.report import read_json
 from distlab.simulate.case import Case, from_json, predict, shortage
@@ -87,7 +87,7 @@ def _own() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """How many points lie within the bars, and each that does not, with its reason."""
     lines = []
     for metric, bar, unit in (("step_ms", TIME_BAR, "step times"), ("memory_gib", MEMORY_BAR, "peaks of memory")):

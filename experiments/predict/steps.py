@@ -1,11 +1,10 @@
 """Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from distlab.experiment import Record, Run
+from distlab.experiment import Record, Records, Run
 from distlab.model import ModelConfig, preset
 from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
@@ -113,7 +112,7 @@ COMPARED = (
 )
 
 
-def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[Record]:
+def compare(predictions: Records, measured: Records) -> list[Record]:
     """A record for every measured row of ddp_bench that was predicted: both figures and the error in %.
 
     Raises:

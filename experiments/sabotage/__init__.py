@@ -29,7 +29,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -201,7 +201,7 @@ def _end(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """What is not as it should be: a mistake that passes, or a healthy run that does not."""
     found = [f"{r.variant}: not caught by {r.config['check']}" for r in records if not r.metrics["caught"]]
     return found + [
@@ -216,7 +216,7 @@ headline = headline_from(
 )
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """A panel per mistake: its loss beside the healthy one."""
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
     panels = []
