@@ -36,7 +36,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.model.ops import naive_attention
+from distlab.model.ops import Attention, naive_attention
 from distlab.report import Panel, Series, lines
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.volume import model_volume
@@ -44,7 +44,7 @@ from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
 from .faults import healthy_attention
-from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Attention, Mistake
+from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Mistake
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for clipping, by an fp32 norm.
