@@ -13,11 +13,10 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.derived import noise_of
-from distlab.report.record import Record, Records, plain, read_json
+from distlab.report.record import Metrics, Record, Records, plain, read_json
 from distlab.report.table import Column, grouped, is_number, shared_options
 from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
@@ -248,7 +247,7 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     ]
 
 
-def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
+def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
     if not all(is_number(value) and value > 0 for value in (first, last)):

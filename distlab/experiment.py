@@ -36,7 +36,7 @@ from distlab.comm.rank_process import Progress, on_main
 from distlab.measure.statistics import MIN_PAIRS
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
-from distlab.report.record import Record, Records, plain
+from distlab.report.record import Metrics, Record, Records, plain
 from distlab.report.terminal import say, say_table
 from distlab.report.view import View, headline_from, write
 from distlab.runs import Header, Run, check_names, make_folder, open_run
@@ -44,6 +44,7 @@ from distlab.runs import Header, Run, check_names, make_folder, open_run
 __all__ = [
     "Column",
     "Experiment",
+    "Metrics",
     "Options",
     "RankContext",
     "Record",

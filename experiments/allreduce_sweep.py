@@ -19,6 +19,7 @@ from distlab.comm.subgroups import doubling_sizes, first_ranks, rest
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Record,
@@ -110,7 +111,7 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
                 run.add(operation, _row(config, context, operation, size), **own)
 
 
-def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
+def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> Metrics:
     timed = partial(time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats)
     timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
     if timing is None:

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,6 +26,7 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
     Record,
     Records,
@@ -180,7 +180,7 @@ def timed(records: Records) -> list[Record]:
     return [record for record in records if record.metrics.get("status") == "ok"]
 
 
-def predicted(plan: Plan) -> dict[str, Any]:
+def predicted(plan: Plan) -> Metrics:
     """What a plan says, as metrics."""
     memory, step = plan.memory, plan.time
     found = {

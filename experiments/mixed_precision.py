@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +23,7 @@ from torch import Tensor, nn
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Records,
@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDEND, TIMES = 0.01, 1000
 # Of a layer normalisation's input: (deviation, mean).
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
-Rows = Iterator[tuple[str, str, dict[str, Any]]]  # variant, what it ran on, metrics
+Rows = Iterator[tuple[str, str, Metrics]]  # variant, what it ran on, metrics
 WIDTH = 768  # of layer normalisation's input
 
 

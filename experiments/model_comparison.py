@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
-from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
+from distlab.experiment import Column, Experiment, Metrics, RankContext, Run, View, headline_from, option
 from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentiles
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
@@ -133,7 +133,7 @@ class Way:
 
 def first_steps(
     name: str, ways: dict[str, Way], make: Callable[[], Way], reference: tuple[float, list[Tensor]]
-) -> dict[str, Any]:
+) -> Metrics:
     """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
     way = make()
     loss, gradients = way.first()
@@ -168,7 +168,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
     reference = plain.first()
     ways: dict[str, Way] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[str, Metrics] = {}
     for name in PARTS if config.layer else config.ways:
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)

@@ -11,7 +11,6 @@ of the model's own FLOPs, d being the shorter side of a matrix. So a step should
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
     Records,
     Run,
@@ -84,7 +84,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     of_muon = [row for row in rows if row.optimizer_cls is Muon]
     task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
     differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
-    counted: dict[str, dict[str, Any]] = {}
+    counted: dict[str, Metrics] = {}
 
     def count(row: Variant, attached: Trial) -> None:
         if row.optimizer_cls is Muon and row.name not in counted:
@@ -103,7 +103,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         run.add(row.name, metrics, **facts, strategy=row.strategy.name, placement=placement)
 
 
-def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any]:
+def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     """What an optimizer's step sends, counted; beside it the closed form of what is sent in bf16, and how unequally
     owners share the work.
     """
@@ -114,7 +114,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
     matrices = held.param_groups[0]["params"]
     flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
-    metrics: dict[str, Any] = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
+    metrics: Metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
     if placement not in SHARDED:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
     Run,
     TimingOptions,
@@ -123,7 +123,7 @@ def observed(moments: dict[Action, tuple[Instant, Instant]], device: torch.devic
     moments[action] = begin, instant(device)
 
 
-def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> dict[str, Any]:
+def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> Metrics:
     """What a schedule leaves idle: by the closed form, simulated from its actions' durations, and measured.
 
     Args:

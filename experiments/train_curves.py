@@ -33,6 +33,7 @@ from distlab.comm.rank_process import on_main
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Records,
@@ -126,7 +127,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
     curves = Curves(config, context, run, tokens)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {}
+    parts: dict[str, Callable[[], Metrics]] = {}
     if "curves" in config.parts:
         parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
@@ -190,7 +191,7 @@ class Curves:
         config: TrainConfig,
         folder: Path | None = None,
         after: Callable[[StepMetrics], None] = lambda step: None,
-    ) -> dict[str, object]:
+    ) -> Metrics:
         """Train; the loss of every step."""
         reports: list[StepMetrics] = []
 
@@ -220,7 +221,7 @@ class Curves:
             "peak_alloc_bytes": memory.peak_alloc_bytes,
         }
 
-    def killed_curve(self, attempt: int) -> dict[str, object]:
+    def killed_curve(self, attempt: int) -> Metrics:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
         config = self.config.training(REFERENCE, checkpoint_every=kill_at(self.config.steps) // 2)
         victim = self.context.rank == self.context.world_size - 1 and attempt == 0

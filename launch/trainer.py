@@ -12,7 +12,6 @@ import math
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from distlab.comm import RankContext
 from distlab.comm.rank_process import Progress
@@ -20,6 +19,7 @@ from distlab.experiment import FrameOptions, RankOptions, headline_from, run_fol
 from distlab.options import config_from, option, parser_of
 from distlab.report import (
     Column,
+    Metrics,
     Panel,
     Record,
     Records,
@@ -38,6 +38,7 @@ from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
 from distlab.train.memory_budget import require, training_step
+from distlab.train.metrics import Lines
 from launch.ranks import run_on_ranks
 from launch.runs import refresh_index
 
@@ -73,7 +74,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     name = run_name(args.name, data, config)
 
     def write_results(
-        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
+        config: TrainConfig, outcome: Outcome, metrics: Metrics, journal: Lines
     ) -> None:
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
         shared["trained_by"] = trained_by(journal)
@@ -108,7 +109,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     return 128 + outcome.stopped_by
 
 
-def trained_by(journal: list[dict[str, Any]]) -> str:
+def trained_by(journal: Lines) -> str:
     """Which strategy trained up to which step on how many ranks: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
     by = itertools.groupby(journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}")
     return ", ".join(f"{who} to step {[*lines][-1]['step']}" for who, lines in by)

@@ -26,7 +26,7 @@ from distlab.report.derived import (
     waiting,
 )
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Record, Records, json_line, read_json, reading, write_json
+from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
 from distlab.report.table import Column, grouped, is_number
 from distlab.report.view import View, write
 
@@ -35,6 +35,7 @@ __all__ = [
     "PEAK",
     "TIE",
     "Column",
+    "Metrics",
     "Panel",
     "Ratio",
     "Record",

@@ -69,6 +69,9 @@ TURNED = {
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+Metrics = dict[str, Any]  # name with unit → number, None (not measured) or text (`"OOM"`)
+
+
 @dataclass(frozen=True)
 class Record:
     """One variant's result.
@@ -77,7 +80,7 @@ class Record:
         experiment: name of the experiment, such as ``"ddp_bench"``.
         variant: what was compared, such as ``"bucketed"``.
         config: everything needed to run it again.
-        metrics: name with unit → number, None (not measured) or text (``"OOM"``).
+        metrics: see `Metrics`.
         environment: see `environment`.
         commit: see `commit`.
     """
@@ -85,7 +88,7 @@ class Record:
     experiment: str
     variant: str
     config: dict[str, Any]
-    metrics: dict[str, Any]
+    metrics: Metrics
     environment: dict[str, Any]
     commit: str | None
 

@@ -23,9 +23,9 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
 from distlab.train.loop import Outcome, Trainer
 from distlab.train.memory_budget import require, training_step
-from distlab.train.metrics import Journal, StepMetrics
+from distlab.train.metrics import Journal, Lines, StepMetrics
 
-Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]
+Results = Callable[[TrainConfig, Outcome, dict[str, Any], Lines], None]
 
 
 def train(
@@ -115,7 +115,7 @@ def train(
 
 
 def metrics_of(
-    config: TrainConfig, context: RankContext, outcome: Outcome, lines: list[dict[str, Any]]
+    config: TrainConfig, context: RankContext, outcome: Outcome, lines: Lines
 ) -> dict[str, Any]:
     """Return the results in numbers; times are those of this process's steps, or of all if it made none."""
     timed = [line for line in lines if "step_ms" in line]

@@ -25,6 +25,7 @@ from torch import Tensor
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Records,
@@ -100,13 +101,13 @@ def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
             "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
 
 
-def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
     apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    metrics: dict[str, Any] = {"error": apart[0], "grad_error": max(apart[1:])}
+    metrics: Metrics = {"error": apart[0], "grad_error": max(apart[1:])}
     if not max(apart) <= TOLERANCE[dtype]:
         metrics["status"] = "WRONG"
     return metrics
@@ -122,7 +123,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         if not all(run.done(name, head_dim=head_dim) for name in names):
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
             tensors = inputs(shape, config.dtype, context.device.type)
-            found: dict[str, dict[str, Any]] = {}
+            found: dict[str, Metrics] = {}
             calls: dict[str, Calls] = {}
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
@@ -141,7 +142,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 
 def ready(calls: dict[str, Calls], name: str, shape: Shape, tensors: Sequence[Tensor],
-          steps: Mapping[str, Step]) -> dict[str, Any]:  # fmt: skip
+          steps: Mapping[str, Step]) -> Metrics:  # fmt: skip
     """Put the calls of a variant among `calls` once they have run; gives its errors."""
     mine = calls_of(name, shape, tensors, steps)
     metrics = check(mine, shape, tensors)
@@ -156,7 +157,7 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
     return times | {"fwd_bwd": [sum(pair) for pair in zip(*times.values(), strict=True)]}
 
 
-def gains(found: dict[str, dict[str, Any]], steps: Sequence[Step], length: int) -> None:
+def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
     """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
     the matmuls of the tiles visited before over those visited now, where a step changes what is computed.
     """

@@ -38,7 +38,7 @@ from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.operators import Compute
 from experiments._traffic import TrafficLog
 
-from .trials import headline, ms_column, prefix
+from .trials import Rows, headline, ms_column, prefix
 
 INSIDE, REST = "distlab:in ", "loss and rest"
 # The first that is found decides; a user's own model keeps its names, with a star for every number.
@@ -167,9 +167,7 @@ def counted_parts(
     return ms, flops, by_phase
 
 
-def part_rows(
-    measured: tuple[Counter, Counter], predicted: Counter, flops: Counter
-) -> list[tuple[str, dict[str, Any]]]:
+def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Counter) -> Rows:
     """A row for each part, those with the most time first."""
     (ms, kernels), rows = measured, []
     for part in dict.fromkeys(part for _, part in ms):

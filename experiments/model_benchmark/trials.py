@@ -11,13 +11,13 @@ import torch
 from distlab.bench.reference import relative_errors
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
-from distlab.experiment import Column, Options, RankContext, Records, option
+from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.train.scaler import LossScaler
 
-Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
+Rows = list[tuple[str, Metrics]]  # variant and metrics, of one part
 
 
 @dataclass(frozen=True)

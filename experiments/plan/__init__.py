@@ -13,9 +13,18 @@ holds the first choice against others, simulated.
 
 import math
 from dataclasses import replace
-from typing import Any
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Records, Run, View, headline_from
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Metrics,
+    RankContext,
+    Record,
+    Records,
+    Run,
+    View,
+    headline_from,
+)
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
 from distlab.simulate.choices import Choice, choices, estimated, memory
@@ -45,7 +54,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     machine, (gpu, ranks) = config.machine(), config.fleet()
     own = {"num_parameters": config.num_parameters(), "world_size": ranks}
     # Of a strategy with its group and recomputation: each micro-batch with the memory it takes.
-    ways: dict[tuple, list[tuple[Choice, dict[str, Any]]]] = {}
+    ways: dict[tuple, list[tuple[Choice, Metrics]]] = {}
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
     strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
@@ -62,7 +71,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         fitting = sum(needed["fits"] for _, needed in way)
         if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
             way.append((choice, _memory(config, choice, ranks)))
-    found: dict[Layout, list[tuple[Choice, dict[str, Any]]]] = {}
+    found: dict[Layout, list[tuple[Choice, Metrics]]] = {}
     for way in ways.values():
         rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in way if needed["fits"]]
         rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"])[:PER_STRATEGY]
@@ -85,7 +94,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     run.save()
 
 
-def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
+def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
     """Of a rank; a user's model is stepped for it in the fake world."""
     if config.factory is not None:
         needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
@@ -99,7 +108,7 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
     }
 
 
-def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
+def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     _, ranks = config.fleet()
     if config.factory is not None:
         return _time_of_own(config, choice, machine)
@@ -130,7 +139,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     }
 
 
-def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
+def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     """The same of a user's model, by replaying its operators and messages."""
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
@@ -155,7 +164,7 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
 
 def _step(
     config: PlanConfig, step: float, overhead: float, host: float, parts: dict[str, float], flops: float
-) -> dict[str, object]:
+) -> Metrics:
     """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {

@@ -2,9 +2,8 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from distlab.experiment import Records, Run
+from distlab.experiment import Metrics, Records, Run
 from distlab.model import preset
 from distlab.report import read_json
 from distlab.simulate.case import Case, from_json, predict, shortage
@@ -55,7 +54,7 @@ def add(run: Run, case: Case) -> None:
     run.add(case.name, _compared(metrics, published), memory_is=kind, gpus=case.cluster.gpus, **own)
 
 
-def _compared(metrics: dict[str, Any], published: Mapping[str, float]) -> dict[str, Any]:
+def _compared(metrics: Metrics, published: Mapping[str, float]) -> Metrics:
     """With what was published beside what was predicted, and the error in per cent."""
     for name, value in published.items():
         metrics[f"published_{name}"] = value

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,6 +26,7 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Records,
@@ -153,7 +153,7 @@ def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float
     return means.tolist()
 
 
-def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
+def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> Metrics:
     """All checks and the curve of one run, with the mistake or without; call it on every rank."""
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
@@ -177,12 +177,12 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     }
 
 
-def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[dict[str, Any]]:
+def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[Metrics]:
     """`examine` without the mistake, then with it."""
     return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
 
 
-def caught_by(metrics: dict[str, Any]) -> list[str]:
+def caught_by(metrics: Metrics) -> list[str]:
     """The checks that say no."""
     if "error" in metrics:
         return [ERROR]
