@@ -30,7 +30,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import lookup
-from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentiles, time_collective, traffic
+from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentile_metrics, time_collective, traffic
 from distlab.report import Panel, Series, grouped, lines, prediction_error
 from distlab.theory.collective_time import fit_collective
 
@@ -116,7 +116,7 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
     timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
     if timing is None:
         return {"time_p50_ms": "OOM"}
-    times = {f"time_{p}_ms": value for p, value in percentiles(timing.samples_ms).items()}
+    times = percentile_metrics("time", timing.samples_ms)
     algbw = timing.num_bytes / times["time_p50_ms"] / 1e6
     share = traffic(operation, context.world_size)
     metrics = times | {

@@ -37,7 +37,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import peak_of
-from distlab.measure import account, load_trace, percentiles
+from distlab.measure import account, load_trace, percentile_metrics
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
 from distlab.report import NOISE, PEAK, Ratio, fastest, prediction_error, step_bars
@@ -215,7 +215,7 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
     for phase in PHASES:
         samples = [*metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
         metrics[f"{phase}_samples_ms"] = samples
-        metrics |= {f"{phase}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+        metrics |= percentile_metrics(phase, samples)
     metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(bench.context.device, config.dtype)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
 from distlab.experiment import Column, Experiment, Metrics, RankContext, Run, View, headline_from, option
-from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentiles
+from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentile_metrics
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
@@ -180,7 +180,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     for name, found in rows.items():
         if name in taken:
             found["step_samples_ms"] = list(itertools.chain(*taken[name]))
-            found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
+            found |= percentile_metrics("step", found["step_samples_ms"])
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
         run.add(name, found, size="layer of Llama" if config.layer else config.size,

@@ -30,6 +30,7 @@ from distlab.measure.rounds import interleave, sample_rounds
 from distlab.measure.statistics import (
     MIN_PAIRS,
     MIN_SAMPLES,
+    percentile_metrics,
     percentiles,
 )
 from distlab.measure.trace.account import (
@@ -77,6 +78,7 @@ __all__ = [
     "load_trace",
     "named_ranges",
     "peak_memory",
+    "percentile_metrics",
     "percentiles",
     "sample_rounds",
     "saved_for_backward",

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distlab.measure.statistics import percentiles
+from distlab.measure.statistics import percentile_metrics
 
 Instant = torch.cuda.Event | float
+Call = Callable[[], object]  # what is timed
 
 
 def instant(device: torch.device) -> Instant:
@@ -39,7 +40,7 @@ def synchronize(device: torch.device | str) -> None:
 
 
 def measure(
-    fn: Callable[[], object], *, warmup: int, repeats: int, device: torch.device | str
+    fn: Call, *, warmup: int, repeats: int, device: torch.device | str
 ) -> list[float]:
     """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
 
@@ -151,7 +152,7 @@ def slowest_rank(
 
 
 def capture(
-    run: Callable[[], object],
+    run: Call,
     calls: int = 1,
     stream: torch.cuda.Stream | None = None,
     *,
@@ -189,7 +190,7 @@ class Replays:
 
 
 def replayed(
-    run: Callable[[], object],
+    run: Call,
     *,
     graph_ms: float = 2.0,
     calls: tuple[int, int] = (1, 10),
@@ -219,16 +220,16 @@ def replayed(
     return Replays(capture(run, count, beside=beside), count)
 
 
-def device_percentiles(run: Callable[[], object], device: torch.device | str, repeats: int) -> dict[str, float]:
+def device_percentiles(run: Call, device: torch.device | str, repeats: int) -> dict[str, float]:
     """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replayed`), elsewhere of calls."""
     if torch.device(device).type == "cuda":
         samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)
     else:
         samples = measure(run, warmup=1, repeats=repeats, device=device)
-    return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()}
+    return percentile_metrics("time", samples)
 
 
-def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
+def call_ms(run: Call, repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
     """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
 
     Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with nothing left to do:

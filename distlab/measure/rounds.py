@@ -12,7 +12,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from distlab.measure.statistics import percentiles
+from distlab.measure.statistics import percentile_metrics
 from distlab.measure.validity import attempt
 
 K = TypeVar("K", bound=Hashable)
@@ -70,6 +70,6 @@ def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], ro
         found[name] = next((dict(one) for one in times if one["status"] != "ok"), {})
         for clock in [clock for clock in times[0] if clock != "status"] if not found[name] else ():
             samples = [statistics.median(one[clock]) for one in times]
-            found[name] |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+            found[name] |= percentile_metrics(clock, samples)
             found[name][f"{clock}_samples_ms"] = samples
     return found

@@ -26,6 +26,7 @@ from distlab.measure import (
     emitter,
     named_ranges,
     peak_memory,
+    percentile_metrics,
     percentiles,
     slowest_rank,
 )
@@ -156,7 +157,7 @@ def _metrics(
     step = kept["step"]
     found: Metrics = {"status": "ok", "first_ms": step[0]}
     found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
-    found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
+    found |= percentile_metrics("step", step)
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
     found["step_samples_ms"] = step

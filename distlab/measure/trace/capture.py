@@ -30,7 +30,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,7 +42,7 @@ from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from distlab.files import atomic_path
-from distlab.measure.clock import synchronize
+from distlab.measure.clock import Call, synchronize
 from distlab.measure.trace.intervals import total, union
 
 STEP = "distlab:step"
@@ -91,7 +91,7 @@ class _RangesOnly(autograd_profiler.profile):
 
 
 def profile_steps(
-    step: Callable[[], object],
+    step: Call,
     *,
     steps: int,
     path: str | os.PathLike,
@@ -99,7 +99,7 @@ def profile_steps(
     world_size: int,
     device: torch.device | str,
     warmup: int = 1,
-    finish: Callable[[], object] = lambda: None,
+    finish: Call = lambda: None,
     queued: bool = False,
     operators: bool = True,
 ) -> None:
@@ -152,7 +152,7 @@ def profile_steps(
         temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
 
 
-def busy_ms(step: Callable[[], object]) -> tuple[float, float]:
+def busy_ms(step: Call) -> tuple[float, float]:
     """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
 
     Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
@@ -163,12 +163,12 @@ def busy_ms(step: Callable[[], object]) -> tuple[float, float]:
     return total(spans) / 1e3 / 2, len(events) / 2
 
 
-def launched(call: Callable[[], object]) -> Counter[str]:
+def launched(call: Call) -> Counter[str]:
     """Name → how often: the kernels and copies that one call, warm, starts on a GPU."""
     return Counter(event.name for event in _on_device(call, 1))
 
 
-def _on_device(call: Callable[[], object], times: int) -> list[Any]:
+def _on_device(call: Call, times: int) -> list[Any]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(times):
             call()
