@@ -17,7 +17,7 @@ from pathlib import Path
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.derived import noise_of
 from distlab.report.record import Metrics, Record, Records, plain, read_json
-from distlab.report.table import Column, grouped, is_number, shared_options
+from distlab.report.table import Column, grouped, is_number, shared_options, text_column
 from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
@@ -209,7 +209,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
             Column("metrics.low_pct", "from (95 %)", "+.1f"),
             Column("metrics.high_pct", "to", "+.1f"),
             Column("metrics.noise_pct", "noise %", ".1f"),
-            Column("metrics.verdict", "verdict", align="left"),
+            text_column("metrics.verdict", "verdict"),
         ],
         headline=lambda rows: named,
         findings=lambda rows: [*differing, *findings(rows)],

@@ -31,7 +31,7 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentile_metrics, time_collective, traffic
-from distlab.report import Panel, Series, grouped, lines, prediction_error
+from distlab.report import Panel, Series, grouped, lines, prediction_error, sparse_column
 from distlab.theory.collective_time import fit_collective
 
 FIT = "fit "
@@ -213,18 +213,18 @@ VIEW = View(
     columns=[
         Column("variant", "collective"),
         Column("config.world_size", "ranks"),
-        Column("metrics.payload_bytes", "bytes", ",d", missing=""),
-        Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
-        Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
-        Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
-        Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
-        Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
-        Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+        sparse_column("metrics.payload_bytes", "bytes", ",d"),
+        sparse_column("metrics.time_p50_ms", "p50 ms", ".3f"),
+        sparse_column("metrics.time_p80_ms", "p80 ms", ".3f"),
+        sparse_column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f"),
+        sparse_column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f"),
+        sparse_column("metrics.link_ms", "link's peak ms", ".3f"),
+        sparse_column("metrics.fit_ms", "fit ms", ".3f"),
         prediction_error("fit_ms", "time_p50_ms", "error %", "+.1f"),
-        Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
-        Column("metrics.latency_us", "α µs", ".0f", missing=""),
-        Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
-        Column("metrics.fit_error_max_pct", "largest error %", ".1f", missing=""),
+        sparse_column("metrics.max_abs_error", "max |Δ|", ".1e"),
+        sparse_column("metrics.latency_us", "α µs", ".0f"),
+        sparse_column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g"),
+        sparse_column("metrics.fit_error_max_pct", "largest error %", ".1f"),
     ],
     headline=headline,
     terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",

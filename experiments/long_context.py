@@ -40,7 +40,7 @@ from distlab.hardware import peak_of
 from distlab.measure import account, load_trace, percentile_metrics
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, PEAK, Ratio, fastest, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, fastest, gib_column, prediction_error, step_bars, text_column
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require
@@ -271,7 +271,7 @@ def findings(records: Records) -> list[str]:
 VIEW = View(
     columns=[
         Column("variant", "row"),
-        Column("metrics.keeps", "blocks keep", align="left"),
+        text_column("metrics.keeps", "blocks keep"),
         Column("metrics.step_p50_ms", "step ms", ",.1f"),
         NOISE,
         Column("metrics.forward_p50_ms", "forward", ",.1f"),
@@ -284,7 +284,7 @@ VIEW = View(
         Column("metrics.mfu_causal_pct", "MFU %", ".1f"),
         OVER_PEER.column("÷ torch"),
         PEAK,
-        Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
+        gib_column("metrics.predicted_peak_bytes", "plan GiB", ".1f"),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
     ],

@@ -30,7 +30,7 @@ from distlab.experiment import (
 )
 from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
-from distlab.report import prediction_error, stacked_bars
+from distlab.report import gib_column, prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import peaks
 
@@ -141,7 +141,7 @@ def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Varian
 
 
 def _gib(metric: str, title: str) -> Column:
-    return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
+    return gib_column(f"metrics.{metric}", title, ".2f")
 
 
 def _error(quantity: str) -> Column:

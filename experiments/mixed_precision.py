@@ -35,7 +35,7 @@ from distlab.experiment import (
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.transformer import Linear
 from distlab.precision import autocast
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Series, lines, sparse_column, text_column
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
@@ -295,19 +295,19 @@ def draw(records: Records, path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "variant"),
-        Column("config.on", "on", align="left"),
-        Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
-        Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
-        Column("metrics.sum", "sum", ".4f", missing=""),
-        Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
-        Column("metrics.relative_error", "relative error", ".1e", missing=""),
-        Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
-        Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
-        Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
-        Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
-        Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
-        Column("metrics.loss_bf16", "loss in bf16", ".4f", missing=""),
-        Column("metrics.loss_fp8", "in fp8", ".4f", missing=""),
+        text_column("config.on", "on"),
+        text_column("metrics.type_under_fp16", "under fp16", missing=""),
+        text_column("metrics.type_under_bf16", "under bf16", missing=""),
+        sparse_column("metrics.sum", "sum", ".4f"),
+        sparse_column("metrics.predicted_sum", "predicted", ".4f"),
+        sparse_column("metrics.relative_error", "relative error", ".1e"),
+        sparse_column("metrics.lost_rows_pct", "rows lost %", ".2f"),
+        sparse_column("metrics.predicted_lost_rows_pct", "predicted", ".2f"),
+        sparse_column("metrics.underflow_pct", "logits' gradients zero %", ".2f"),
+        sparse_column("metrics.predicted_underflow_pct", "predicted", ".2f"),
+        sparse_column("metrics.nonfinite_pct", "weights' not finite %", ".2f"),
+        sparse_column("metrics.loss_bf16", "loss in bf16", ".4f"),
+        sparse_column("metrics.loss_fp8", "in fp8", ".4f"),
     ],
     headline=headline,
     pictures={"gradients.png": draw},

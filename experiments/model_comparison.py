@@ -30,7 +30,7 @@ from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memor
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, PEAK, Ratio, row_of
+from distlab.report import NOISE, PEAK, Ratio, row_of, text_column
 from distlab.train.step import compiled, loss_function
 from experiments._llama_layer import PARTS, layer
 
@@ -211,7 +211,7 @@ VIEW = View(
         PEAK,
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
-        Column("config.operations", "operations", align="left"), Column("metrics.status", "status", align="left"),
+        text_column("config.operations", "operations"), text_column("metrics.status", "status"),
     ],
     headline=headline_from(
         "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "

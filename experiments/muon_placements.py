@@ -34,7 +34,7 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of, whole_shape
-from distlab.report import NOISE, PEAK, Ratio, step_bars
+from distlab.report import NOISE, PEAK, Ratio, sparse_column, step_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -152,12 +152,12 @@ VIEW = View(
         NOISE,
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
         OVER_ADAMW.column("÷ adamw's", missing=""),
-        Column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6, missing=""),
-        Column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6, missing=""),
-        Column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12, missing=""),
-        Column("metrics.most_work", "busiest owner ÷ mean", ".2f", missing=""),
+        sparse_column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6),
+        sparse_column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6),
+        sparse_column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12),
+        sparse_column("metrics.most_work", "busiest owner ÷ mean", ".2f"),
         PEAK,
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+        sparse_column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(

@@ -33,7 +33,7 @@ from distlab.experiment import (
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, PEAK, Ratio, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, prediction_error, sparse_column, step_bars
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -162,15 +162,15 @@ VIEW = View(
         Column("metrics.step_p50_ms", "step ms", ".1f"),
         NOISE,
         Column("metrics.forward_backward_p50_ms", "fwd+bwd ms", ".1f"),
-        Column("metrics.simulated_ms", "simulated ms", ".1f", missing=""),
+        sparse_column("metrics.simulated_ms", "simulated ms", ".1f"),
         OFF,
-        Column("metrics.idle_pct", "idle %", ".1f", missing=""),
-        Column("metrics.simulated_idle_pct", "simulated %", ".1f", missing=""),
-        Column("metrics.closed_form_idle_pct", "closed form %", ".1f", missing=""),
-        Column("metrics.held", "micro-batches held", ".1f", missing=""),
+        sparse_column("metrics.idle_pct", "idle %", ".1f"),
+        sparse_column("metrics.simulated_idle_pct", "simulated %", ".1f"),
+        sparse_column("metrics.closed_form_idle_pct", "closed form %", ".1f"),
+        sparse_column("metrics.held", "micro-batches held", ".1f"),
         PEAK,
         OVER_TORCH.column("÷ torch's", missing=""),
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+        sparse_column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(

@@ -24,7 +24,17 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
-from distlab.report import Panel, Series, grouped, is_number, lines, prediction_error, read_json
+from distlab.report import (
+    Panel,
+    Series,
+    grouped,
+    is_number,
+    lines,
+    prediction_error,
+    read_json,
+    sparse_column,
+    text_column,
+)
 from distlab.simulate.estimate import MachineOptions, estimate_step
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp")
@@ -182,7 +192,7 @@ def draw(records: Records, path: Path) -> None:
 
 VIEW = View(
     columns=[
-        Column("config.kind", "scaling", align="left"),
+        text_column("config.kind", "scaling"),
         Column("variant", "strategy"),
         Column("config.world_size", "ranks", ",d"),
         Column("config.micro_batch", "micro"),
@@ -190,7 +200,7 @@ VIEW = View(
         Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f"),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
-        Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
+        sparse_column("metrics.measured_step_p50_ms", "measured ms", ",.1f"),
         prediction_error("predicted_step_ms", "measured_step_p50_ms", "error %", "+.1f"),
     ],
     headline=headline,

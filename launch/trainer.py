@@ -27,6 +27,7 @@ from distlab.report import (
     View,
     commit,
     environment,
+    gib_column,
     json_line,
     lines,
     read_json,
@@ -143,7 +144,7 @@ VIEW = View(
         Column("metrics.step_p50_ms", "step p50 ms", ".1f", about="median time of a step, data and logging included"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
         Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True, about="most allocated"),
+        gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True, about="most allocated"),
     ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "

@@ -27,7 +27,7 @@ from distlab.report.derived import (
 )
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
-from distlab.report.table import Column, grouped, is_number
+from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column, text_column
 from distlab.report.view import View, write
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "commit",
     "environment",
     "fastest",
+    "gib_column",
     "grouped",
     "host_bound",
     "is_number",
@@ -58,8 +59,10 @@ __all__ = [
     "read_json",
     "reading",
     "row_of",
+    "sparse_column",
     "stacked_bars",
     "step_bars",
+    "text_column",
     "timeline",
     "waiting",
     "write",

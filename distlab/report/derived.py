@@ -15,7 +15,7 @@ from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
 from distlab.report.record import Record, Records
-from distlab.report.table import Column, grouped, is_number
+from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column
 
 TIE = " tie"
 Baseline = Callable[[Records], Record | None]
@@ -120,7 +120,7 @@ def prediction_error(predicted: str, measured: str, title: str = "off %", form: 
         said, found = (record.metrics.get(name) for name in (predicted, measured))
         return 100 * (said / found - 1) if is_number(said) and is_number(found) and found else None
 
-    return Column(f"metrics.{measured}_error_pct", title, form, missing="", derived=error, optional=True)
+    return sparse_column(f"metrics.{measured}_error_pct", title, form, derived=error, optional=True)
 
 
 def noise_by_row(records: Records) -> str:
@@ -151,9 +151,9 @@ def waiting(records: Records) -> str:
     return f"; the GPU waits for the host{which} of the step"
 
 
-PEAK = Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30)
-NOISE = Column(
-    "metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics),
+PEAK = gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f")
+NOISE = sparse_column(
+    "metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics),
     about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
 )  # fmt: skip
 

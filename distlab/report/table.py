@@ -5,6 +5,7 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tabulate import tabulate
@@ -79,6 +80,11 @@ class Column:
         if self.scale != 1 and value and not text.strip("+-0."):  # nothing that was counted is shown as none
             text = f"{scaled:.1g}"
         return text + self.note(record)
+
+
+text_column = partial(Column, align="left")  # of words
+sparse_column = partial(Column, missing="")  # empty in rows that it is not of
+gib_column = partial(Column, scale=2**-30)  # of bytes, in GiB
 
 
 def render(records: Records, columns: Sequence[Column], style: str = "text") -> str:

@@ -18,7 +18,7 @@ from distlab.files import write_whole
 from distlab.report import page as html
 from distlab.report.derived import add_noise
 from distlab.report.record import Record, Records, write_csv, write_json
-from distlab.report.table import Column, by_machine, grouped, render
+from distlab.report.table import Column, by_machine, grouped, render, text_column
 
 Draw = Callable[[Records, Path], None]
 
@@ -82,7 +82,7 @@ class View:
         """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
         columns = [c for c in self.columns if not c.optional or not c.is_empty(records)]
         if len(by_machine(records)) > 1:
-            columns.insert(0, Column("environment.device_name", "machine", align="left"))
+            columns.insert(0, text_column("environment.device_name", "machine"))
         if self.parted_by is None:
             return [("", list(records), columns)]
         part = Column(self.parted_by, "part")

@@ -10,11 +10,13 @@ from distlab.report import (
     NOISE,
     Ratio,
     fastest,
+    gib_column,
     is_number,
     noise_by_row,
     noise_of,
     row_of,
     stacked_bars,
+    text_column,
     waiting,
 )
 
@@ -213,8 +215,8 @@ VIEW = View(
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True, about="of all ranks"),
         Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
-        Column(
-            "metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True,
+        gib_column(
+            "metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True,
             about="most that torch's allocator held",
         ),
         OVER_TORCH.column(
@@ -237,8 +239,8 @@ VIEW = View(
                 ("overhead_unexplained_ms", "unexplained", "+.1f", "what of it is in no part of the trace's account"),
             )
         ),
-        Column(
-            "config.does", "what it does", align="left", optional=True,
+        text_column(
+            "config.does", "what it does", optional=True,
             derived=lambda record: (strategy := strategy_of(record.variant)) and strategy.does,
         ),
     ],

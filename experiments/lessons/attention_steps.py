@@ -35,7 +35,7 @@ from distlab.experiment import (
     option,
 )
 from distlab.measure import attempt, clock, sample_rounds
-from distlab.report import noise_of, prediction_error, stacked_bars
+from distlab.report import noise_of, prediction_error, sparse_column, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
 from kernels._dispatch import check_runs
@@ -191,8 +191,8 @@ VIEW = View(
                                                                                    strict=True)),
         Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "fwd_bwd")),
         *(column for way in PASSES for column in (
-            Column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f", missing=""),
-            Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True),
+            sparse_column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f"),
+            sparse_column(f"metrics.{way}_predicted_gain", "predicted", ".2f", optional=True),
             prediction_error(f"{way}_predicted_gain", f"{way}_gain"))),
         Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
         Column("metrics.error", "error", ".0e"), Column("metrics.grad_error", "grad", ".0e"),

@@ -32,7 +32,7 @@ from distlab.comm import collectives
 from distlab.experiment import Column, Experiment, RankContext, Records, Run, View
 from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
-from distlab.report import NOISE, prediction_error, stacked_bars, waiting
+from distlab.report import NOISE, gib_column, prediction_error, stacked_bars, text_column, waiting
 from distlab.train.memory_budget import require
 
 from .by_part import PART_VIEW
@@ -130,15 +130,15 @@ VIEW = View(
         ms_column("step_p50_ms", "p50"),
         ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
         ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
-        Column("metrics.predicted_peak_bytes", "predicted", ".2f", scale=2**-30, missing="", optional=True),
+        gib_column("metrics.peak_alloc_bytes", "peak GiB", ".2f"),
+        gib_column("metrics.predicted_peak_bytes", "predicted", ".2f", missing="", optional=True),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", form="+.1f"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
         Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
         Column("metrics.grad_rel_error", "gradient error", ".0e"),
-        NOISE, Column("metrics.status", "status", align="left"),
+        NOISE, text_column("metrics.status", "status"),
     ],
     headline=lambda records: headline(records) + waiting(records),
     terminal=(

@@ -18,7 +18,7 @@ from distlab.measure import (
     peak_memory,
     saved_for_backward,
 )
-from distlab.report import environment, memory_areas, prediction_error
+from distlab.report import environment, memory_areas, prediction_error, text_column
 from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
 from distlab.train.step import compiled
@@ -122,10 +122,10 @@ def memory_findings(records: Records) -> list[str]:
 MEMORY_VIEW = View(
     name=MEMORY,
     question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
-    columns=[Column("metrics.scope", "over", align="left"), Column("variant", "allocated by"),
+    columns=[text_column("metrics.scope", "over"), Column("variant", "allocated by"),
      mib_column("block_bytes", "MiB"),
-     Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
-     Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
+     Column("metrics.of_peak_pct", "of peak %", ".1f"), text_column("metrics.category", "kind"),
+     text_column("metrics.phase", "phase"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
     headline=headline,
     findings=memory_findings,
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
@@ -203,10 +203,10 @@ SAVED_VIEW = View(
      Column("metrics.of_block_pct", "of block %", ".1f"),
      mib_column("predicted_saved_block_bytes", "predicted"),
      prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
-     Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
+     Column("metrics.dtype", "type"), text_column("metrics.made_by", "made by"),
      mib_column("gradient_block_bytes", "gradients MiB"),
      Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
-     Column("metrics.status", "status", align="left")],
+     text_column("metrics.status", "status")],
     headline=headline,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
     "compiled and with our kernels without silu(w1 x), which backward computes again.",

@@ -14,7 +14,7 @@ from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import grouped, stacked_bars
+from distlab.report import grouped, stacked_bars, text_column
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 from .trials import Rows, TrialConfig, headline, ms_column, opened, prefix
@@ -171,8 +171,8 @@ _CALLS = Column("metrics.calls_per_step", "calls", ",.0f")
 KERNEL_VIEW = View(
     name=KERNELS,
     question="Which kernels take the time in forward, backward and optimizer, and in inference?",
-    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
-     Column("metrics.category", "kind", align="left"), _CALLS,
+    columns=[text_column("metrics.phase", "phase"), Column("variant", "kernel"),
+     text_column("metrics.category", "kind"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE],
     headline=headline,
     reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
@@ -181,7 +181,7 @@ KERNEL_VIEW = View(
 WORK_VIEW = View(
     name=WORK,
     question="Which kind of work takes the time, and which does the arithmetic?",
-    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kind"), _CALLS,
+    columns=[text_column("metrics.phase", "phase"), Column("variant", "kind"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE,
      Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
      Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],

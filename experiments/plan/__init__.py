@@ -27,6 +27,7 @@ from distlab.experiment import (
 )
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
+from distlab.report import gib_column, text_column
 from distlab.simulate.choices import Choice, choices, estimated, memory
 from distlab.simulate.estimate import host_time
 from distlab.simulate.timeline import Machine, replay
@@ -256,8 +257,8 @@ def _reasons(best: Record, records: Records) -> str:
 VIEW = View(
     columns=[
         Column("variant", "strategy × micro-batch"),
-        Column("metrics.fits", "fits", align="left"),
-        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        text_column("metrics.fits", "fits"),
+        gib_column("metrics.predicted_peak_bytes", "peak GiB", ".1f"),
         Column("metrics.predicted_step_ms", "step ms", _ms),
         Column("metrics.predicted_overhead_ms", "overhead ms", _ms),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
@@ -265,7 +266,7 @@ VIEW = View(
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
         Column("metrics.predicted_goodput_pct", "goodput %", ".1f", optional=True),
         Column("metrics.predicted_days", "days", ",.1f", optional=True),
-        Column("metrics.limited_by", "largest part", align="left"),
+        text_column("metrics.limited_by", "largest part"),
     ],
     headline=headline_from(
         "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "

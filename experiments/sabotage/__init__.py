@@ -37,7 +37,7 @@ from distlab.experiment import (
 )
 from distlab.measure.collectives import CollectiveRecorder
 from distlab.model.ops import Attention, naive_attention
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Series, lines, text_column
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
@@ -237,9 +237,9 @@ def draw(records: Records, path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "mistake"),
-        Column("config.strategy", "in", align="left"),
-        Column("config.layout", "layout", align="left"),
-        Column("metrics.caught_by", "caught by", align="left"),
+        text_column("config.strategy", "in"),
+        text_column("config.layout", "layout"),
+        text_column("metrics.caught_by", "caught by"),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
         Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
         Column("metrics.attention_error", "attention error", ".1e"),
@@ -248,7 +248,7 @@ VIEW = View(
         Column("metrics.first_loss_diff", "Δ first loss", "+.0e"),
         Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
         Column("metrics.final_loss", "loss", ".3f"),
-        Column("config.symptom", "symptom", align="left"),
+        text_column("config.symptom", "symptom"),
     ],
     headline=headline,
     terminal=("variant", "caught_by", "max_abs_param_diff", "first_loss_diff", "healthy_final_loss", "final_loss"),
