@@ -75,14 +75,13 @@ def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], C
     """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
-    at = lambda e: e.start_ms if e.launched_ms is None else e.launched_ms  # noqa: E731  of the host
-    for event in sorted(events, key=lambda e: (at(e), e.kind != "range", -e.end_ms)):
-        while still_open and still_open[-1].end_ms < at(event):
+    for event in sorted(events, key=lambda e: (e.on_host_ms, e.kind != "range", -e.end_ms)):
+        while still_open and still_open[-1].end_ms < event.on_host_ms:
             still_open.pop()
         if event.kind == "range":
             still_open.append(event)
         elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
-            names = [each.name for each in reversed(still_open) if at(event) <= each.end_ms]
+            names = [each.name for each in reversed(still_open) if event.on_host_ms <= each.end_ms]
             part = next((part_of(name.removeprefix(INSIDE)) for name in names if name.startswith(INSIDE)), REST)
             phase = next((phase for phase in PHASES if f"distlab:{phase}" in names), "forward")
             ms[phase, part] += (event.end_ms - event.start_ms) / len(windows)

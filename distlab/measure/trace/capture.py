@@ -72,6 +72,11 @@ class Event(NamedTuple):
     launched_ms: float | None = None
     operator: str | None = None
 
+    @property
+    def on_host_ms(self) -> float:
+        """When the host started it: work on a GPU may run when the host is in the next phase already."""
+        return self.start_ms if self.launched_ms is None else self.launched_ms
+
 
 def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
     """What torch.profiler records of a device: its kernels, and the host's operators."""

@@ -82,9 +82,7 @@ def summarise(events: Sequence[Event]) -> Profile:
         if event.kind == "range" or not inside:
             continue
         kind = "communication" if event.kind == "communication" else category(event.name, event.operator)
-        # The phase in which the host started it: a GPU may run it when the host is in the next already.
-        moment = event.start_ms if event.launched_ms is None else event.launched_ms
-        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= moment <= p.end_ms)
+        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= event.on_host_ms <= p.end_ms)
         times[event.name, kind, next(names, OUTSIDE)].append(event.end_ms - event.start_ms)
         busy.append((event.start_ms, event.end_ms))
     steps = len(windows)
