@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from distlab.bench.task import OwnModel
@@ -28,7 +27,7 @@ from distlab.experiment import (
     headline_from,
     option,
 )
-from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
+from distlab.measure import allocated_bytes, parameters_of, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import gib_column, prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
@@ -89,7 +88,7 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
             found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = allocated_bytes(device)
         if phase == "backward":
             found["gradients_bytes"] = tensor_bytes(
-                p.grad for p in _parameters(attached.model, attached.optimizer) if p.grad is not None
+                p.grad for p in parameters_of(attached.model, attached.optimizer) if p.grad is not None
             )
 
     with bench.attached(variant) as attached:
@@ -98,14 +97,10 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
             for _ in range(STEPS):
                 attached("step", mark)
         attached.settle()
-        found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))
+        found["parameters_bytes"] = tensor_bytes(parameters_of(attached.model, attached.optimizer))
         states = [value for values in attached.optimizer.state.values() for value in values.values()]
         found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
     return found | {"peak_alloc_bytes": peak.peak_alloc_bytes}
-
-
-def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:

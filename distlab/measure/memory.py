@@ -98,6 +98,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
+def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield a model's parameters and its optimizer's, which are others under some strategies."""
+    yield from model.parameters()
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 OUTSIDE = "outside the blocks"
 
 

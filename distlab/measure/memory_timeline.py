@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from distlab.measure.clock import synchronize
-from distlab.measure.memory import storage_bytes
+from distlab.measure.memory import parameters_of, storage_bytes
 from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
@@ -125,13 +125,13 @@ def record_memory(
         what `memory_timeline` needs besides the trace.
     """
     state = _addresses(_state(optimizer), "optimizer state")
-    held = Holdings(start=state | _addresses(_parameters(model, optimizer), "parameters"))
+    held = Holdings(start=state | _addresses(parameters_of(model, optimizer), "parameters"))
     phases = Phases()
 
     def mark(phase: str) -> None:
         phases.mark(phase)
         if phase == "backward":
-            gradients = (p.grad for p in _parameters(model, optimizer) if p.grad is not None)
+            gradients = (p.grad for p in parameters_of(model, optimizer) if p.grad is not None)
             held.after_backward = _addresses(gradients, "gradients")
 
     with profile(activities=activities_on(device), profile_memory=True, acc_events=True) as profiler:
@@ -243,12 +243,6 @@ def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, An
 def _addresses(tensors: Iterable[Tensor], kind: str) -> dict[int, tuple[int, str]]:
     """Address of each tensor's storage → (bytes, category)."""
     return {address: (size, kind) for address, size in storage_bytes(tensors).items()}
-
-
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    yield from model.parameters()
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
