@@ -19,7 +19,6 @@ another (see `distlab.simulate.calibrate`); afterwards what was measured is put 
 
 import argparse
 from dataclasses import dataclass
-from pathlib import Path
 
 from distlab.experiment import (
     Column,
@@ -36,10 +35,10 @@ from distlab.model.config import PRESETS as MODELS
 from distlab.report import gib_column, read_json, reading, sparse_column, text_column
 from distlab.simulate.case import read_case
 
-from .published import add, add_published, findings
+from .published import ROOT, add, add_published, findings
 from .steps import COMPARISON, ROWS, add_steps, compare
 
-RECORDS = Path(__file__).resolve().parents[2] / "records"
+RECORDS = ROOT / "records"
 
 
 def _case(text: str) -> tuple[str, int]:

@@ -1,7 +1,6 @@
 """Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
 
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from distlab.experiment import Record, Records, Run
@@ -13,7 +12,8 @@ from distlab.simulate.calibrate import NEEDED, calibrate
 from distlab.simulate.step import simulate_training
 from distlab.train.memory_budget import PlannedStep
 
-ROOT = Path(__file__).resolve().parents[2]
+from .published import ROOT
+
 # Name of the row in ddp_bench → (strategy, bucket size in MiB).
 ROWS = {
     "local": ("local", None),
