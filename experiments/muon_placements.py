@@ -134,14 +134,12 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
 
 def wrong_rows(records: Records) -> list[str]:
     """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
-    problems = []
-    for record in records:
-        metrics = record.metrics
-        if metrics.get("volume_as_predicted") is False:
-            problems.append(
-                f"{record.variant}: sent {metrics['muon_bytes']} bytes in bf16; the closed form says "
-                f"{metrics['predicted_muon_bytes']}"
-            )
+    problems = [
+        f"{record.variant}: sent {record.metrics['muon_bytes']} bytes in bf16; the closed form says "
+        f"{record.metrics['predicted_muon_bytes']}"
+        for record in records
+        if record.metrics.get("volume_as_predicted") is False
+    ]
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
 
