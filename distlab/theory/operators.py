@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.memory.activations import FP32, Precision
 from distlab.theory.memory.recompute import KEEPS, RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
@@ -86,9 +86,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
-        for name, allowed in (("kernels", KERNELS), ("keep", RECOMPUTATION)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        one_of("kernels", self.kernels, KERNELS)
+        one_of("keep", self.keep, RECOMPUTATION)
 
     @property
     def tokens(self) -> int:

@@ -25,7 +25,7 @@ beside the other micro-batches that it holds: each has its activations and its o
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.forms import Form
 from distlab.theory.memory import states as held
 from distlab.theory.memory.activations import ALONE, FP32, PRECISIONS, Precision, Sharing, activations
@@ -105,11 +105,11 @@ def step_memory(
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
     """
-    for what, value, allowed in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
-        if isinstance(value, str) and value not in allowed:
-            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    if isinstance(precision, str):
+        one_of("precision", precision, PRECISIONS)
+        precision = PRECISIONS[precision]
     at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
-    precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
     levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
     if group < 0:
