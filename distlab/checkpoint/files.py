@@ -304,9 +304,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_group(value: Any) -> bool:
     names = value.get("params") if isinstance(value, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return isinstance(names, list) and all(map(_is_text, names))
 
 
 def _is_file(value: Any) -> bool:
@@ -317,9 +321,9 @@ def _is_file(value: Any) -> bool:
 _FORMS = {
     "step": (_is_count, "a whole number"),
     "world_size": (lambda v: _is_count(v) and v > 0, "a number of ranks"),
-    "strategy": (lambda v: isinstance(v, str), "a name"),
-    "torch": (lambda v: isinstance(v, str), "a version"),
-    "optimizer": (lambda v: isinstance(v, str), "a name"),
+    "strategy": (_is_text, "a name"),
+    "torch": (_is_text, "a version"),
+    "optimizer": (_is_text, "a name"),
     "groups": (lambda v: isinstance(v, list) and v and all(map(_is_group, v)), "a list of parameter groups"),
     "extra": (lambda v: isinstance(v, dict), "a table"),
     "files": (lambda v: isinstance(v, dict) and v, "a table of files"),

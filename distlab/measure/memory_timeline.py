@@ -32,13 +32,15 @@ from torch.profiler import profile, record_function
 
 from distlab.measure.clock import synchronize
 from distlab.measure.memory import parameters_of, storage_bytes
-from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on, read_trace_file
+from distlab.measure.trace.capture import PHASES, STEP, Entry, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB
 _RANGE_PREFIX = "distlab:"
 _MEMORY = "[memory]"
+
+Addresses = dict[int, tuple[int, str]]  # address → (bytes, category)
 
 
 class Allocation(NamedTuple):
@@ -102,9 +104,9 @@ class MemoryTimeline:
 class Holdings:
     """Who holds which address at three moments of a step: address → (bytes, category)."""
 
-    start: dict[int, tuple[int, str]] = field(default_factory=dict)
-    after_backward: dict[int, tuple[int, str]] = field(default_factory=dict)
-    end: dict[int, tuple[int, str]] = field(default_factory=dict)
+    start: Addresses = field(default_factory=dict)
+    after_backward: Addresses = field(default_factory=dict)
+    end: Addresses = field(default_factory=dict)
 
 
 def record_memory(
@@ -192,10 +194,10 @@ def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.devic
 
 
 def _lifetimes(
-    changes: Sequence[dict[str, Any]], held: Holdings, begin: float, length: float
-) -> Iterator[tuple[dict[str, Any] | None, int, int, float, float]]:
+    changes: Sequence[Entry], held: Holdings, begin: float, length: float
+) -> Iterator[tuple[Entry | None, int, int, float, float]]:
     """(event of the allocation, address, bytes, start, end) of every block; the event is None for what was there."""
-    open_blocks: dict[int, tuple[dict[str, Any] | None, int, float]] = {
+    open_blocks: dict[int, tuple[Entry | None, int, float]] = {
         address: (None, size, 0.0) for address, (size, _) in held.start.items()
     }
     known = sum(size for size, _ in held.start.values())
@@ -221,10 +223,10 @@ def _lifetimes(
         yield event, address, size, start, length
 
 
-def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, Any]]) -> dict[int, str]:
+def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, str]:
     """id of an allocation's event → the innermost named range and operator around it on its thread."""
     origins = {}
-    inside: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # per thread, the spans that are open
+    inside: dict[Any, list[Entry]] = defaultdict(list)  # per thread, the spans that are open
     for event in sorted([*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))):
         stack = inside[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
@@ -240,7 +242,7 @@ def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, An
     return origins
 
 
-def _addresses(tensors: Iterable[Tensor], kind: str) -> dict[int, tuple[int, str]]:
+def _addresses(tensors: Iterable[Tensor], kind: str) -> Addresses:
     """Address of each tensor's storage → (bytes, category)."""
     return {address: (size, kind) for address, size in storage_bytes(tensors).items()}
 

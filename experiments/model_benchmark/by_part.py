@@ -57,6 +57,7 @@ DRAWN = {  # in the picture, the kinds of work; all but these are `other`
 }  # fmt: skip
 TORCHS_NORMS = ("_fused_rms_norm", "native_layer_norm")  # one kernel each on a GPU, slower than their bytes
 OF_TIME = "of_kernel_time_pct"
+Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs
 
 
 def part_of(name: str) -> str:
@@ -71,7 +72,7 @@ def trace_ranges(trial: Trial) -> Any:
     return named_ranges(trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer)
 
 
-def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
     """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
@@ -148,7 +149,7 @@ def rates(trial: Trial) -> Rates | None:
 
 def counted_parts(
     plain: Trial, device: Rates | None
-) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
+) -> tuple[Parts, Parts, dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
     log, by_phase = TrafficLog(), {}
     with FlopsByCategory() as counted, log:

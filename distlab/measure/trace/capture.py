@@ -49,6 +49,7 @@ STEP = "distlab:step"
 OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
 PHASES = ("forward", "backward", "optimizer")
+Entry = dict[str, Any]  # of a trace file
 _GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
@@ -211,7 +212,7 @@ class Phases:
             self._open.enter_context(record_function(f"distlab:{PHASES[following]}"))
 
 
-def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
+def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) -> Entry:
     """The trace with rank information and without what tells of the machine it ran on."""
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
@@ -261,7 +262,7 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _events(spans: list[dict[str, Any]]) -> list[Event]:
+def _events(spans: list[Entry]) -> list[Event]:
     """Every complete event of the file (times in µs) that is of one of the four kinds, by start, without those inside
     another of the same lane and kind; ranges are all kept.
     """
@@ -292,12 +293,12 @@ def _events(spans: list[dict[str, Any]]) -> list[Event]:
     return events
 
 
-def _argument(span: dict[str, Any], name: str) -> int | None:
+def _argument(span: Entry, name: str) -> int | None:
     """`correlation` ties what runs on the GPU to the call that launched it, `External id` to the call's operator."""
     return span.get("args", {}).get(name)
 
 
-def _kind(span: dict[str, Any]) -> str | None:
+def _kind(span: Entry) -> str | None:
     """Of an event; `c10d` for the operators in which nothing counts as compute, None for what is left out."""
     on_gpu, name = span["cat"] in _ON_GPU, span["name"]
     if _GPU_COMMUNICATION.search(name) if on_gpu else name.startswith("gloo:"):
