@@ -210,7 +210,7 @@ def predict(case: Case) -> Prediction:
     # step's finds none of its size and takes another.
     largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
     if case.fused_loss:
-        largest = FP32 * sum(ModelShape.of(case.model).matrices_per_block)
+        largest = FP32 * ModelShape.of(case.model).block_matrices
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
     flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
     share = mfu(flops, time.step, dtype_peak)

@@ -105,7 +105,7 @@ class Workload:
 
     def block(self) -> list[Compute]:
         """One block: forward, what runs again, backward."""
-        unit = self._unit(sum(self.shape.matrices_per_block))
+        unit = self._unit(self.shape.block_matrices)
         forward = [Compute(*each, "forward") for each in (*unit, *self._forward())]
         again = [Compute(*each, "backward") for each in self._again()]
         return [*forward, *again, *(Compute(*each, "backward") for each in self._backward())]
@@ -230,7 +230,7 @@ class Workload:
         yield from self._rope(backward=True)
         yield from self._both_gradients(d, qkv)
         yield from self._norm_backward()
-        yield from self._unit(sum(self.shape.matrices_per_block), backward=True)
+        yield from self._unit(self.shape.block_matrices, backward=True)
 
     def _unit(self, weight: int, backward: bool = False) -> Iterator[Launch]:
         """FSDP: its shard cast before each of two gathers, and its gradients copied into the buffer they leave from."""

@@ -378,7 +378,7 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
 def padded_parameters(shape: ModelShape, world_size: int) -> int:
     """Elements of all of a model's parameters with the padding of FSDP's buffers; norms have none."""
     block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
-    padding = sum(sharded_buffers(block, world_size)) - sum(shape.matrices_per_block)
+    padding = sum(sharded_buffers(block, world_size)) - shape.block_matrices
     of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
     return shape.num_parameters + shape.num_layers * padding + shape.vocabularies * of_embedding
 

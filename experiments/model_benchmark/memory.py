@@ -99,7 +99,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     sizes = config.batch, model.context_length, precision, model.attention
     shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
     if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
-        held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
+        held += precision.compute * (shape.num_layers * shape.block_matrices + shape.embedding_parameters)
     return held + inference_temporary(shape, *sizes)
 
 
@@ -193,7 +193,7 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
     silu = precision.compute * config.batch * model.context_length * model.d_ff
-    return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
+    return kept + precision.compute * precision.copies_weights * shape.block_matrices - fused * silu
 
 
 SAVED_VIEW = View(

@@ -120,7 +120,7 @@ def step_memory(
         )
     layers = -(-shape.num_layers // shape.stages)  # of the largest stage
     of_matrices, of_others, in_step = OPTIMIZERS[optimizer]
-    share = shape.num_layers * sum(shape.matrices_per_block) / shape.num_parameters
+    share = shape.num_layers * shape.block_matrices / shape.num_parameters
     states = share * of_matrices + (1 - share) * of_others
     setting = held.Setting(
         shape, kept, precision, strategy, world_size, group, states, in_step, levels[-layers:], loss_chunk,
@@ -187,7 +187,7 @@ def _walk(setting: held.Setting, states: Breakdown, waiting: int) -> Iterator[tu
         waiting: micro-batches that have been forward through a stage and not yet back.
     """
     blocks, in_full = _kept_of_stage(setting)
-    copies = setting.precision.compute * in_full * sum(setting.shape.matrices_per_block)
+    copies = setting.precision.compute * in_full * setting.shape.block_matrices
     copies *= setting.precision.copies_weights
     for phase, moment in _micro_batch(setting, states):
         activations, weights = moment.activations + waiting * blocks, moment.weight_copies + waiting * copies
@@ -268,7 +268,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     on a sharding strategy, at its end, when a unit's gradients are packed for sending.
     """
     shape, kept = setting.shape, setting.kept
-    unit, buffer = sum(shape.matrices_per_block), setting.block_buffer
+    unit, buffer = shape.block_matrices, setting.block_buffer
     done = (setting.layers - 1 - block) * shape.block_parameters + shape.has_head * shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
