@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from distlab.experiment import Experiment
     from distlab.report.view import View
 
+Command = Callable[[Sequence[str]], int]  # arguments → exit code
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
@@ -224,12 +226,12 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
-def _of(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
+def _of(module: str, function: str = "main") -> Command:
     """The command that another module has, which is imported when it is called."""
     return lambda arguments: getattr(importlib.import_module(module), function)(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Command] = {
     "list": list_experiments,
     "run": run,
     "show": show,
