@@ -65,11 +65,8 @@ def train(
         if journal is None:
             return
         rates = speed(config, config.batch, context, step.step_ms)
-        journal.write({
-            "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
-            "grad_norm": step.grad_norm, "step_ms": step.step_ms, **rates,
-            "checkpoint_ms": step.checkpoint_ms, "strategy": config.strategy, "ranks": context.world_size,
-        })  # fmt: skip
+        more = {"loss_hex": step.loss.hex(), "strategy": config.strategy, "ranks": context.world_size}
+        journal.write(asdict(step) | rates | more)
         if step.step % log_every == 0 or step.step == config.steps:
             rate, share = rates.values()
             shown = "" if share is None else f"  MFU {share:.1f} %"
