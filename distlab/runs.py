@@ -27,6 +27,7 @@ from urllib.parse import quote
 
 from distlab.cli_errors import how_to_continue, results_go_to
 from distlab.files import write_whole
+from distlab.options import Values
 from distlab.report.provenance import date_of_commit
 from distlab.report.record import (
     MEASURE_AGAIN,
@@ -51,7 +52,7 @@ RESULTS = (
 STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
 MOST_VALUES = 3  # of an option that are written out
 
-Defaults = Callable[[Record], Mapping[str, Any]]
+Defaults = Callable[[Record], Values]
 
 
 def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
@@ -123,9 +124,9 @@ class Header:
     """
 
     experiment: str
-    config: Mapping[str, Any]
+    config: Values
     world_size: int
-    environment: Mapping[str, Any]
+    environment: Values
     commit: str | None
     complete: str | None = None
 
@@ -183,7 +184,7 @@ class Run:
         self._resumed = list(self.records)  # of the run that was cut off
         self.parts: dict[str, Run] = {}
 
-    def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
+    def add(self, variant: str, metrics: Values, **config: Any) -> Record:
         """Add a row: what was compared, what was measured, and what of its configuration the options do not say.
 
         The same row of the run that was cut off is replaced.
@@ -350,7 +351,7 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def changed(config: Values, defaults: Values) -> str:
     """The options of a run that are not at their defaults, `batch 8, dtype bf16`."""
     return ", ".join(
         f"{name.replace('_', ' ')} {shown(config[name])}"

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.files import digest_of, sync_folder
+from distlab.files import AnyPath, digest_of, sync_folder
 from distlab.parallel.shard import Box
 
+Content = Mapping[str, Any]  # of a marker
 FORMAT = 3
 MARKER = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
@@ -67,7 +68,7 @@ class Stored:
 
     path: Path
     step: int
-    content: Mapping[str, Any]
+    content: Content
 
 
 class CheckpointFolder:
@@ -77,7 +78,7 @@ class CheckpointFolder:
         path: made when the first checkpoint is written.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: AnyPath):
         self.path = Path(path)
 
     def steps(self) -> list[int]:
@@ -109,7 +110,7 @@ class CheckpointFolder:
         temporary.mkdir(parents=True)
         return temporary
 
-    def commit(self, step: int, content: Mapping[str, Any]) -> Path:
+    def commit(self, step: int, content: Content) -> Path:
         """Write the marker and give the folder its final name."""
         temporary, final = self.temporary_path_of(step), self.path_of(step)
         body = {"format": FORMAT, "step": step, **content}
@@ -202,7 +203,7 @@ def _name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def check_marker(content: Mapping[str, Any], folder: str) -> None:
+def check_marker(content: Content, folder: str) -> None:
     """Check the form of every field, and what fields say of each other.
 
     Args:
@@ -235,7 +236,7 @@ def check_marker(content: Mapping[str, Any], folder: str) -> None:
     _require(ranks == set(range(content["world_size"])), written)
 
 
-def _check_tensor(key: str, entry: Any, files: Mapping[str, Any]) -> None:
+def _check_tensor(key: str, entry: Any, files: Content) -> None:
     """The form of an index entry, and whether its parts cover its elements from the first to the last."""
     whole = isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}
     _require(whole, f"what it says of {key} is no shape, dtype and parts")
@@ -265,7 +266,7 @@ def _overlap(one: Box, other: Box) -> bool:
     return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _check_places(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+def _check_places(files: Content, tensors: Content) -> None:
     """Parts must tile each file: then none lies outside, no byte is two tensors', and no tensor was left out."""
     ends = dict.fromkeys(files, 0)
     places = [

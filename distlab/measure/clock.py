@@ -17,6 +17,7 @@ from distlab.measure.statistics import percentile_metrics
 
 Instant = torch.cuda.Event | float
 Call = Callable[[], object]  # what is timed
+Device = torch.device | str
 
 
 def instant(device: torch.device) -> Instant:
@@ -33,14 +34,14 @@ def elapsed_ms(begin: Instant, end: Instant) -> float:
     return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
-def synchronize(device: torch.device | str) -> None:
+def synchronize(device: Device) -> None:
     """Wait for the device; nothing to wait for on the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(
-    fn: Call, *, warmup: int, repeats: int, device: torch.device | str
+    fn: Call, *, warmup: int, repeats: int, device: Device
 ) -> list[float]:
     """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
 
@@ -80,7 +81,7 @@ class PhaseTimer:
     current stream waits for it, which is what delays the step.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = torch.device(device)
         self._marks: list[list[tuple[str, Instant]]] = []
 
@@ -131,7 +132,7 @@ class PhaseTimer:
 
 
 def slowest_rank(
-    samples: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
+    samples: Sequence[float], group: dist.ProcessGroup | None, device: Device
 ) -> list[float]:
     """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
 
@@ -220,7 +221,7 @@ def replayed(
     return Replays(capture(run, count, beside=beside), count)
 
 
-def device_percentiles(run: Call, device: torch.device | str, repeats: int) -> dict[str, float]:
+def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, float]:
     """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replayed`), elsewhere of calls."""
     if torch.device(device).type == "cuda":
         samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)

@@ -18,7 +18,6 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 `allocator_history` writes torch's own snapshot besides, for the public viewer (pytorch.org/memory_viz).
 """
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +29,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from distlab.measure.clock import synchronize
+from distlab.files import AnyPath
+from distlab.measure.clock import Device, synchronize
 from distlab.measure.memory import parameters_of, storage_bytes
 from distlab.measure.trace.capture import PHASES, STEP, Entry, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
@@ -113,8 +113,8 @@ def record_memory(
     step: Callable[[Callable[[str], None]], object],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    path: str | os.PathLike,
-    device: torch.device | str,
+    path: AnyPath,
+    device: Device,
 ) -> Holdings:
     """Run ``step(mark)`` once under the profiler, write its trace with memory events to ``path``.
 
@@ -145,7 +145,7 @@ def record_memory(
     return held
 
 
-def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.device | str) -> MemoryTimeline:
+def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTimeline:
     """Return the account of the step that `record_memory` ran.
 
     Raises:
@@ -254,7 +254,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 @contextmanager
-def allocator_history(path: str | os.PathLike, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
+def allocator_history(path: AnyPath, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
     """Write the CUDA allocator's history of the block to ``path``, a pickle for pytorch.org/memory_viz.
 
     Args:

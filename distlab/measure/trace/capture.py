@@ -41,8 +41,8 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distlab.files import atomic_path
-from distlab.measure.clock import Call, synchronize
+from distlab.files import AnyPath, atomic_path
+from distlab.measure.clock import Call, Device, synchronize
 from distlab.measure.trace.intervals import total, union
 
 STEP = "distlab:step"
@@ -79,7 +79,7 @@ class Event(NamedTuple):
         return self.start_ms if self.launched_ms is None else self.launched_ms
 
 
-def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
+def activities_on(device: Device) -> list[ProfilerActivity]:
     """What torch.profiler records of a device: its kernels, and the host's operators."""
     if torch.device(device).type == "cuda":
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -100,10 +100,10 @@ def profile_steps(
     step: Call,
     *,
     steps: int,
-    path: str | os.PathLike,
+    path: AnyPath,
     rank: int,
     world_size: int,
-    device: torch.device | str,
+    device: Device,
     warmup: int = 1,
     finish: Call = lambda: None,
     queued: bool = False,
@@ -228,13 +228,13 @@ def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) ->
     return trace
 
 
-def read_trace_file(path: str | os.PathLike) -> Any:
+def read_trace_file(path: AnyPath) -> Any:
     """What a ``.json`` or ``.json.gz`` holds; raises OSError, and what gzip and json do where it is truncated."""
     data = Path(path).read_bytes()
     return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
 
 
-def load_trace(path: str | os.PathLike) -> list[Event]:
+def load_trace(path: AnyPath) -> list[Event]:
     """Load the events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
 
     Events of one lane and kind that lie inside another of the same are left out (``aten::mm`` in
