@@ -197,7 +197,7 @@ def predicted(plan: Plan) -> Metrics:
 def time_round(config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int) -> None:
     """Some more steps of a row; in the last round also a trace."""
     metrics, row = record.metrics, record.variant
-    losses: list[float] = []
+    losses = []
 
     def inspect(_: Variant, trial: Trial) -> None:
         losses.append(float(trial.last_loss))

@@ -81,7 +81,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
 
 def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None]:
     device = bench.context.device
-    found: dict[str, int | float | None] = {}
+    found = {}
 
     def mark(phase: str) -> None:
         if phase != "forward":
@@ -160,7 +160,7 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
 
 def draw(records: Records, path: Path) -> None:
     """Per variant the measured peak above the predicted one, stacked by category, in GiB."""
-    bars: dict[str, list[float]] = {}
+    bars = {}  # label → bytes of each part
     for record in records:
         metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
         if peak is not None:

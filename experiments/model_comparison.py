@@ -167,8 +167,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         batches = [(torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches]
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
     reference = plain.first()
-    ways: dict[str, Way] = {}
-    rows: dict[str, Metrics] = {}
+    ways, rows = {}, {}  # name → what runs it; name → its metrics
     for name in PARTS if config.layer else config.ways:
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)

@@ -84,7 +84,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     of_muon = [row for row in rows if row.optimizer_cls is Muon]
     task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
     differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
-    counted: dict[str, Metrics] = {}
+    counted = {}  # row → what its optimizer sent
 
     def count(row: Variant, attached: Trial) -> None:
         if row.optimizer_cls is Muon and row.name not in counted:
@@ -114,7 +114,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
     matrices = held.param_groups[0]["params"]
     flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
-    metrics: Metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
+    metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
     if placement not in SHARDED:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]

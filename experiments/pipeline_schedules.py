@@ -81,7 +81,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
     checked = rows[: 2 * len(SCHEDULES)]
     differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
-    seen: dict[str, list[dict[Action, float]]] = {}  # row → durations of each of a rank's actions, in ms
+    seen = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
         if row.strategy is OURS and row.name not in seen:

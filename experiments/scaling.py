@@ -124,7 +124,7 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
     """
     asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
     asked["num_parameters"] = config.shape().num_parameters
-    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    found = {}
     for record in (record for path in config.records for record in read_json(path)):
         steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}
         strategy, device = record.variant.split("-")[0], lookup(str(record.environment.get("device_name")))
@@ -167,7 +167,7 @@ def draw(records: Records, path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
     ranks = sorted({record.config["world_size"] for record in records})
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
-    panels: dict[str, list[Series]] = {}
+    panels = {}  # kind → its series
     for (kind, variant), rows in grouped(records, lambda r: (r.config["kind"], r.variant)).items():
         series = panels.setdefault(kind, [])
         style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]  # lines on each other can be told apart

@@ -193,7 +193,7 @@ class Curves:
         after: Callable[[StepMetrics], None] = lambda step: None,
     ) -> Metrics:
         """Train; the loss of every step."""
-        reports: list[StepMetrics] = []
+        reports = []
 
         def report(step: StepMetrics) -> None:
             reports.append(step)

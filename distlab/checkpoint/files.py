@@ -247,7 +247,7 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     form = "lists of first element, elements, file and offset, and perhaps a box"
     fit = isinstance(parts, list) and all(_is_part(part, shape) for part in parts)
     _require(fit, f"the parts of {key} are not {form}")
-    covered: dict[Box, int] = {}  # of each box, how many elements
+    covered = {}  # of each box, how many elements
     for start, count, name, _, *cut in parts:
         box = tuple(map(tuple, cut[0])) if cut else tuple((0, size) for size in shape)
         _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")

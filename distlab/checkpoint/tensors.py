@@ -36,7 +36,7 @@ def write(folder: Path, rank: int, shards: Sequence[Shard], threads: int) -> tup
     Returns:
         (file → `{"bytes": …, "sha256": …}`, the index of these shards).
     """
-    shares: list[list[Shard]] = [[] for _ in range(threads)]
+    shares = [[] for _ in range(threads)]  # shards of each file
     sizes = [0] * threads
     for shard in sorted(shards, key=lambda shard: shard.values.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
@@ -80,7 +80,7 @@ def append(file: BinaryIO, data: np.ndarray) -> None:
 
 def merged(indices: Sequence[Index]) -> Index:
     """Merge the indices of its parts into that of a whole checkpoint."""
-    whole: Index = {}
+    whole = {}
     for index in indices:
         for key, entry in index.items():
             parts = whole.get(key, {"parts": []})["parts"] + entry["parts"]

@@ -116,7 +116,7 @@ class PhaseTimer:
         self.synchronize()
         steps = []
         for marks in self._marks:
-            phases: dict[str, float] = {}
+            phases = {}
             for (_, begin), (phase, end) in itertools.pairwise(marks):
                 phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
             steps.append(phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])})

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -226,7 +226,7 @@ def _lifetimes(
 def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, str]:
     """id of an allocation's event → the innermost named range and operator around it on its thread."""
     origins = {}
-    inside: dict[Any, list[Entry]] = defaultdict(list)  # per thread, the spans that are open
+    inside = defaultdict(list)  # per thread, the spans that are open
     for event in sorted([*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))):
         stack = inside[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:

@@ -266,7 +266,7 @@ def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, f
     """
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
-        labelled: set[str] = set()  # lanes that the legend has
+        labelled = set()  # lanes that the legend has
         for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
             for lane, (row, legend) in LANES.items():
                 bars = [(start, stop - start) for start, stop in content.get(lane, ())]

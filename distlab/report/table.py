@@ -164,7 +164,7 @@ def is_number(value: Any) -> bool:
 
 def grouped(records: Records, key: Callable[[Record], K]) -> dict[K, list[Record]]:
     """Group the records by key, in order of first appearance."""
-    found: dict[K, list[Record]] = {}
+    found = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found

@@ -109,7 +109,7 @@ def simulate_step(
             log.phase = "optimizer" if phase == "forward_backward" else "forward"
 
         step = make_step(wrapper, optimizer, mark)
-        begins: list[tuple[int, int, int]] = []  # items, calls, moments before each step
+        begins = []  # items, calls, moments before each step
         for _ in range(STEPS):
             begins.append((len(log.items), len(log.calls), len(log.memory)))
             log.phase = "forward"

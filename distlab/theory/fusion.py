@@ -144,8 +144,8 @@ def chip_bytes(spec: GPUSpec) -> int:
 def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     """Walk over the graph and decide for every operator."""
     roof = roofline(spec, dtype)
-    decisions: list[Decision] = []
-    groups: list[list[Operator]] = []
+    decisions = []
+    groups = []
     for index, op in enumerate(graph.operators):
         behind = graph.operators[index:]
         decision = _decide(graph, groups[-1], behind, roof, spec) if groups else Decision(op.name, "start", "the first")

@@ -21,7 +21,7 @@ from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Timing, Trial, Variant, Workbench, variants
 from distlab.cli_errors import how_to_continue
 from distlab.comm.rank_process import on_main
-from distlab.experiment import Experiment, Metrics, RankContext, Record, Run, TimingOptions, option
+from distlab.experiment import Experiment, RankContext, Record, Run, TimingOptions, option
 from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
 from distlab.parallel import STRATEGIES, Layout, check_shard_size, strategies_on
 from distlab.precision import DTYPES
@@ -112,8 +112,7 @@ def time_rows(
 ) -> dict[str, Record]:
     """Time all rows in interleaved rounds, count what each sends, and save them after each round; row → its record."""
     config, context = bench.options, bench.context
-    counted: dict[str, Metrics] = {}
-    noted: dict[str, Record] = {}
+    counted, noted = {}, {}  # row → what it sent; row → its record
 
     def count(variant: Variant, attached: Trial) -> None:
         if variant.name not in counted:

@@ -107,7 +107,7 @@ def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     expected = exact(shape, *tensors)
     apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    metrics: Metrics = {"error": apart[0], "grad_error": max(apart[1:])}
+    metrics = {"error": apart[0], "grad_error": max(apart[1:])}
     if not max(apart) <= TOLERANCE[dtype]:
         metrics["status"] = "WRONG"
     return metrics
@@ -123,8 +123,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         if not all(run.done(name, head_dim=head_dim) for name in names):
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
             tensors = inputs(shape, config.dtype, context.device.type)
-            found: dict[str, Metrics] = {}
-            calls: dict[str, Calls] = {}
+            found, calls = {}, {}  # variant → its metrics; variant → its calls
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
                 found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))

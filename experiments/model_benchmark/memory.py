@@ -145,7 +145,7 @@ FORMS = {  # how the blocks are run, and with which operations
 
 def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
     """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
-    rows: Rows = []
+    rows = []
     for form, (how, changes) in FORMS.items() if context.is_main else ():
         if form == "ours" and context.device.type == "cuda":
             changes = changes | {"attention": "flash"}

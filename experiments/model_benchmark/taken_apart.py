@@ -41,7 +41,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         if config.compile == "off":  # compiled code has no ranges inside
             with trace_ranges(trial):
                 by_part = run(f"parts_{slug}", 1)
-    rows: dict[str, Rows] = {}
+    rows = {}
     if counted is not None:
         predicted, matmuls, flops = counted
         training, inference = (summarise(each) for each in events)

@@ -49,7 +49,7 @@ def timed(
 ) -> dict[tuple[str, int], Metrics]:
     """Metrics by mode and warm-up of one combination; what fails has its status alone."""
     modes = [mode for mode in MODES if mode in config.modes]
-    found: dict[str, Metrics] = {}
+    found = {}  # mode → its metrics, or their status
 
     def every_mode() -> Metrics:
         with opened(context, trial) as ready:
@@ -155,7 +155,7 @@ def _metrics(
 ) -> Metrics:
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
-    found: Metrics = {"status": "ok", "first_ms": step[0]}
+    found = {"status": "ok", "first_ms": step[0]}
     found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
     found |= percentile_metrics("step", step)
     for phase in PHASES:

@@ -83,7 +83,7 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
 
 def main_lane(events: Sequence[Event]) -> str | None:
     """Return the stream of a GPU that computes longest; None without kernels."""
-    busy: Counter[str] = Counter()
+    busy = Counter()
     for kernel in _launched(events):
         busy[kernel.lane] += kernel.end_ms - kernel.start_ms
     return max(busy, key=busy.get, default=None)
@@ -113,7 +113,7 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     updating, others = [], []
     for event in (e for e in events if e.kind == "compute"):
         (updating if any(start <= event.on_host_ms < end for start, end in updates) else others).append(event)
-    kernels: dict[str, tuple[int, float]] = {}
+    kernels = {}  # name → (how often, ms)
     for event in others:
         if window[0] <= event.start_ms < window[1]:
             count, ms = kernels.get(event.name, (0, 0.0))

@@ -271,8 +271,8 @@ def _events(spans: list[Entry]) -> list[Event]:
     launches = {_argument(s, "correlation"): s["ts"] for s in spans if s["cat"] in ("cuda_runtime", "cuda_driver")}
     operators = {_argument(s, "External id"): s["name"] for s in spans if s["cat"] == "cpu_op"}
     gloo_threads = {span["tid"] for span in spans if span["name"].startswith("gloo:")}
-    events: list[Event] = []
-    reach: dict[tuple[str, str], float] = {}  # lane and kind → end of the last event
+    events = []
+    reach = {}  # lane and kind → end of the last event
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         start, end = span["ts"], span["ts"] + span["dur"]
         on_gpu, kind = span["cat"] in _ON_GPU, _kind(span)

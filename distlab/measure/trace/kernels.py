@@ -75,7 +75,7 @@ def summarise(events: Sequence[Event]) -> Profile:
     windows = step_windows(events)
     phases = [e for e in events if e.kind == "range" and e.name.removeprefix("distlab:") in PHASES]
     phases.sort(key=lambda event: event.start_ms)
-    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    times = defaultdict(list)  # (name, category, phase) → ms of each call
     busy = []
     for event in events:
         inside = any(start <= event.start_ms and event.end_ms <= end for start, end in windows)
