@@ -13,8 +13,6 @@ additions and divisions of a mean rounds by at most eps / 2 of a partial sum, in
 leaves room for matmuls that a wrapper cuts, whose sums are made in another order, too.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

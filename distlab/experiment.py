@@ -15,8 +15,6 @@ The module's name is the experiment's, the first line of its docstring the quest
 page, and prints the short table. `distlab show` draws the same from saved rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools

@@ -10,8 +10,6 @@
 config again. Limits are checked when a config is made, so that Python callers meet them too. Imports no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib

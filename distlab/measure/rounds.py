@@ -5,8 +5,6 @@ are timed one after the other, the drift decides which one wins; in interleaved 
 compared.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial

@@ -6,8 +6,6 @@ was not measured is None, never a default; a metric that came out as NaN stays N
 Text such as ``"OOM"`` is allowed where a number could not be had for a reason worth showing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
