@@ -46,7 +46,9 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         predicted, matmuls, flops = counted
         training, inference = (summarise(each) for each in events)
         flops["inference"] = flops["forward"]
-        phases = {phase: training for phase in PHASES} | {"inference": _renamed(inference)}
+        # Forwards without gradients, whose phase is inference.
+        forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
+        phases = dict.fromkeys(PHASES, training) | {"inference": replace(inference, kernels=forwards)}
         rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
@@ -74,11 +76,6 @@ def _traced(
         device=context.device, finish=partial(dist.barrier, context.group),
     )  # fmt: skip
     return load_trace(path)
-
-
-def _renamed(profile: Profile) -> Profile:
-    """A profile of forwards without gradients, whose phase is inference."""
-    return replace(profile, kernels=tuple(replace(kernel, phase="inference") for kernel in profile.kernels))
 
 
 def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
