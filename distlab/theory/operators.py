@@ -28,6 +28,7 @@ KERNELS = ("eager", "composite", "fused")
 COMPOSITE_NORM = (36, 92)
 
 Launch = tuple[str, int, int]  # name, FLOPs, bytes
+Launches = Iterator[Launch]
 
 
 @dataclass(frozen=True)
@@ -116,17 +117,17 @@ class Workload:
         n, c = self.tokens, self.precision.compute
         return "mm", 2 * n * inputs * outputs, c * (n * inputs + inputs * outputs + n * outputs)
 
-    def _both_gradients(self, inputs: int, outputs: int) -> Iterator[Launch]:
+    def _both_gradients(self, inputs: int, outputs: int) -> Launches:
         """Of a matmul's weight, which autocast's linear layers write in fp32, and of its input."""
         name, flops, moved = self._matmul(inputs, outputs)
         yield name, flops, moved + (FP32 - self.precision.compute) * self.precision.copies_weights * inputs * outputs
         yield name, flops, moved
 
-    def _cast(self, weight: int) -> Iterator[Launch]:
+    def _cast(self, weight: int) -> Launches:
         if self.precision.copies_weights:
             yield "_to_copy", 0, (FP32 + self.precision.compute) * weight
 
-    def _norm(self, adds: bool) -> Iterator[Launch]:
+    def _norm(self, adds: bool) -> Launches:
         """RMSNorm of the residual stream, to which a branch is added first where `adds`."""
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
@@ -140,7 +141,7 @@ class Workload:
         if r != c:
             yield "_to_copy", 0, (r + c) * nd
 
-    def _norm_backward(self) -> Iterator[Launch]:
+    def _norm_backward(self) -> Launches:
         """And the sum with what comes down the residual stream."""
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
@@ -151,7 +152,7 @@ class Workload:
         yield "rms_norm_backward", 0, (COMPOSITE_NORM[1] if self.kernels == "composite" else 4 * r) * nd
         yield "add", 0, 3 * r * nd
 
-    def _rope(self, backward: bool = False) -> Iterator[Launch]:
+    def _rope(self, backward: bool = False) -> Launches:
         """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
         shape, c, n = self.shape, self.precision.compute, self.tokens
         rotated, all_three = n * (shape.width + shape.kv_width), n * (shape.width + 2 * shape.kv_width)
@@ -172,7 +173,7 @@ class Workload:
         moved = times * c * n * (2 * shape.width + 2 * shape.kv_width) + FP32 * n * shape.heads
         return ATTENTION, matmuls * n * self.context * self.sharing * shape.width, moved
 
-    def _swiglu(self) -> Iterator[Launch]:
+    def _swiglu(self) -> Launches:
         nf, c = self.tokens * self.shape.inner, self.precision.compute
         if self.kernels == "fused":
             yield "swiglu", 0, 3 * c * nf
@@ -182,11 +183,11 @@ class Workload:
     def _add(self) -> Launch:
         return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.residual
 
-    def _forward(self, kept: Sequence[str] = ()) -> Iterator[Launch]:
+    def _forward(self, kept: Sequence[str] = ()) -> Launches:
         """But for the operators whose results were kept."""
         (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
 
-        def linear(name: str, inputs: int, outputs: int) -> Iterator[Launch]:
+        def linear(name: str, inputs: int, outputs: int) -> Launches:
             yield from self._cast(inputs * outputs)
             if name not in kept:
                 yield self._matmul(inputs, outputs)
@@ -204,7 +205,7 @@ class Workload:
         yield from linear("w2", f, d)
         yield self._add()
 
-    def _again(self) -> Iterator[Launch]:
+    def _again(self) -> Launches:
         """All that was not kept, up to the last matmul, whose result nobody needs (autocast's runs before torch sees
         that all is there).
         """
@@ -212,7 +213,7 @@ class Workload:
             kept = KEEPS[self.keep]
             yield from list(self._forward(kept if self.precision.copies_weights else (*kept, "w2")))[:-1]
 
-    def _backward(self) -> Iterator[Launch]:
+    def _backward(self) -> Launches:
         (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
         c, n = self.precision.compute, self.tokens
         yield from self._both_gradients(f, d)
@@ -232,7 +233,7 @@ class Workload:
         yield from self._norm_backward()
         yield from self._unit(self.shape.block_matrices, backward=True)
 
-    def _unit(self, weight: int, backward: bool = False) -> Iterator[Launch]:
+    def _unit(self, weight: int, backward: bool = False) -> Launches:
         """FSDP: its shard cast before each of two gathers, and its gradients copied into the buffer they leave from."""
         if self.shards is not None:
             casts = FP32 + self.precision.compute
