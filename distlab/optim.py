@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -123,7 +122,7 @@ class Muon(Optimizer):
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: Group) -> None:
         options = {"coefficients": group["ns_coefficients"], "steps": group["ns_steps"], "eps": group["eps"]}
-        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
+        by_ranks = {}  # group that shares them, None for whole ones → matrices
         for matrix in matrices:
             spread = spread_of(matrix)
             by_ranks.setdefault(spread and spread.group, []).append(matrix)

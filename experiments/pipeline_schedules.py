@@ -104,7 +104,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
     """What each action of this rank takes in one step, without its waiting, in ms."""
-    moments: dict[Action, tuple[Instant, Instant]] = {}
+    moments = {}
     pipeline = attached.model.pipeline
     unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
     try:

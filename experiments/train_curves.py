@@ -127,7 +127,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
     curves = Curves(config, context, run, tokens)
-    parts: dict[str, Callable[[], Metrics]] = {}
+    parts = {}  # row → what trains it
     if "curves" in config.parts:
         parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))

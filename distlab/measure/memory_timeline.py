@@ -78,7 +78,7 @@ class MemoryTimeline:
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
         """Times of all changes in ms, and per category the bytes held from each on (a staircase)."""
-        changes: dict[float, Counter[str]] = defaultdict(Counter, {0.0: Counter()})
+        changes = defaultdict(Counter, {0.0: Counter()})
         for block in self.allocations:
             changes[block.start_ms][block.category] += block.bytes
             if block.end_ms < self.step_ms:

@@ -107,7 +107,7 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
 
 def write_json(records: Iterable[Record], path: Path) -> None:
     """Write records to ``path`` atomically: a file that exists is whole."""
-    headers: list[dict[str, Any]] = []
+    headers = []  # what rows share
     rows = []
     for record in records:
         row = plain(record, "record")

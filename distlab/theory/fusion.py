@@ -224,7 +224,7 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     tensors = dict.fromkeys(("n1", "n2", "a", "o", "m"), wide) | dict.fromkeys(("x", "x2", "y"), stream)
     tensors |= dict.fromkeys(("gate", "up", "act", "h"), inner) | {"qkv": 3 * wide, "qk": 2 * wide}
     tensors |= {name: count * itemsize for name, count in weights.items()} | {"g1": d * stored, "g2": d * stored}
-    casts: tuple[Operator, ...] = ()
+    casts = ()
     if autocast:
         tensors |= {f"{name} fp32": count * 4 for name, count in weights.items()}
         tensors |= {"n1 fp32": stream, "n2 fp32": stream}

@@ -247,7 +247,7 @@ def fsdp(
     """
     labels_of(numels, itemsizes, dtypes)
     shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
-    of_unit: dict[Hashable, list[Sizes]] = {}
+    of_unit = {}  # unit → shapes of its parameters
     for shape, unit in zip(shapes, units, strict=True):
         if unit is not None:
             of_unit.setdefault(unit, []).append(shape)

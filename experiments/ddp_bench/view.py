@@ -164,7 +164,7 @@ def draw_step_times(records: Records, path: Path) -> None:
     divided in the proportions of the trace's account; without one it is a single part, `overhead`.
     """
     local = next((r.metrics for r in records if r.variant == "local" and is_number(r.metrics.get("step_p50_ms"))), None)
-    parts: dict[str, list[float | str | None]] = {name: [] for name in ("compute", "optimizer", *CAUSES, "overhead")}
+    parts = {name: [] for name in ("compute", "optimizer", *CAUSES, "overhead")}
     ends = []
     for metrics in (record.metrics for record in records):
         said = metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None

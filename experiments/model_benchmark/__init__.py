@@ -20,7 +20,6 @@ kernels. That is in `taken_apart`.
 
 import itertools
 import re
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -39,7 +38,7 @@ from .by_part import PART_VIEW
 from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
 from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
 from .timing import agreed, timed, verdict
-from .trials import BenchmarkConfig, Rows, TrialConfig, errors_against_reference, headline, ms_column, prefix
+from .trials import BenchmarkConfig, TrialConfig, errors_against_reference, headline, ms_column, prefix
 
 
 def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
@@ -90,7 +89,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     label = config.label(trial)
     name = label or trial.factory or trial.size
     slug = re.sub("[^A-Za-z0-9_.]+", "-", name)
-    parts: dict[str, Callable[[], dict[str, Rows]]] = {}
+    parts = {}  # what is done → what does it: view → rows
     if config.profile:
         parts["profiling"] = partial(profile, context, trial, run.path, slug)
     if config.memory:
