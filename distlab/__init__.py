@@ -1,8 +1,8 @@
 """distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
 
 import importlib.util
-import os
 import warnings
+from pathlib import Path
 
 __version__ = "0.1.0"
 
@@ -10,8 +10,8 @@ __version__ = "0.1.0"
 def foreign_kernels() -> str | None:
     """Say where `import kernels` leads, if that is another project's package and not the one beside this."""
     spec = importlib.util.find_spec("kernels")
-    beside = os.path.dirname(os.path.dirname(__file__))
-    if spec is None or not spec.origin or os.path.samefile(os.path.dirname(os.path.dirname(spec.origin)), beside):
+    beside = Path(__file__).parents[1]
+    if spec is None or not spec.origin or beside.samefile(Path(spec.origin).parents[1]):
         return None
     return f"`import kernels` finds {spec.origin}, and not the package of distlab in {beside}: rename it or move away"
 

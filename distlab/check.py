@@ -13,8 +13,6 @@ additions and divisions of a mean rounds by at most eps / 2 of a partial sum, in
 leaves room for matmuls that a wrapper cuts, whose sums are made in another order, too.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -267,7 +265,7 @@ def _train(
     size_mb = sum(p.numel() * p.element_size() for p in module.parameters()) / 2**20 / 4  # at least four buckets
     model, optimizer = strategy.build(module, group, torch.optim.SGD, {"lr": task.lr}, bucket_size_mb=size_mb)
     initial = _copies(model.full_parameters(), module)
-    gradients: list[Tensors] = []
+    gradients = []
 
     def keep(phase: str) -> None:
         if phase == "forward_backward":
@@ -285,7 +283,7 @@ def _whole_gradients(model: ParallelModel, group: ProcessGroup) -> Tensors:
     """Every trainable parameter's gradient on this rank, and of sharded ones the whole, from all ranks."""
     model.gradients()  # under ZeRO-1, lets shards have their gradients
     whole, trained = {}, False
-    parts: dict[str, tuple[int, Tensor]] = {}  # a rank may have no element of a parameter
+    parts = {}  # name → (first element, values); a rank may have no element of a parameter
     for shard in model.shards():
         tensor, name = shard.tensor, _plain(shard.name)
         if not tensor.requires_grad:

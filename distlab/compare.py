@@ -13,12 +13,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
 from distlab.report.derived import noise_of
-from distlab.report.record import Record, plain, read_json
-from distlab.report.table import Column, grouped, is_number, shared_options
+from distlab.report.record import Metrics, Record, Records, plain, read_json
+from distlab.report.table import Column, grouped, is_number, shared_options, text_column
 from distlab.report.view import View
 from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
 
@@ -142,7 +141,7 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
     return found
 
 
-def findings(rows: Sequence[Record]) -> list[str]:
+def findings(rows: Records) -> list[str]:
     """What the comparison found: rows beyond their noise, those that moved together, and what is missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     metric, found = rows[0].config["metric"], []
@@ -163,7 +162,7 @@ def findings(rows: Sequence[Record]) -> list[str]:
     return found
 
 
-def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
+def failures(rows: Records, limit_pct: float) -> list[str]:
     """The rows of `--fail-above`: worse by more than the limit and beyond the noise, or no longer there."""
     return [
         row.variant
@@ -173,7 +172,7 @@ def failures(rows: Sequence[Record], limit_pct: float) -> list[str]:
     ]
 
 
-def undecided(rows: Sequence[Record], limit_pct: float) -> list[str]:
+def undecided(rows: Records, limit_pct: float) -> list[str]:
     """The rows that may be worse by more than the limit without being found so, each with what it may be off by."""
     found = []
     for row in rows:
@@ -210,7 +209,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
             Column("metrics.low_pct", "from (95 %)", "+.1f"),
             Column("metrics.high_pct", "to", "+.1f"),
             Column("metrics.noise_pct", "noise %", ".1f"),
-            Column("metrics.verdict", "verdict", align="left"),
+            text_column("metrics.verdict", "verdict"),
         ],
         headline=lambda rows: named,
         findings=lambda rows: [*differing, *findings(rows)],
@@ -248,7 +247,7 @@ def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     ]
 
 
-def _verdict(old: Record | None, new: Record | None, metric: str) -> dict[str, Any]:
+def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
     if not all(is_number(value) and value > 0 for value in (first, last)):

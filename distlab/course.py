@@ -43,27 +43,28 @@ __all__ = [
     "rmsnorm_backward_x_pytorch",
 ]
 
+FunctionClass = type[torch.autograd.Function]
 EPS = 1e-5  # of the assignments' RMSNorm
 
 # -- kernels ---------------------------------------------------------------------------------------------------
 
 
-def get_flashattention_autograd_function_pytorch() -> type[torch.autograd.Function]:
+def get_flashattention_autograd_function_pytorch() -> FunctionClass:
     """FlashAttention-2 in plain torch: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), any device."""
     return FlashAttention2PyTorch
 
 
-def get_flashattention_autograd_function_triton() -> type[torch.autograd.Function]:
+def get_flashattention_autograd_function_triton() -> FunctionClass:
     """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), on a GPU or interpreted."""
     return FlashAttention2
 
 
-def get_rmsnorm_autograd_function_pytorch() -> type[torch.autograd.Function]:
+def get_rmsnorm_autograd_function_pytorch() -> FunctionClass:
     """RMSNorm with its backward written out in torch: `.apply(x, g, eps=1e-5)`, x (…, D), g (D)."""
     return RMSNormPyTorch
 
 
-def get_rmsnorm_autograd_function_triton() -> type[torch.autograd.Function]:
+def get_rmsnorm_autograd_function_triton() -> FunctionClass:
     """RMSNorm in Triton: `.apply(x, g, eps=1e-5)`, x (…, D), g (D), on a GPU or interpreted."""
     return RMSNorm
 

@@ -15,8 +15,6 @@ The module's name is the experiment's, the first line of its docstring the quest
 page, and prints the short table. `distlab show` draws the same from saved rows.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import itertools
@@ -36,7 +34,7 @@ from distlab.comm.rank_process import Progress, on_main
 from distlab.measure.statistics import MIN_PAIRS
 from distlab.options import Options, add_options, config_from, given, option, parser_of
 from distlab.report import Column, commit, environment
-from distlab.report.record import Record, plain
+from distlab.report.record import Metrics, Record, Records, plain
 from distlab.report.terminal import say, say_table
 from distlab.report.view import View, headline_from, write
 from distlab.runs import Header, Run, check_names, make_folder, open_run
@@ -44,9 +42,11 @@ from distlab.runs import Header, Run, check_names, make_folder, open_run
 __all__ = [
     "Column",
     "Experiment",
+    "Metrics",
     "Options",
     "RankContext",
     "Record",
+    "Records",
     "Run",
     "TimingOptions",
     "View",
@@ -128,7 +128,7 @@ class Experiment(Generic[C]):
     ranks: Literal["none", "one", "many"] = "one"
     gpus: int = 0
     nproc: int | None = None
-    wrong: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
+    wrong: Callable[[Records], Sequence[str]] = lambda records: ()
     may_change: Sequence[str] = ()
     parts: Sequence[View] = ()
 
@@ -138,7 +138,7 @@ class Experiment(Generic[C]):
         more = {"name": name, "question": question, "findings": partial(self._findings, self.view.findings)}
         object.__setattr__(self, "view", replace(self.view, **more))
 
-    def _findings(self, others: Callable, records: Sequence[Record]) -> list[str]:
+    def _findings(self, others: Callable, records: Records) -> list[str]:
         return [*(f"WRONG: {reason}" for reason in self.wrong(records)), *others(records)]
 
     @property

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+AnyPath = str | os.PathLike
+
 
 @contextlib.contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+def atomic_path(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on a clean exit the file there becomes ``path``, else it is
     removed.
 
@@ -40,7 +42,7 @@ def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_whole(path: str | os.PathLike, text: str) -> None:
+def write_whole(path: AnyPath, text: str) -> None:
     """Write a text file in UTF-8, whole or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_bytes(text.encode("utf-8"))

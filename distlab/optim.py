@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -28,6 +27,8 @@ LR_FACTORS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+
+Group = dict[str, Any]  # `params` and their options
 
 
 class Muon(Optimizer):
@@ -54,7 +55,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        params: Iterable[Tensor] | Iterable[dict[str, Any]],
+        params: Iterable[Tensor] | Iterable[Group],
         lr: float = 1e-3,
         weight_decay: float = 0.1,
         momentum: float = 0.95,
@@ -76,7 +77,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)
 
     @staticmethod
-    def split(model: nn.Module) -> list[dict[str, Any]]:
+    def split(model: nn.Module) -> list[Group]:
         """Two groups of a model's trainable parameters: the matrices of its blocks, and the rest, for AdamW.
 
         Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside, and so does a matrix
@@ -95,7 +96,7 @@ class Muon(Optimizer):
             raise ValueError("Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself")
         return [{"params": matrices}, {"params": [p for p in trained if p in others], "orthogonalize": False}]
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
+    def add_param_group(self, param_group: Group) -> None:
         """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
         super().add_param_group(param_group)
         _check(self.param_groups[-1])
@@ -119,9 +120,9 @@ class Muon(Optimizer):
                 self._step_elements(stepped, group)
         return loss
 
-    def _step_matrices(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _step_matrices(self, matrices: Sequence[Tensor], group: Group) -> None:
         options = {"coefficients": group["ns_coefficients"], "steps": group["ns_steps"], "eps": group["eps"]}
-        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
+        by_ranks = {}  # group that shares them, None for whole ones → matrices
         for matrix in matrices:
             spread = spread_of(matrix)
             by_ranks.setdefault(spread and spread.group, []).append(matrix)
@@ -134,7 +135,7 @@ class Muon(Optimizer):
                 place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
                 self._move(some, place(self._updates(some, group), spreads, partial(orthogonalize, **options)), group)
 
-    def _updates(self, matrices: Sequence[Tensor], group: dict[str, Any]) -> list[Tensor]:
+    def _updates(self, matrices: Sequence[Tensor], group: Group) -> list[Tensor]:
         """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
         gradients = [matrix.grad for matrix in matrices]
         for matrix, gradient in zip(matrices, gradients, strict=True):
@@ -146,13 +147,13 @@ class Muon(Optimizer):
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         return [update.bfloat16() for update in updates]
 
-    def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: dict[str, Any]) -> None:
+    def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: Group) -> None:
         torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
         for matrix, direction in zip(matrices, directions, strict=True):
             factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
             matrix.add_(direction, alpha=-group["lr"] * factor)
 
-    def _step_elements(self, parameters: Sequence[Tensor], group: dict[str, Any]) -> None:
+    def _step_elements(self, parameters: Sequence[Tensor], group: Group) -> None:
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(
@@ -204,7 +205,7 @@ def _iterate(x: Tensor, add_product: Callable[..., Tensor], coefficients: Sequen
     return x
 
 
-def _check(group: dict[str, Any]) -> None:
+def _check(group: Group) -> None:
     """Raise ValueError for a group that `Muon` cannot step."""
     if group["ns_steps"] < 1:
         raise ValueError(f"Muon: ns_steps={group['ns_steps']}: nothing would be orthogonalised; give 1 or more")

@@ -10,8 +10,6 @@
 config again. Limits are checked when a config is made, so that Python callers meet them too. Imports no torch.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import difflib
@@ -24,6 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, field, fields
 from typing import Any
 
+Values = Mapping[str, Any]  # by field, word or limit
 MOST = 10**12  # of whole numbers without a limit of their own; a larger one, of steps, ranks or bytes, is a slip
 SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
 
@@ -36,7 +35,7 @@ def option(
     above: float | None = None,
     most: float | None = None,
     choices: Sequence[Any] | None = None,
-    words: Mapping[str, Any] | None = None,
+    words: Values | None = None,
     flag: str | None = None,
     metavar: str | None = None,
     positional: bool = False,
@@ -68,13 +67,13 @@ class Options:
     """
 
     @classmethod
-    def of(cls, known: Mapping[str, Any]) -> typing.Self:
+    def of(cls, known: Values) -> typing.Self:
         """Return the options that a record's configuration holds, in which tuples have become lists."""
         given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
     @classmethod
-    def check_given(cls, given: Mapping[str, Any]) -> None:
+    def check_given(cls, given: Values) -> None:
         """Raise ValueError for options that were given together and must not be; defaults and presets do not count."""
 
     def __post_init__(self) -> None:
@@ -89,7 +88,7 @@ class Options:
 
 
 def add_options(
-    parser: argparse.ArgumentParser, config: type[Options], defaults: Mapping[str, Any] | None = None
+    parser: argparse.ArgumentParser, config: type[Options], defaults: Values | None = None
 ) -> None:
     """An option for each field of `config`; what is not given on the command line is absent from the namespace.
 
@@ -165,7 +164,7 @@ def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
 
 
 def config_from(
-    config: type[Options], args: argparse.Namespace, preset: Mapping[str, Any] | None = None
+    config: type[Options], args: argparse.Namespace, preset: Values | None = None
 ) -> Any:
     """The configuration: the fields' defaults, a preset over them, what was given over all.
 
@@ -249,7 +248,7 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
     return many if several else one
 
 
-def shown(value: Any, words: Mapping[str, Any] | None = None) -> str:
+def shown(value: Any, words: Values | None = None) -> str:
     """A value as it is given on the command line; the first of `words`, if there are any, stands for None."""
     if isinstance(value, tuple):
         return " ".join(shown(entry, words) for entry in value)

@@ -27,10 +27,12 @@ from urllib.parse import quote
 
 from distlab.cli_errors import how_to_continue, results_go_to
 from distlab.files import write_whole
+from distlab.options import Values
 from distlab.report.provenance import date_of_commit
 from distlab.report.record import (
     MEASURE_AGAIN,
     Record,
+    Records,
     from_fields,
     plain,
     read_checked,
@@ -50,7 +52,7 @@ RESULTS = (
 STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
 MOST_VALUES = 3  # of an option that are written out
 
-Defaults = Callable[[Record], Mapping[str, Any]]
+Defaults = Callable[[Record], Values]
 
 
 def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
@@ -122,9 +124,9 @@ class Header:
     """
 
     experiment: str
-    config: Mapping[str, Any]
+    config: Values
     world_size: int
-    environment: Mapping[str, Any]
+    environment: Values
     commit: str | None
     complete: str | None = None
 
@@ -182,7 +184,7 @@ class Run:
         self._resumed = list(self.records)  # of the run that was cut off
         self.parts: dict[str, Run] = {}
 
-    def add(self, variant: str, metrics: Mapping[str, Any], **config: Any) -> Record:
+    def add(self, variant: str, metrics: Values, **config: Any) -> Record:
         """Add a row: what was compared, what was measured, and what of its configuration the options do not say.
 
         The same row of the run that was cut off is replaced.
@@ -291,7 +293,7 @@ def files_of(roots: Sequence[Path]) -> list[Path]:
     return [path for path in sorted(rows) if path.parts[-3] != "compare"]
 
 
-def main_metric(records: Sequence[Record]) -> str:
+def main_metric(records: Records) -> str:
     """The name of what these rows are about: the time of a step, else another median, time, rate or size.
 
     Raises:
@@ -328,7 +330,7 @@ def in_unit(value: float, metric: str) -> str:
     return f"{value * (2**-30 if unit == 'GiB' else 1):,.4g} {unit}".rstrip()
 
 
-def result_of(records: Sequence[Record]) -> str:
+def result_of(records: Records) -> str:
     """The best row in a few words; of a sweep, in which a variant has several rows, their number."""
     rows = [r for r in records if r.variant != "local"] or list(records)
     if not rows or len({r.variant for r in rows}) < len(rows):
@@ -349,7 +351,7 @@ def shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def changed(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> str:
+def changed(config: Values, defaults: Values) -> str:
     """The options of a run that are not at their defaults, `batch 8, dtype bf16`."""
     return ", ".join(
         f"{name.replace('_', ' ')} {shown(config[name])}"

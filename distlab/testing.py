@@ -237,9 +237,9 @@ atexit.register(shut_down)
 
 def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, str]]:
     """Wait for every rank's answer; after a failure only for a moment more. A rank without one ends all of them."""
-    results: dict[int, Any] = {}
-    failures: dict[int, str] = {}
-    waiting: dict[Connection, int] = {rank.pipe: number for number, rank in enumerate(ranks)}
+    results = {}
+    failures = {}
+    waiting = {rank.pipe: number for number, rank in enumerate(ranks)}
     lost = False
     while waiting and (remaining := deadline - time.monotonic()) > 0:
         for pipe in wait(list(waiting), timeout=remaining):
@@ -272,7 +272,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     # fork server and what it forks would keep each other alive. The caller hears of this one's end by the pipe.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
-    forking: list[int] = []
+    forking = []
 
     def end_with_me() -> None:
         pipe.close()

@@ -8,7 +8,6 @@ from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch, and 
 error). Every row's result is checked.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,17 +19,19 @@ from distlab.comm.subgroups import doubling_sizes, first_ranks, rest
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
     Record,
+    Records,
     Run,
     View,
     headline_from,
     option,
 )
 from distlab.hardware import lookup
-from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentiles, time_collective, traffic
-from distlab.report import Panel, Series, grouped, lines, prediction_error
+from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentile_metrics, time_collective, traffic
+from distlab.report import Panel, Series, grouped, lines, prediction_error, sparse_column
 from distlab.theory.collective_time import fit_collective
 
 FIT = "fit "
@@ -110,12 +111,12 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
                 run.add(operation, _row(config, context, operation, size), **own)
 
 
-def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> dict[str, object]:
+def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> Metrics:
     timed = partial(time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats)
     timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
     if timing is None:
         return {"time_p50_ms": "OOM"}
-    times = {f"time_{p}_ms": value for p, value in percentiles(timing.samples_ms).items()}
+    times = percentile_metrics("time", timing.samples_ms)
     algbw = timing.num_bytes / times["time_p50_ms"] / 1e6
     share = traffic(operation, context.world_size)
     metrics = times | {
@@ -131,12 +132,12 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
     return metrics
 
 
-def timings(records: Sequence[Record]) -> list[Record]:
+def timings(records: Records) -> list[Record]:
     """The rows that are times of collectives."""
     return [record for record in records if record.variant in OPERATIONS]
 
 
-def with_fits(records: Sequence[Record]) -> list[Record]:
+def with_fits(records: Records) -> list[Record]:
     """The records with a fit after the times of each collective on each group, which carry its seconds and errors.
 
     Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up to date. Times of
@@ -171,7 +172,7 @@ headline = headline_from(
 )
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """Rows whose result was not what it should be, one line each."""
     return [
         f"{record.variant} of {record.metrics['payload_bytes']:,} bytes on {record.config['world_size']} ranks: "
@@ -181,7 +182,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
+def draw_bandwidth(records: Records, path: Path) -> None:
     """Bus bandwidth against the payload, a panel per number of ranks and backend."""
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
     panels = []
@@ -193,7 +194,7 @@ def draw_bandwidth(records: Sequence[Record], path: Path) -> None:
     lines(path, panels, title=headline(records))
 
 
-def _bandwidth_series(rows: Sequence[Record]) -> list[Series]:
+def _bandwidth_series(rows: Records) -> list[Series]:
     series = []
     for name, mine in grouped(rows, lambda r: r.variant).items():
         x, y = ([r.metrics[m] for r in mine] for m in ("payload_bytes", "busbw_gb_per_s"))
@@ -212,18 +213,18 @@ VIEW = View(
     columns=[
         Column("variant", "collective"),
         Column("config.world_size", "ranks"),
-        Column("metrics.payload_bytes", "bytes", ",d", missing=""),
-        Column("metrics.time_p50_ms", "p50 ms", ".3f", missing=""),
-        Column("metrics.time_p80_ms", "p80 ms", ".3f", missing=""),
-        Column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f", missing=""),
-        Column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f", missing=""),
-        Column("metrics.link_ms", "link's peak ms", ".3f", missing=""),
-        Column("metrics.fit_ms", "fit ms", ".3f", missing=""),
+        sparse_column("metrics.payload_bytes", "bytes", ",d"),
+        sparse_column("metrics.time_p50_ms", "p50 ms", ".3f"),
+        sparse_column("metrics.time_p80_ms", "p80 ms", ".3f"),
+        sparse_column("metrics.algbw_gb_per_s", "algbw GB/s", ".2f"),
+        sparse_column("metrics.busbw_gb_per_s", "busbw GB/s", ".2f"),
+        sparse_column("metrics.link_ms", "link's peak ms", ".3f"),
+        sparse_column("metrics.fit_ms", "fit ms", ".3f"),
         prediction_error("fit_ms", "time_p50_ms", "error %", "+.1f"),
-        Column("metrics.max_abs_error", "max |Δ|", ".1e", missing=""),
-        Column("metrics.latency_us", "α µs", ".0f", missing=""),
-        Column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g", missing=""),
-        Column("metrics.fit_error_max_pct", "largest error %", ".1f", missing=""),
+        sparse_column("metrics.max_abs_error", "max |Δ|", ".1e"),
+        sparse_column("metrics.latency_us", "α µs", ".0f"),
+        sparse_column("metrics.fitted_busbw_gb_per_s", "W as busbw GB/s", ".3g"),
+        sparse_column("metrics.fit_error_max_pct", "largest error %", ".1f"),
     ],
     headline=headline,
     terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",

@@ -14,11 +14,10 @@ allocated.
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -27,8 +26,10 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
     Record,
+    Records,
     Run,
     TimingOptions,
     View,
@@ -36,10 +37,10 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import peak_of
-from distlab.measure import account, load_trace, percentiles
+from distlab.measure import account, load_trace, percentile_metrics
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, PEAK, Ratio, fastest, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, fastest, gib_column, prediction_error, step_bars, text_column
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require
@@ -165,7 +166,7 @@ def parts(
                 yield what, record, partial(time_round, config, bench, record, run, number)
 
 
-def worth_timing(record: Record, records: Sequence[Record]) -> bool:
+def worth_timing(record: Record, records: Records) -> bool:
     """Whether a row can run, and if it is a peer that was timed, whether it is among the fastest."""
     status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
     if status not in (None, "ok"):
@@ -174,12 +175,12 @@ def worth_timing(record: Record, records: Sequence[Record]) -> bool:
     return mine is None or not is_peer(record.variant) or mine <= CLOSE * min(peers)
 
 
-def timed(records: Sequence[Record]) -> list[Record]:
+def timed(records: Records) -> list[Record]:
     """The rows that have been."""
     return [record for record in records if record.metrics.get("status") == "ok"]
 
 
-def predicted(plan: Plan) -> dict[str, Any]:
+def predicted(plan: Plan) -> Metrics:
     """What a plan says, as metrics."""
     memory, step = plan.memory, plan.time
     found = {
@@ -196,7 +197,7 @@ def predicted(plan: Plan) -> dict[str, Any]:
 def time_round(config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int) -> None:
     """Some more steps of a row; in the last round also a trace."""
     metrics, row = record.metrics, record.variant
-    losses: list[float] = []
+    losses = []
 
     def inspect(_: Variant, trial: Trial) -> None:
         losses.append(float(trial.last_loss))
@@ -214,7 +215,7 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
     for phase in PHASES:
         samples = [*metrics.get(f"{phase}_samples_ms", []), *timing.phases[phase]]
         metrics[f"{phase}_samples_ms"] = samples
-        metrics |= {f"{phase}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+        metrics |= percentile_metrics(phase, samples)
     metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(bench.context.device, config.dtype)
@@ -234,7 +235,7 @@ def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
 OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(record.variant)))
 
 
-def compare(records: Sequence[Record]) -> None:
+def compare(records: Records) -> None:
     """Each row beside the fastest of torch's, and its loss beside ours."""
     done = timed(records)
     OVER_PEER.add(done)
@@ -243,7 +244,7 @@ def compare(records: Sequence[Record]) -> None:
         metrics["loss_rel_diff"] = abs(metrics["loss_after_steps"] - ours) / ours
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """What failed, or a loss that is another than ours after the same steps."""
     problems = []
     for record in records:
@@ -255,7 +256,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """What does not fit."""
     found = []
     for record in records:
@@ -270,7 +271,7 @@ def findings(records: Sequence[Record]) -> list[str]:
 VIEW = View(
     columns=[
         Column("variant", "row"),
-        Column("metrics.keeps", "blocks keep", align="left"),
+        text_column("metrics.keeps", "blocks keep"),
         Column("metrics.step_p50_ms", "step ms", ",.1f"),
         NOISE,
         Column("metrics.forward_p50_ms", "forward", ",.1f"),
@@ -283,7 +284,7 @@ VIEW = View(
         Column("metrics.mfu_causal_pct", "MFU %", ".1f"),
         OVER_PEER.column("÷ torch"),
         PEAK,
-        Column("metrics.predicted_peak_bytes", "plan GiB", ".1f", scale=2**-30),
+        gib_column("metrics.predicted_peak_bytes", "plan GiB", ".1f"),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", "err %", "+.1f"),
         Column("metrics.loss_rel_diff", "Δ loss", ".1e"),
     ],

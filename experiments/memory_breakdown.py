@@ -12,16 +12,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import BenchOptions, Variant, Workbench, variants
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
-from distlab.measure import allocated_bytes, peak_memory, tensor_bytes
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Records,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import allocated_bytes, parameters_of, peak_memory, tensor_bytes
 from distlab.parallel import STRATEGIES as KNOWN
-from distlab.report import prediction_error, stacked_bars
+from distlab.report import gib_column, prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import peaks
 
@@ -73,14 +81,14 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
 
 def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None]:
     device = bench.context.device
-    found: dict[str, int | float | None] = {}
+    found = {}
 
     def mark(phase: str) -> None:
         if phase != "forward":
             found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = allocated_bytes(device)
         if phase == "backward":
             found["gradients_bytes"] = tensor_bytes(
-                p.grad for p in _parameters(attached.model, attached.optimizer) if p.grad is not None
+                p.grad for p in parameters_of(attached.model, attached.optimizer) if p.grad is not None
             )
 
     with bench.attached(variant) as attached:
@@ -89,14 +97,10 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
             for _ in range(STEPS):
                 attached("step", mark)
         attached.settle()
-        found["parameters_bytes"] = tensor_bytes(_parameters(attached.model, attached.optimizer))
+        found["parameters_bytes"] = tensor_bytes(parameters_of(attached.model, attached.optimizer))
         states = [value for values in attached.optimizer.state.values() for value in values.values()]
         found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
     return found | {"peak_alloc_bytes": peak.peak_alloc_bytes}
-
-
-def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [*model.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
 
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
@@ -132,7 +136,7 @@ def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Varian
 
 
 def _gib(metric: str, title: str) -> Column:
-    return Column(f"metrics.{metric}", title, ".2f", scale=2**-30)
+    return gib_column(f"metrics.{metric}", title, ".2f")
 
 
 def _error(quantity: str) -> Column:
@@ -154,9 +158,9 @@ PARTS = {  # of the predicted peak; the allocator does not tell the last two apa
 }
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Per variant the measured peak above the predicted one, stacked by category, in GiB."""
-    bars: dict[str, list[float]] = {}
+    bars = {}  # label → bytes of each part
     for record in records:
         metrics, peak = record.metrics, record.metrics["peak_alloc_bytes"]
         if peak is not None:

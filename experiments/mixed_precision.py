@@ -12,11 +12,10 @@ none. *float8*: losses of one training in bf16, and with the matmuls of its bloc
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +23,10 @@ from torch import Tensor, nn
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -35,7 +35,7 @@ from distlab.experiment import (
 from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.transformer import Linear
 from distlab.precision import autocast
-from distlab.report import Panel, Series, lines
+from distlab.report import Panel, Series, lines, sparse_column, text_column
 from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
@@ -46,7 +46,7 @@ DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ADDEND, TIMES = 0.01, 1000
 # Of a layer normalisation's input: (deviation, mean).
 INPUTS = {"deviation 1": (1.0, 0.0), "deviation 64": (64.0, 0.0), "mean 100": (1.0, 100.0)}
-Rows = Iterator[tuple[str, str, dict[str, Any]]]  # variant, what it ran on, metrics
+Rows = Iterator[tuple[str, str, Metrics]]  # variant, what it ran on, metrics
 WIDTH = 768  # of layer normalisation's input
 
 
@@ -248,7 +248,7 @@ headline = headline_from(
 )
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """What these rows say, in words."""
     config = PrecisionConfig.of(records[0].config)
     model = config.model()
@@ -267,7 +267,7 @@ def findings(records: Sequence[Record]) -> list[str]:
     return found
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Left, how gradients are distributed over powers of two, and fp16's range; right, what each loss scale does."""
     rows = [r for r in records if r.config["part"] == "scaling"]
     exact = next((r.metrics for r in rows if r.variant == "fp32"), None)
@@ -295,19 +295,19 @@ def draw(records: Sequence[Record], path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "variant"),
-        Column("config.on", "on", align="left"),
-        Column("metrics.type_under_fp16", "under fp16", missing="", align="left"),
-        Column("metrics.type_under_bf16", "under bf16", missing="", align="left"),
-        Column("metrics.sum", "sum", ".4f", missing=""),
-        Column("metrics.predicted_sum", "predicted", ".4f", missing=""),
-        Column("metrics.relative_error", "relative error", ".1e", missing=""),
-        Column("metrics.lost_rows_pct", "rows lost %", ".2f", missing=""),
-        Column("metrics.predicted_lost_rows_pct", "predicted", ".2f", missing=""),
-        Column("metrics.underflow_pct", "logits' gradients zero %", ".2f", missing=""),
-        Column("metrics.predicted_underflow_pct", "predicted", ".2f", missing=""),
-        Column("metrics.nonfinite_pct", "weights' not finite %", ".2f", missing=""),
-        Column("metrics.loss_bf16", "loss in bf16", ".4f", missing=""),
-        Column("metrics.loss_fp8", "in fp8", ".4f", missing=""),
+        text_column("config.on", "on"),
+        text_column("metrics.type_under_fp16", "under fp16", missing=""),
+        text_column("metrics.type_under_bf16", "under bf16", missing=""),
+        sparse_column("metrics.sum", "sum", ".4f"),
+        sparse_column("metrics.predicted_sum", "predicted", ".4f"),
+        sparse_column("metrics.relative_error", "relative error", ".1e"),
+        sparse_column("metrics.lost_rows_pct", "rows lost %", ".2f"),
+        sparse_column("metrics.predicted_lost_rows_pct", "predicted", ".2f"),
+        sparse_column("metrics.underflow_pct", "logits' gradients zero %", ".2f"),
+        sparse_column("metrics.predicted_underflow_pct", "predicted", ".2f"),
+        sparse_column("metrics.nonfinite_pct", "weights' not finite %", ".2f"),
+        sparse_column("metrics.loss_bf16", "loss in bf16", ".4f"),
+        sparse_column("metrics.loss_fp8", "in fp8", ".4f"),
     ],
     headline=headline,
     pictures={"gradients.png": draw},

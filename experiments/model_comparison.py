@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
-from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
-from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentiles
+from distlab.experiment import Column, Experiment, Metrics, RankContext, Run, View, headline_from, option
+from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentile_metrics
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
-from distlab.report import NOISE, PEAK, Ratio, row_of
+from distlab.report import NOISE, PEAK, Ratio, row_of, text_column
 from distlab.train.step import compiled, loss_function
 from experiments._llama_layer import PARTS, layer
 
@@ -133,7 +133,7 @@ class Way:
 
 def first_steps(
     name: str, ways: dict[str, Way], make: Callable[[], Way], reference: tuple[float, list[Tensor]]
-) -> dict[str, Any]:
+) -> Metrics:
     """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
     way = make()
     loss, gradients = way.first()
@@ -167,8 +167,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         batches = [(torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches]
     plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
     reference = plain.first()
-    ways: dict[str, Way] = {}
-    rows: dict[str, dict[str, Any]] = {}
+    ways, rows = {}, {}  # name → what runs it; name → its metrics
     for name in PARTS if config.layer else config.ways:
         run.progress(f"first steps: {name}")
         make = partial(Way, name, config, base, optimizer, batches)
@@ -180,7 +179,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     for name, found in rows.items():
         if name in taken:
             found["step_samples_ms"] = list(itertools.chain(*taken[name]))
-            found |= {f"step_{p}_ms": ms for p, ms in percentiles(found["step_samples_ms"]).items()}
+            found |= percentile_metrics("step", found["step_samples_ms"])
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
         run.add(name, found, size="layer of Llama" if config.layer else config.size,
@@ -211,7 +210,7 @@ VIEW = View(
         PEAK,
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
-        Column("config.operations", "operations", align="left"), Column("metrics.status", "status", align="left"),
+        text_column("config.operations", "operations"), text_column("metrics.status", "status"),
     ],
     headline=headline_from(
         "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "

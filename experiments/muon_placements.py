@@ -9,10 +9,8 @@ closed form. What it costs does not depend on the tokens of a step: with n of th
 of the model's own FLOPs, d being the shorter side of a matrix. So a step should have as many as it has in training.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -22,8 +20,9 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
-    Record,
+    Records,
     Run,
     TimingOptions,
     View,
@@ -35,7 +34,7 @@ from distlab.optim import Muon
 from distlab.parallel import get_strategy
 from distlab.parallel.muon import divide
 from distlab.parallel.shard import spread_of, whole_shape
-from distlab.report import NOISE, PEAK, Ratio, step_bars
+from distlab.report import NOISE, PEAK, Ratio, sparse_column, step_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
@@ -85,7 +84,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
     of_muon = [row for row in rows if row.optimizer_cls is Muon]
     task = small(d_model=64, d_ff=128)  # a CPU is slow at products in bf16
     differences = parameter_differences(context, of_muon, config.check_steps, run.progress, task)
-    counted: dict[str, dict[str, Any]] = {}
+    counted = {}  # row → what its optimizer sent
 
     def count(row: Variant, attached: Trial) -> None:
         if row.optimizer_cls is Muon and row.name not in counted:
@@ -104,7 +103,7 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
         run.add(row.name, metrics, **facts, strategy=row.strategy.name, placement=placement)
 
 
-def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any]:
+def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
     """What an optimizer's step sends, counted; beside it the closed form of what is sent in bf16, and how unequally
     owners share the work.
     """
@@ -115,7 +114,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     held = getattr(attached.optimizer, "local", None) or attached.optimizer
     matrices = held.param_groups[0]["params"]
     flops = sum(orthogonalize_flops(*whole_shape(matrix)) for matrix in matrices)
-    metrics: dict[str, Any] = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
+    metrics = {"optimizer_bytes": recorder.total_bytes, "muon_flops": flops}
     if placement not in SHARDED:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]
@@ -133,16 +132,14 @@ def sent(placement: str, attached: Trial, context: RankContext) -> dict[str, Any
     return metrics
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
-    problems = []
-    for record in records:
-        metrics = record.metrics
-        if metrics.get("volume_as_predicted") is False:
-            problems.append(
-                f"{record.variant}: sent {metrics['muon_bytes']} bytes in bf16; the closed form says "
-                f"{metrics['predicted_muon_bytes']}"
-            )
+    problems = [
+        f"{record.variant}: sent {record.metrics['muon_bytes']} bytes in bf16; the closed form says "
+        f"{record.metrics['predicted_muon_bytes']}"
+        for record in records
+        if record.metrics.get("volume_as_predicted") is False
+    ]
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
 
@@ -153,12 +150,12 @@ VIEW = View(
         NOISE,
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f"),
         OVER_ADAMW.column("÷ adamw's", missing=""),
-        Column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6, missing=""),
-        Column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6, missing=""),
-        Column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12, missing=""),
-        Column("metrics.most_work", "busiest owner ÷ mean", ".2f", missing=""),
+        sparse_column("metrics.optimizer_bytes", "optimizer sends MB", ",.1f", scale=1e-6),
+        sparse_column("metrics.muon_bytes", "of it matrices MB", ",.1f", scale=1e-6),
+        sparse_column("metrics.muon_flops", "matrices TFLOP", ".1f", scale=1e-12),
+        sparse_column("metrics.most_work", "busiest owner ÷ mean", ".2f"),
         PEAK,
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+        sparse_column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(

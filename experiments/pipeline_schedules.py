@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -23,6 +22,7 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     RankContext,
     Run,
     TimingOptions,
@@ -33,7 +33,7 @@ from distlab.experiment import (
 from distlab.measure.clock import Instant, elapsed_ms, instant, synchronize
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, held, idle_share, simulate
-from distlab.report import NOISE, PEAK, Ratio, prediction_error, step_bars
+from distlab.report import NOISE, PEAK, Ratio, prediction_error, sparse_column, step_bars
 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
@@ -81,7 +81,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
     task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
     checked = rows[: 2 * len(SCHEDULES)]
     differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
-    seen: dict[str, list[dict[Action, float]]] = {}  # row → durations of each of a rank's actions, in ms
+    seen = {}  # row → durations of each of a rank's actions, in ms
 
     def watch(row: Variant, attached: Trial) -> None:
         if row.strategy is OURS and row.name not in seen:
@@ -104,7 +104,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
     """What each action of this rank takes in one step, without its waiting, in ms."""
-    moments: dict[Action, tuple[Instant, Instant]] = {}
+    moments = {}
     pipeline = attached.model.pipeline
     unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
     try:
@@ -123,7 +123,7 @@ def observed(moments: dict[Action, tuple[Instant, Instant]], device: torch.devic
     moments[action] = begin, instant(device)
 
 
-def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> dict[str, Any]:
+def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> Metrics:
     """What a schedule leaves idle: by the closed form, simulated from its actions' durations, and measured.
 
     Args:
@@ -162,15 +162,15 @@ VIEW = View(
         Column("metrics.step_p50_ms", "step ms", ".1f"),
         NOISE,
         Column("metrics.forward_backward_p50_ms", "fwd+bwd ms", ".1f"),
-        Column("metrics.simulated_ms", "simulated ms", ".1f", missing=""),
+        sparse_column("metrics.simulated_ms", "simulated ms", ".1f"),
         OFF,
-        Column("metrics.idle_pct", "idle %", ".1f", missing=""),
-        Column("metrics.simulated_idle_pct", "simulated %", ".1f", missing=""),
-        Column("metrics.closed_form_idle_pct", "closed form %", ".1f", missing=""),
-        Column("metrics.held", "micro-batches held", ".1f", missing=""),
+        sparse_column("metrics.idle_pct", "idle %", ".1f"),
+        sparse_column("metrics.simulated_idle_pct", "simulated %", ".1f"),
+        sparse_column("metrics.closed_form_idle_pct", "closed form %", ".1f"),
+        sparse_column("metrics.held", "micro-batches held", ".1f"),
         PEAK,
         OVER_TORCH.column("÷ torch's", missing=""),
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e", missing=""),
+        sparse_column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(

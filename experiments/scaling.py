@@ -9,14 +9,32 @@ device, with p20 to p80 as error bars. To add points, run `distlab run ddp_bench
 files here.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    RankContext,
+    Records,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
-from distlab.report import Panel, Series, grouped, is_number, lines, prediction_error, read_json
+from distlab.report import (
+    Panel,
+    Series,
+    grouped,
+    is_number,
+    lines,
+    prediction_error,
+    read_json,
+    sparse_column,
+    text_column,
+)
 from distlab.simulate.estimate import MachineOptions, estimate_step
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "zero1", "fsdp", "hsdp")
@@ -106,7 +124,7 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
     """
     asked = {"size": config.model, "context": config.shape().context_length, "dtype": config.dtype}
     asked["num_parameters"] = config.shape().num_parameters
-    found: dict[tuple[str, int, int], dict[str, float]] = {}
+    found = {}
     for record in (record for path in config.records for record in read_json(path)):
         steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}
         strategy, device = record.variant.split("-")[0], lookup(str(record.environment.get("device_name")))
@@ -124,7 +142,7 @@ headline = headline_from(
 )
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """Where each strategy stops scaling; says that nothing in the named files could be drawn."""
     config, stops = records[0].config, {}
     for record in records:
@@ -145,11 +163,11 @@ def findings(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
     ranks = sorted({record.config["world_size"] for record in records})
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
-    panels: dict[str, list[Series]] = {}
+    panels = {}  # kind → its series
     for (kind, variant), rows in grouped(records, lambda r: (r.config["kind"], r.variant)).items():
         series = panels.setdefault(kind, [])
         style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]  # lines on each other can be told apart
@@ -174,7 +192,7 @@ def draw(records: Sequence[Record], path: Path) -> None:
 
 VIEW = View(
     columns=[
-        Column("config.kind", "scaling", align="left"),
+        text_column("config.kind", "scaling"),
         Column("variant", "strategy"),
         Column("config.world_size", "ranks", ",d"),
         Column("config.micro_batch", "micro"),
@@ -182,7 +200,7 @@ VIEW = View(
         Column("metrics.predicted_overhead_ms", "overhead ms", ",.1f"),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.predicted_efficiency_pct", "efficiency %", ".0f"),
-        Column("metrics.measured_step_p50_ms", "measured ms", ",.1f", missing=""),
+        sparse_column("metrics.measured_step_p50_ms", "measured ms", ",.1f"),
         prediction_error("predicted_step_ms", "measured_step_p50_ms", "error %", "+.1f"),
     ],
     headline=headline,

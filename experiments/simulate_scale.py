@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.model import kept_levels
 from distlab.parallel import get_strategy
-from distlab.report import timeline
+from distlab.report import gib_column, text_column, timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import USABLE, MachineOptions
 from distlab.simulate.step import simulate_training
@@ -115,8 +115,8 @@ VIEW = View(
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
         Column("metrics.collectives_per_step", "calls", "d"),
         Column("metrics.comm_bytes_per_step", "sent GB", ",.1f", scale=1e-9),
-        Column("metrics.simulated_peak_bytes", "peak GiB", ".1f", scale=2**-30),
-        Column("metrics.fits", "fits", align="left"),
+        gib_column("metrics.simulated_peak_bytes", "peak GiB", ".1f"),
+        text_column("metrics.fits", "fits"),
     ],
     headline=headline,
     terminal=(

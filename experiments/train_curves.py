@@ -33,9 +33,10 @@ from distlab.comm.rank_process import on_main
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -126,7 +127,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
     tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
     curves = Curves(config, context, run, tokens)
-    parts: dict[str, Callable[[], dict[str, Any]]] = {}
+    parts = {}  # row → what trains it
     if "curves" in config.parts:
         parts |= {name: partial(curves.curve, config.training(name)) for name in config.compared()}
         parts[ROUNDING] = partial(curves.curve, config.training(REFERENCE, accumulate=2))
@@ -190,9 +191,9 @@ class Curves:
         config: TrainConfig,
         folder: Path | None = None,
         after: Callable[[StepMetrics], None] = lambda step: None,
-    ) -> dict[str, object]:
+    ) -> Metrics:
         """Train; the loss of every step."""
-        reports: list[StepMetrics] = []
+        reports = []
 
         def report(step: StepMetrics) -> None:
             reports.append(step)
@@ -220,7 +221,7 @@ class Curves:
             "peak_alloc_bytes": memory.peak_alloc_bytes,
         }
 
-    def killed_curve(self, attempt: int) -> dict[str, object]:
+    def killed_curve(self, attempt: int) -> Metrics:
         """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
         config = self.config.training(REFERENCE, checkpoint_every=kill_at(self.config.steps) // 2)
         victim = self.context.rank == self.context.world_size - 1 and attempt == 0
@@ -233,7 +234,7 @@ class Curves:
         return self.curve(config, self.run.path / "killed" / "checkpoints", die)
 
 
-def verdicts(records: Sequence[Record]) -> list[str]:
+def verdicts(records: Records) -> list[str]:
     """What is not as it should be; empty if all is well."""
     by_name = {record.variant: record.metrics for record in records}
     problems = []
@@ -252,7 +253,7 @@ def verdicts(records: Sequence[Record]) -> list[str]:
     return problems
 
 
-def tolerance(records: Sequence[Record]) -> float | None:
+def tolerance(records: Records) -> float | None:
     """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
     at least 0.01 nats.
     """
@@ -268,7 +269,7 @@ headline = headline_from(
 )
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """All loss curves on one picture, and where one run was killed."""
     series, events = {}, []
     for record in records:

@@ -41,8 +41,11 @@ if TYPE_CHECKING:
     from distlab.experiment import Experiment
     from distlab.report.view import View
 
+Arguments = Sequence[str]
+Command = Callable[[Arguments], int]  # → exit code
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Arguments | None = None) -> int:
     """The command; returns its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
@@ -78,7 +81,7 @@ def console() -> None:
     sys.exit(code)
 
 
-def list_experiments(arguments: Sequence[str]) -> int:
+def list_experiments(arguments: Arguments) -> int:
     """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
     Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
     print(listing(experiments()))
@@ -114,7 +117,7 @@ def _speaks() -> bool:
         return True
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Arguments) -> int:
     """Run an experiment; on several ranks start them, unless this process is one of them already."""
     if not arguments or arguments[0].startswith("-"):
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
@@ -153,7 +156,7 @@ def run(arguments: Sequence[str]) -> int:
     )
 
 
-def show(arguments: Sequence[str]) -> int:
+def show(arguments: Arguments) -> int:
     """Redraw table, pictures and page of saved rows, of one machine or of several, without measuring.
 
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
@@ -211,7 +214,7 @@ def view_of(name: str) -> View:
     return load(maker_of(name)).EXPERIMENT.views()[name]
 
 
-def tables(arguments: Sequence[str]) -> int:
+def tables(arguments: Arguments) -> int:
     """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
     parser = Parser("distlab tables", description=tables.__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
@@ -224,12 +227,12 @@ def tables(arguments: Sequence[str]) -> int:
     return redraw_pages(pages, view_of, ROOT, check=check)
 
 
-def _of(module: str, function: str = "main") -> Callable[[Sequence[str]], int]:
+def _of(module: str, function: str = "main") -> Command:
     """The command that another module has, which is imported when it is called."""
     return lambda arguments: getattr(importlib.import_module(module), function)(arguments)
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+COMMANDS: dict[str, Command] = {
     "list": list_experiments,
     "run": run,
     "show": show,

@@ -10,10 +10,8 @@ import argparse
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from distlab.comm import RankContext
 from distlab.comm.rank_process import Progress
@@ -21,12 +19,15 @@ from distlab.experiment import FrameOptions, RankOptions, headline_from, run_fol
 from distlab.options import config_from, option, parser_of
 from distlab.report import (
     Column,
+    Metrics,
     Panel,
     Record,
+    Records,
     Series,
     View,
     commit,
     environment,
+    gib_column,
     json_line,
     lines,
     read_json,
@@ -38,6 +39,7 @@ from distlab.train import run
 from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.loop import Outcome
 from distlab.train.memory_budget import require, training_step
+from distlab.train.metrics import Lines
 from launch.ranks import run_on_ranks
 from launch.runs import refresh_index
 
@@ -73,7 +75,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     name = run_name(args.name, data, config)
 
     def write_results(
-        config: TrainConfig, outcome: Outcome, metrics: dict[str, Any], journal: list[dict[str, Any]]
+        config: TrainConfig, outcome: Outcome, metrics: Metrics, journal: Lines
     ) -> None:
         shared = asdict(config) | {"world_size": context.world_size, "backend": context.backend}
         shared["trained_by"] = trained_by(journal)
@@ -108,7 +110,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
     return 128 + outcome.stopped_by
 
 
-def trained_by(journal: list[dict[str, Any]]) -> str:
+def trained_by(journal: Lines) -> str:
     """Which strategy trained up to which step on how many ranks: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
     by = itertools.groupby(journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}")
     return ", ".join(f"{who} to step {[*lines][-1]['step']}" for who, lines in by)
@@ -124,7 +126,7 @@ def has_record(folder: Path, steps: int) -> bool:
         return False
 
 
-def what_it_reached(records: Sequence[Record]) -> list[str]:
+def what_it_reached(records: Records) -> list[str]:
     """Say the losses of the last step and validation."""
     metrics = records[0].metrics
     held_out = metrics.get("validation_loss")
@@ -142,7 +144,7 @@ VIEW = View(
         Column("metrics.step_p50_ms", "step p50 ms", ".1f", about="median time of a step, data and logging included"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
         Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True, about="most allocated"),
+        gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True, about="most allocated"),
     ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "

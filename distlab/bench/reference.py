@@ -104,7 +104,7 @@ def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
 
 def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContext) -> None:
     """Leave in `.grad` the mean over ranks: each rank's micro-batches added up, then the ranks', in their order."""
-    totals: dict[nn.Parameter, torch.Tensor] = {}
+    totals = {}  # parameter → its gradient, summed over ranks
     for rank in range(context.world_size):
         model.zero_grad()
         batches = task.batches(rank, step, context.device)

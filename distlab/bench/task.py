@@ -18,8 +18,6 @@ The lab seeds torch before it calls the factory, and `generator` by rank and ste
 device. `loss` must call the model that it is given, through which gradients are synchronised.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import sysconfig

@@ -30,7 +30,7 @@ from distlab.measure import (
     PhaseTimer,
     is_out_of_memory,
     peak_memory,
-    percentiles,
+    percentile_metrics,
     slowest_rank,
 )
 from distlab.measure.rounds import interleave, rotated
@@ -371,7 +371,9 @@ class Timing:
         """Percentiles of every phase, the peak of memory and a step's samples; of a variant that did not fit `OOM`."""
         if self.out_of_memory:
             return {"step_p50_ms": "OOM"}
-        times = {f"{phase}_{p}_ms": ms for phase, ms_ in self.phases.items() for p, ms in percentiles(ms_).items()}
+        times = {}
+        for phase, samples in self.phases.items():
+            times |= percentile_metrics(phase, samples)
         return times | {"peak_alloc_bytes": self.peak_alloc_bytes, "step_samples_ms": [*self.phases["step"]]}
 
 

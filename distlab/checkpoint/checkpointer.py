@@ -214,7 +214,7 @@ class Checkpointer:
         removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")
-        rejected: dict[int, str] = {}
+        rejected = {}  # step → what is wrong with it
         for step in self._on_main(self.folder.steps):
             try:
                 stored = self.check(step)

@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distlab.files import digest_of, sync_folder
+from distlab.files import AnyPath, digest_of, sync_folder
 from distlab.parallel.shard import Box
 
+Content = Mapping[str, Any]  # of a marker
 FORMAT = 3
 MARKER = "checkpoint.json"
 _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
@@ -67,7 +68,7 @@ class Stored:
 
     path: Path
     step: int
-    content: Mapping[str, Any]
+    content: Content
 
 
 class CheckpointFolder:
@@ -77,7 +78,7 @@ class CheckpointFolder:
         path: made when the first checkpoint is written.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: AnyPath):
         self.path = Path(path)
 
     def steps(self) -> list[int]:
@@ -109,7 +110,7 @@ class CheckpointFolder:
         temporary.mkdir(parents=True)
         return temporary
 
-    def commit(self, step: int, content: Mapping[str, Any]) -> Path:
+    def commit(self, step: int, content: Content) -> Path:
         """Write the marker and give the folder its final name."""
         temporary, final = self.temporary_path_of(step), self.path_of(step)
         body = {"format": FORMAT, "step": step, **content}
@@ -202,7 +203,7 @@ def _name_of(step: int) -> str:
     return f"step_{step:08d}"
 
 
-def check_marker(content: Mapping[str, Any], folder: str) -> None:
+def check_marker(content: Content, folder: str) -> None:
     """Check the form of every field, and what fields say of each other.
 
     Args:
@@ -235,7 +236,7 @@ def check_marker(content: Mapping[str, Any], folder: str) -> None:
     _require(ranks == set(range(content["world_size"])), written)
 
 
-def _check_tensor(key: str, entry: Any, files: Mapping[str, Any]) -> None:
+def _check_tensor(key: str, entry: Any, files: Content) -> None:
     """The form of an index entry, and whether its parts cover its elements from the first to the last."""
     whole = isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}
     _require(whole, f"what it says of {key} is no shape, dtype and parts")
@@ -246,7 +247,7 @@ def _check_tensor(key: str, entry: Any, files: Mapping[str, Any]) -> None:
     form = "lists of first element, elements, file and offset, and perhaps a box"
     fit = isinstance(parts, list) and all(_is_part(part, shape) for part in parts)
     _require(fit, f"the parts of {key} are not {form}")
-    covered: dict[Box, int] = {}  # of each box, how many elements
+    covered = {}  # of each box, how many elements
     for start, count, name, _, *cut in parts:
         box = tuple(map(tuple, cut[0])) if cut else tuple((0, size) for size in shape)
         _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")
@@ -265,7 +266,7 @@ def _overlap(one: Box, other: Box) -> bool:
     return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
 
 
-def _check_places(files: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+def _check_places(files: Content, tensors: Content) -> None:
     """Parts must tile each file: then none lies outside, no byte is two tensors', and no tensor was left out."""
     ends = dict.fromkeys(files, 0)
     places = [
@@ -304,9 +305,13 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
 def _is_group(value: Any) -> bool:
     names = value.get("params") if isinstance(value, dict) else None
-    return isinstance(names, list) and all(isinstance(name, str) for name in names)
+    return isinstance(names, list) and all(map(_is_text, names))
 
 
 def _is_file(value: Any) -> bool:
@@ -317,9 +322,9 @@ def _is_file(value: Any) -> bool:
 _FORMS = {
     "step": (_is_count, "a whole number"),
     "world_size": (lambda v: _is_count(v) and v > 0, "a number of ranks"),
-    "strategy": (lambda v: isinstance(v, str), "a name"),
-    "torch": (lambda v: isinstance(v, str), "a version"),
-    "optimizer": (lambda v: isinstance(v, str), "a name"),
+    "strategy": (_is_text, "a name"),
+    "torch": (_is_text, "a version"),
+    "optimizer": (_is_text, "a name"),
     "groups": (lambda v: isinstance(v, list) and v and all(map(_is_group, v)), "a list of parameter groups"),
     "extra": (lambda v: isinstance(v, dict), "a table"),
     "files": (lambda v: isinstance(v, dict) and v, "a table of files"),

@@ -209,7 +209,7 @@ class RunLock:
 
 @contextlib.contextmanager
 def hold(
-    folder: Path, context: RankContext, progress: Callable[[str], None] = lambda text: None
+    folder: Path, context: RankContext, progress: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
     """Hold a folder's lock, on rank 0, until the end; yields None on the others. All ranks enter, and raise alike.
 

@@ -27,6 +27,7 @@ from distlab.parallel.shard import Box, Shard
 AT_ONCE = 2**20  # elements whose places in another box are computed together
 # key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
 Index = dict[str, dict[str, Any]]
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape of the whole, dtype
 
 
 def write(folder: Path, rank: int, shards: Sequence[Shard], threads: int) -> tuple[dict[str, dict[str, Any]], Index]:
@@ -35,7 +36,7 @@ def write(folder: Path, rank: int, shards: Sequence[Shard], threads: int) -> tup
     Returns:
         (file → `{"bytes": …, "sha256": …}`, the index of these shards).
     """
-    shares: list[list[Shard]] = [[] for _ in range(threads)]
+    shares = [[] for _ in range(threads)]  # shards of each file
     sizes = [0] * threads
     for shard in sorted(shards, key=lambda shard: shard.values.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
@@ -79,7 +80,7 @@ def append(file: BinaryIO, data: np.ndarray) -> None:
 
 def merged(indices: Sequence[Index]) -> Index:
     """Merge the indices of its parts into that of a whole checkpoint."""
-    whole: Index = {}
+    whole = {}
     for index in indices:
         for key, entry in index.items():
             parts = whole.get(key, {"parts": []})["parts"] + entry["parts"]
@@ -87,7 +88,7 @@ def merged(indices: Sequence[Index]) -> Index:
     return whole
 
 
-def shapes_and_dtypes(stored: Stored) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
     """(shape, dtype) of every stored tensor."""
     index = stored.content["tensors"]
     return {key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()}
@@ -149,12 +150,12 @@ def _values(stored: Stored, key: str, file_name: str, offset: int, first: int, l
     return values
 
 
-def kinds_of(model: Sequence[Shard]) -> list[tuple[str, tuple[tuple[int, ...], torch.dtype]]]:
+def kinds_of(model: Sequence[Shard]) -> list[tuple[str, Kind]]:
     """(name, (shape of the whole, dtype)) of each."""
     return [(shard.name, (tuple(shard.shape), shard.tensor.dtype)) for shard in model]
 
 
-def refuse_other_model(stored: Stored, model: Sequence[tuple[str, tuple[tuple[int, ...], torch.dtype]]]) -> None:
+def refuse_other_model(stored: Stored, model: Sequence[tuple[str, Kind]]) -> None:
     """Raises ValueError with every parameter that is missing, left over, or of another shape or dtype.
 
     Args:

@@ -53,12 +53,12 @@ def empty_optimizer_state(
     Args:
         stored: every stored name → (shape, dtype).
     """
-    kinds: dict[str, list[str]] = {}
+    kinds = {}  # parameter → kinds of its state
     for key in stored:
         if key.startswith("optimizer/"):
             _, kind, name = key.split("/", 2)
             kinds.setdefault(name, []).append(kind)
-    state: dict[Tensor, dict[str, Tensor]] = {}
+    state = {}
     found = []
     for shard in map(model.located, stepped(model, optimizer)):
         for kind in kinds.get(shard.name, ()):

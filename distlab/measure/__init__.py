@@ -20,6 +20,7 @@ from distlab.measure.memory import (
     allocated_bytes,
     free_bytes,
     gradient_bytes,
+    parameters_of,
     peak_memory,
     saved_for_backward,
     tensor_bytes,
@@ -30,6 +31,7 @@ from distlab.measure.rounds import interleave, sample_rounds
 from distlab.measure.statistics import (
     MIN_PAIRS,
     MIN_SAMPLES,
+    percentile_metrics,
     percentiles,
 )
 from distlab.measure.trace.account import (
@@ -76,7 +78,9 @@ __all__ = [
     "launched",
     "load_trace",
     "named_ranges",
+    "parameters_of",
     "peak_memory",
+    "percentile_metrics",
     "percentiles",
     "sample_rounds",
     "saved_for_backward",

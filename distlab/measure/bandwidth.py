@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import RankContext, collectives, ring
-from distlab.measure.clock import PhaseTimer, measure, slowest_rank
+from distlab.measure.clock import Call, PhaseTimer, measure, slowest_rank
 
 # Each from what this rank contributes to its result, which are one tensor where the collective works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
@@ -122,7 +122,7 @@ def _slowest(samples: list[float], context: RankContext) -> list[float]:
 
 def _case(
     context: RankContext, operation: str, chunk: int
-) -> tuple[Callable[[], object], Tensor, Tensor, Callable[[], Tensor], Callable[[], Tensor]]:
+) -> tuple[Call, Tensor, Tensor, Callable[[], Tensor], Callable[[], Tensor]]:
     """A collective on tensors of `chunk` elements per rank, with values that betray a chunk in the wrong place.
 
     Returns:
@@ -156,7 +156,7 @@ def _case(
 
 def disturb(
     context: RankContext,
-    compute: Callable[[], object],
+    compute: Call,
     send: Callable[[int], Any],
     *,
     least_ms: float,
@@ -226,7 +226,7 @@ def disturb(
     }
 
 
-def computations(side: int, device: torch.device) -> dict[str, Callable[[], object]]:
+def computations(side: int, device: torch.device) -> dict[str, Call]:
     """What runs beside messages: one that is bound by arithmetic, one by memory, of matrices of this side."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))

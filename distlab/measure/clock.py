@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from distlab.measure.statistics import percentiles
+from distlab.measure.statistics import percentile_metrics
 
 Instant = torch.cuda.Event | float
+Call = Callable[[], object]  # what is timed
+Device = torch.device | str
 
 
 def instant(device: torch.device) -> Instant:
@@ -32,14 +34,14 @@ def elapsed_ms(begin: Instant, end: Instant) -> float:
     return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
-def synchronize(device: torch.device | str) -> None:
+def synchronize(device: Device) -> None:
     """Wait for the device; nothing to wait for on the CPU."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure(
-    fn: Callable[[], object], *, warmup: int, repeats: int, device: torch.device | str
+    fn: Call, *, warmup: int, repeats: int, device: Device
 ) -> list[float]:
     """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
 
@@ -79,7 +81,7 @@ class PhaseTimer:
     current stream waits for it, which is what delays the step.
     """
 
-    def __init__(self, device: torch.device | str) -> None:
+    def __init__(self, device: Device) -> None:
         self.device = torch.device(device)
         self._marks: list[list[tuple[str, Instant]]] = []
 
@@ -114,7 +116,7 @@ class PhaseTimer:
         self.synchronize()
         steps = []
         for marks in self._marks:
-            phases: dict[str, float] = {}
+            phases = {}
             for (_, begin), (phase, end) in itertools.pairwise(marks):
                 phases[phase] = phases.get(phase, 0.0) + elapsed_ms(begin, end)
             steps.append(phases | {"step": elapsed_ms(marks[0][1], marks[-1][1])})
@@ -130,7 +132,7 @@ class PhaseTimer:
 
 
 def slowest_rank(
-    samples: Sequence[float], group: dist.ProcessGroup | None, device: torch.device | str
+    samples: Sequence[float], group: dist.ProcessGroup | None, device: Device
 ) -> list[float]:
     """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
 
@@ -151,7 +153,7 @@ def slowest_rank(
 
 
 def capture(
-    run: Callable[[], object],
+    run: Call,
     calls: int = 1,
     stream: torch.cuda.Stream | None = None,
     *,
@@ -189,7 +191,7 @@ class Replays:
 
 
 def replayed(
-    run: Callable[[], object],
+    run: Call,
     *,
     graph_ms: float = 2.0,
     calls: tuple[int, int] = (1, 10),
@@ -219,16 +221,16 @@ def replayed(
     return Replays(capture(run, count, beside=beside), count)
 
 
-def device_percentiles(run: Callable[[], object], device: torch.device | str, repeats: int) -> dict[str, float]:
+def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, float]:
     """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replayed`), elsewhere of calls."""
     if torch.device(device).type == "cuda":
         samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)
     else:
         samples = measure(run, warmup=1, repeats=repeats, device=device)
-    return {f"time_{p}_ms": ms for p, ms in percentiles(samples).items()}
+    return percentile_metrics("time", samples)
 
 
-def call_ms(run: Callable[[], object], repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
+def call_ms(run: Call, repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
     """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
 
     Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with nothing left to do:

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +97,13 @@ def storage_bytes(tensors: Iterable[Tensor]) -> dict[int, int]:
     return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.nbytes()}
 
 
+def parameters_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield a model's parameters and its optimizer's, which are others under some strategies."""
+    yield from model.parameters()
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
 OUTSIDE = "outside the blocks"
 
 
@@ -134,9 +140,9 @@ def saved_for_backward(
         and loss. Under activation checkpointing a block's input counts and what is recomputed does not.
     """
     own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
-    seen: set[int] = set()
-    found: dict[str, list[Saved]] = defaultdict(list)
-    kept: list[Any] = []  # storages stay alive, so that no address is used twice
+    seen = set()
+    found = defaultdict(list)
+    kept = []  # storages stay alive, so that no address is used twice
     inside = [OUTSIDE]
 
     def pack(tensor: Tensor) -> Tensor:

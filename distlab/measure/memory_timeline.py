@@ -18,27 +18,29 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 `allocator_history` writes torch's own snapshot besides, for the public viewer (pytorch.org/memory_viz).
 """
 
-import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from distlab.measure.clock import synchronize
-from distlab.measure.memory import storage_bytes
-from distlab.measure.trace.capture import PHASES, STEP, Phases, activities_on, read_trace_file
+from distlab.files import AnyPath
+from distlab.measure.clock import Device, synchronize
+from distlab.measure.memory import parameters_of, storage_bytes
+from distlab.measure.trace.capture import PHASES, STEP, Entry, Phases, activities_on, read_trace_file
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
 MAX_ENTRIES = 100_000  # events of the allocator's history: some tens of MB
 _RANGE_PREFIX = "distlab:"
 _MEMORY = "[memory]"
+
+Addresses = dict[int, tuple[int, str]]  # address → (bytes, category)
 
 
 class Allocation(NamedTuple):
@@ -76,7 +78,7 @@ class MemoryTimeline:
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
         """Times of all changes in ms, and per category the bytes held from each on (a staircase)."""
-        changes: dict[float, Counter[str]] = defaultdict(Counter, {0.0: Counter()})
+        changes = defaultdict(Counter, {0.0: Counter()})
         for block in self.allocations:
             changes[block.start_ms][block.category] += block.bytes
             if block.end_ms < self.step_ms:
@@ -102,17 +104,17 @@ class MemoryTimeline:
 class Holdings:
     """Who holds which address at three moments of a step: address → (bytes, category)."""
 
-    start: dict[int, tuple[int, str]] = field(default_factory=dict)
-    after_backward: dict[int, tuple[int, str]] = field(default_factory=dict)
-    end: dict[int, tuple[int, str]] = field(default_factory=dict)
+    start: Addresses = field(default_factory=dict)
+    after_backward: Addresses = field(default_factory=dict)
+    end: Addresses = field(default_factory=dict)
 
 
 def record_memory(
     step: Callable[[Callable[[str], None]], object],
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    path: str | os.PathLike,
-    device: torch.device | str,
+    path: AnyPath,
+    device: Device,
 ) -> Holdings:
     """Run ``step(mark)`` once under the profiler, write its trace with memory events to ``path``.
 
@@ -125,13 +127,13 @@ def record_memory(
         what `memory_timeline` needs besides the trace.
     """
     state = _addresses(_state(optimizer), "optimizer state")
-    held = Holdings(start=state | _addresses(_parameters(model, optimizer), "parameters"))
+    held = Holdings(start=state | _addresses(parameters_of(model, optimizer), "parameters"))
     phases = Phases()
 
     def mark(phase: str) -> None:
         phases.mark(phase)
         if phase == "backward":
-            gradients = (p.grad for p in _parameters(model, optimizer) if p.grad is not None)
+            gradients = (p.grad for p in parameters_of(model, optimizer) if p.grad is not None)
             held.after_backward = _addresses(gradients, "gradients")
 
     with profile(activities=activities_on(device), profile_memory=True, acc_events=True) as profiler:
@@ -143,7 +145,7 @@ def record_memory(
     return held
 
 
-def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.device | str) -> MemoryTimeline:
+def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTimeline:
     """Return the account of the step that `record_memory` ran.
 
     Raises:
@@ -192,10 +194,10 @@ def memory_timeline(path: str | os.PathLike, held: Holdings, device: torch.devic
 
 
 def _lifetimes(
-    changes: Sequence[dict[str, Any]], held: Holdings, begin: float, length: float
-) -> Iterator[tuple[dict[str, Any] | None, int, int, float, float]]:
+    changes: Sequence[Entry], held: Holdings, begin: float, length: float
+) -> Iterator[tuple[Entry | None, int, int, float, float]]:
     """(event of the allocation, address, bytes, start, end) of every block; the event is None for what was there."""
-    open_blocks: dict[int, tuple[dict[str, Any] | None, int, float]] = {
+    open_blocks: dict[int, tuple[Entry | None, int, float]] = {
         address: (None, size, 0.0) for address, (size, _) in held.start.items()
     }
     known = sum(size for size, _ in held.start.values())
@@ -221,10 +223,10 @@ def _lifetimes(
         yield event, address, size, start, length
 
 
-def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, Any]]) -> dict[int, str]:
+def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, str]:
     """id of an allocation's event → the innermost named range and operator around it on its thread."""
     origins = {}
-    inside: dict[Any, list[dict[str, Any]]] = defaultdict(list)  # per thread, the spans that are open
+    inside = defaultdict(list)  # per thread, the spans that are open
     for event in sorted([*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))):
         stack = inside[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
@@ -240,15 +242,9 @@ def _origins(spans: Iterable[dict[str, Any]], allocations: Iterable[dict[str, An
     return origins
 
 
-def _addresses(tensors: Iterable[Tensor], kind: str) -> dict[int, tuple[int, str]]:
+def _addresses(tensors: Iterable[Tensor], kind: str) -> Addresses:
     """Address of each tensor's storage → (bytes, category)."""
     return {address: (size, kind) for address, size in storage_bytes(tensors).items()}
-
-
-def _parameters(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    yield from model.parameters()
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -258,7 +254,7 @@ def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 
 @contextmanager
-def allocator_history(path: str | os.PathLike, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
+def allocator_history(path: AnyPath, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
     """Write the CUDA allocator's history of the block to ``path``, a pickle for pytorch.org/memory_viz.
 
     Args:

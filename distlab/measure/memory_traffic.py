@@ -28,7 +28,7 @@ def kind_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
 def rates(x: Tensor, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
     """Bytes per second that torch's operators of each of KINDS reach on an fp32 matrix; `seconds` times a call."""
     narrow, half, out = x[:, :1].clone(), x.bfloat16(), torch.empty_like(x)
-    moved: dict[str, tuple[float, Callable[[], Any]]] = {  # bytes over those of the matrix, and the call
+    moved = {  # bytes over those of the matrix, and the call
         "copy": (2, lambda: out.copy_(x)),
         "broadcast": (2, lambda: torch.sub(x, narrow, out=out)),
         "reduce": (1, lambda: x.sum(-1)),

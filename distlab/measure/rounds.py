@@ -5,14 +5,12 @@ are timed one after the other, the drift decides which one wins; in interleaved 
 compared.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from distlab.measure.statistics import percentiles
+from distlab.measure.statistics import percentile_metrics
 from distlab.measure.validity import attempt
 
 K = TypeVar("K", bound=Hashable)
@@ -49,7 +47,7 @@ def interleave(
     Returns:
         name → what its calls returned, round by round; equal positions were measured in one round.
     """
-    found: dict[K, list[R]] = {name: [] for name in calls}
+    found = {name: [] for name in calls}
     for number in range(rounds):
         for name in order(number, list(calls)):
             progress(f"round {number + 1}/{rounds}: {name}")
@@ -65,11 +63,11 @@ def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], ro
         name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80; only a `status`
         where a call failed.
     """
-    found: dict[K, dict[str, Any]] = {}
+    found = {}
     for name, times in interleave({name: partial(attempt, call) for name, call in calls.items()}, rounds).items():
         found[name] = next((dict(one) for one in times if one["status"] != "ok"), {})
         for clock in [clock for clock in times[0] if clock != "status"] if not found[name] else ():
             samples = [statistics.median(one[clock]) for one in times]
-            found[name] |= {f"{clock}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+            found[name] |= percentile_metrics(clock, samples)
             found[name][f"{clock}_samples_ms"] = samples
     return found

@@ -9,6 +9,8 @@ MIN_SAMPLES = 3  # below that p20 and p80 describe nothing
 MIN_PAIRS = 5  # below that a bootstrap interval of a median hardly varies
 RESAMPLES, CONFIDENCE_PCT = 10_000, 95
 
+Samples = Sequence[float]
+
 
 class Ratio(NamedTuple):
     """A ratio with its confidence interval ``[low, high]``."""
@@ -18,7 +20,7 @@ class Ratio(NamedTuple):
     high: float
 
 
-def percentiles(samples: Sequence[float]) -> dict[str, float]:
+def percentiles(samples: Samples) -> dict[str, float]:
     """``{"p20": …, "p50": …, "p80": …}`` of the samples, in their unit, with linear interpolation.
 
     Raises:
@@ -28,7 +30,12 @@ def percentiles(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{percent}": float(np.percentile(values, percent)) for percent in (20, 50, 80)}
 
 
-def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+def percentile_metrics(name: str, samples: Samples) -> dict[str, float]:
+    """Return `NAME_p20_ms`, `NAME_p50_ms` and `NAME_p80_ms` of samples in ms; raises as `percentiles`."""
+    return {f"{name}_{p}_ms": ms for p, ms in percentiles(samples).items()}
+
+
+def paired_ratio(a: Samples, b: Samples) -> Ratio:
     """median(a) / median(b) with its 95 % percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
 
     Pairs (two variants timed right after each other) are resampled jointly, so that drift of the machine,
@@ -45,7 +52,7 @@ def paired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
     return _ratio(first, second, first[picks], second[picks])
 
 
-def unpaired_ratio(a: Sequence[float], b: Sequence[float]) -> Ratio:
+def unpaired_ratio(a: Samples, b: Samples) -> Ratio:
     """median(a) / median(b) of two series that share no moment, such as two runs: each is resampled by itself.
 
     Raises:
@@ -68,7 +75,7 @@ def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: n
     return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
-def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
+def noise_floor(a: Samples, b: Samples) -> float:
     """Return the difference in % that two series of the *same* variant show: differences below it mean nothing.
 
     The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
@@ -77,20 +84,20 @@ def noise_floor(a: Sequence[float], b: Sequence[float]) -> float:
     return 100 * max(abs(high - 1), abs(1 - low))
 
 
-def own_noise_floor(samples: Sequence[float]) -> float | None:
+def own_noise_floor(samples: Samples) -> float | None:
     """Return the `noise_floor` of one series: its even against its odd samples; None below 2·MIN_PAIRS of them."""
     half = len(samples) // 2
     return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
 
 
-def _positive(samples: Sequence[float], who: str) -> np.ndarray:
+def _positive(samples: Samples, who: str) -> np.ndarray:
     values = _checked(samples, MIN_PAIRS, who)
     if values.min() <= 0:
         raise ValueError(f"{who} needs positive samples")
     return values
 
 
-def _checked(samples: Sequence[float], least: int, who: str) -> np.ndarray:
+def _checked(samples: Samples, least: int, who: str) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1 or len(values) < least:
         raise ValueError(f"{who} needs at least {least} samples, got {values.size}: time more repetitions")

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from distlab.model.config import LOGITS_AT_ONCE, LOGITS_CHUNK, OPS_CHOICES, ModelConfig
 
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BHTD, k_BKTD, v_BKTD → out_BHTD
 PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # takes a weight, and what makes its gradient
 
 
@@ -43,7 +44,7 @@ class Ops:
         positions: `(T, device) -> (T,)` in fp32, where the tokens stand in their sequence.
     """
 
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor]
+    attention: Attention
     rms_norm: Callable[[Tensor, Tensor, float], Tensor]
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     swiglu: Callable[[Tensor, Tensor], Tensor]
@@ -314,7 +315,7 @@ def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -
     return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
 
 
-def _flash_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _flash_attention() -> Attention:
     """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
     try:
         from kernels._dispatch import interpreted
@@ -348,7 +349,7 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
     return fused(x_BTd.flatten(0, -2), weight_Vd, targets_BT.flatten(), chunk_bytes=LOGITS_CHUNK)
 
 
-def _triton_ops(attention: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Ops:
+def _triton_ops(attention: Attention) -> Ops:
     """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
     from kernels import rmsnorm, rope, swiglu
 
@@ -391,7 +392,7 @@ def _on_hopper() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 
 
-def _auto_attention() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _auto_attention() -> Attention:
     """By whichever of `sdpa` and `flash` is known to be the faster."""
     if not _on_hopper():
         return sdpa

@@ -29,7 +29,7 @@ def contexts(keep: str) -> tuple[Any, Any]:
     """The `context_fn` of a block's checkpoint that keeps what this entry of `config.RECOMPUTATION` says."""
     every_other = keep == "selective"
     kept = ("attention",) if every_other else KEPT[: KEPT.index(keep) + 1]
-    matmuls: Counter[bool] = Counter()  # so far, in forward and in recomputation
+    matmuls = Counter()  # so far, in forward and in recomputation
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         name = operator._schema.name if hasattr(operator, "_schema") else ""

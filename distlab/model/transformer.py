@@ -290,12 +290,13 @@ class TransformerLM(nn.Module):
         """How ranks can share the matrices: by name, of a tied one once; the vectors stay whole."""
         config = self.config
         heads, width = (config.num_heads, config.kv_heads, config.kv_heads), config.head_dim
+        columns = Split(0, (config.d_ff,), 1, "columns of the feed-forward layer")
         rows_of = {
             "attention.qkv": Split(0, heads, width, "attention heads"),
             "attention.output": Split(1, heads[:1], width, "attention heads"),
-            "feed_forward.w1": Split(0, (config.d_ff,), 1, "columns of the feed-forward layer"),
-            "feed_forward.w3": Split(0, (config.d_ff,), 1, "columns of the feed-forward layer"),
-            "feed_forward.w2": Split(1, (config.d_ff,), 1, "columns of the feed-forward layer"),
+            "feed_forward.w1": columns,
+            "feed_forward.w3": columns,
+            "feed_forward.w2": columns._replace(dim=1),
         }
         vocabulary = Split(0, (config.vocab_size,), 1, "words of the vocabulary")
         found = {"embedding.weight": vocabulary, "head.weight": vocabulary}

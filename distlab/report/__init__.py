@@ -26,8 +26,8 @@ from distlab.report.derived import (
     waiting,
 )
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Record, json_line, read_json, reading, write_json
-from distlab.report.table import Column, grouped, is_number
+from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
+from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column, text_column
 from distlab.report.view import View, write
 
 __all__ = [
@@ -35,14 +35,17 @@ __all__ = [
     "PEAK",
     "TIE",
     "Column",
+    "Metrics",
     "Panel",
     "Ratio",
     "Record",
+    "Records",
     "Series",
     "View",
     "commit",
     "environment",
     "fastest",
+    "gib_column",
     "grouped",
     "host_bound",
     "is_number",
@@ -56,8 +59,10 @@ __all__ = [
     "read_json",
     "reading",
     "row_of",
+    "sparse_column",
     "stacked_bars",
     "step_bars",
+    "text_column",
     "timeline",
     "waiting",
     "write",

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from matplotlib.axes import Axes
 
-    from distlab.report.record import Record
+    from distlab.report.record import Records
 
 ABREAST = 4  # small panels in a row, at most
 AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}  # with each time that the colours begin again
@@ -168,10 +168,10 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
     ]
 
 
-def step_bars(*phases: str) -> Callable[[Sequence[Record], Path], None]:
+def step_bars(*phases: str) -> Callable[[Records, Path], None]:
     """Return a picture of records: a bar for each, made of the medians of these phases of its step."""
 
-    def draw(records: Sequence[Record], path: Path) -> None:
+    def draw(records: Records, path: Path) -> None:
         parts = {phase: [row.metrics.get(f"{phase}_p50_ms") for row in records] for phase in phases}
         stacked_bars(path, [row.variant for row in records], parts, title="Medians of a step", unit="ms")
 
@@ -266,7 +266,7 @@ def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, f
     """
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
-        labelled: set[str] = set()  # lanes that the legend has
+        labelled = set()  # lanes that the legend has
         for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
             for lane, (row, legend) in LANES.items():
                 bars = [(start, stop - start) for start, stop in content.get(lane, ())]

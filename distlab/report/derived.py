@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
-from distlab.report.record import Record
-from distlab.report.table import Column, grouped, is_number
+from distlab.report.record import Record, Records
+from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column
 
 TIE = " tie"
-Baseline = Callable[[Sequence[Record]], Record | None]
+Baseline = Callable[[Records], Record | None]
 
 
 def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None:
@@ -34,7 +34,7 @@ def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None
     return max(found, default=None)
 
 
-def add_noise(records: Sequence[Record]) -> None:
+def add_noise(records: Records) -> None:
     """Write `noise_pct` into rows that hold the samples of their step, once for all that asks for it later."""
     for record in records:
         if record.metrics.get("step_samples_ms"):
@@ -49,7 +49,7 @@ def row_of(variant: str) -> Baseline:
 def fastest(metric: str, among: Callable[[Record], object]) -> Baseline:
     """Return a rule for a baseline: of some rows the one that takes the least time."""
 
-    def pick(rows: Sequence[Record]) -> Record | None:
+    def pick(rows: Records) -> Record | None:
         timed = [row for row in rows if is_number(row.metrics.get(metric)) and among(row)]
         return min(timed, key=lambda row: row.metrics[metric], default=None)
 
@@ -70,13 +70,13 @@ class Ratio:
     baseline: Baseline
     quantity: str = "step"
 
-    def add(self, rows: Sequence[Record]) -> None:
+    def add(self, rows: Records) -> None:
         """Write ratio and interval into rows that are compared with each other."""
         if (base := self.baseline(rows)) is not None:
             for row in rows:
                 self._write(row, base)
 
-    def add_within(self, key: Callable[[Record], object], rows: Sequence[Record]) -> None:
+    def add_within(self, key: Callable[[Record], object], rows: Records) -> None:
         """Write them into rows that have a baseline among those of the same key, and not into the baseline."""
         for group in grouped(rows, key).values():
             if (base := self.baseline(group)) is not None:
@@ -120,10 +120,10 @@ def prediction_error(predicted: str, measured: str, title: str = "off %", form: 
         said, found = (record.metrics.get(name) for name in (predicted, measured))
         return 100 * (said / found - 1) if is_number(said) and is_number(found) and found else None
 
-    return Column(f"metrics.{measured}_error_pct", title, form, missing="", derived=error, optional=True)
+    return sparse_column(f"metrics.{measured}_error_pct", title, form, derived=error, optional=True)
 
 
-def noise_by_row(records: Sequence[Record]) -> str:
+def noise_by_row(records: Records) -> str:
     """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
     found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
     if not found:
@@ -139,7 +139,7 @@ def host_bound(record: Record) -> str:
     return " host" if is_number(host) and is_number(device) and host > device else ""
 
 
-def waiting(records: Sequence[Record]) -> str:
+def waiting(records: Records) -> str:
     """For a headline: the rows that leave the GPU idle for more than a tenth of their step; empty for none."""
     idle = {record.variant: record.metrics.get("gpu_idle_pct") or 0.0 for record in records}
     found = {variant: share for variant, share in idle.items() if share > 10}
@@ -151,9 +151,9 @@ def waiting(records: Sequence[Record]) -> str:
     return f"; the GPU waits for the host{which} of the step"
 
 
-PEAK = Column("metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30)
-NOISE = Column(
-    "metrics.noise_pct", "± %", ".1f", missing="", derived=lambda record: noise_of(record.metrics),
+PEAK = gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f")
+NOISE = sparse_column(
+    "metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics),
     about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
 )  # fmt: skip
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distlab.report.derived import noise_by_row
-from distlab.report.record import Record
+from distlab.report.record import Records
 from distlab.report.table import Column, by_machine, is_number, render, shared_options
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ MOST_COLUMNS = 14  # beside a row's name
 
 def page(
     view: View,
-    records: Sequence[Record],
+    records: Records,
     pictures: Mapping[Path, str],
     findings: Sequence[str],
     links: Mapping[str, Sequence[str]],
@@ -78,7 +78,7 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
     return [[*columns[:names], *columns[start : start + MOST_COLUMNS]] for start in starts]
 
 
-def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, Any]:
+def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
     """What the template makes a table of: (title, whether it stands left, what it says) of each column; cells are
     (text, number to sort by).
     """
@@ -89,7 +89,7 @@ def _table(records: Sequence[Record], columns: Sequence[Column]) -> dict[str, An
     return {"head": [(column.title, column.stands_left, column.about) for column in columns], "rows": rows}
 
 
-def _setup(machine: str, records: Sequence[Record]) -> dict[str, Any]:
+def _setup(machine: str, records: Records) -> dict[str, Any]:
     """One machine: hardware, versions, commit, command, and what all its records have in common."""
     config, known = records[0].config, records[0].environment
     count, backend = config.get("world_size") or known.get("device_count") or 1, config.get("backend")

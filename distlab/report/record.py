@@ -6,8 +6,6 @@ was not measured is None, never a default; a metric that came out as NaN stays N
 Text such as ``"OOM"`` is allowed where a number could not be had for a reason worth showing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import csv
 import dataclasses
@@ -69,6 +67,9 @@ TURNED = {
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+Metrics = dict[str, Any]  # name with unit → number, None (not measured) or text (`"OOM"`)
+
+
 @dataclass(frozen=True)
 class Record:
     """One variant's result.
@@ -77,7 +78,7 @@ class Record:
         experiment: name of the experiment, such as ``"ddp_bench"``.
         variant: what was compared, such as ``"bucketed"``.
         config: everything needed to run it again.
-        metrics: name with unit → number, None (not measured) or text (``"OOM"``).
+        metrics: see `Metrics`.
         environment: see `environment`.
         commit: see `commit`.
     """
@@ -85,9 +86,12 @@ class Record:
     experiment: str
     variant: str
     config: dict[str, Any]
-    metrics: dict[str, Any]
+    metrics: Metrics
     environment: dict[str, Any]
     commit: str | None
+
+
+Records = Sequence[Record]
 
 
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
@@ -103,7 +107,7 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
 
 def write_json(records: Iterable[Record], path: Path) -> None:
     """Write records to ``path`` atomically: a file that exists is whole."""
-    headers: list[dict[str, Any]] = []
+    headers = []  # what rows share
     rows = []
     for record in records:
         row = plain(record, "record")
@@ -186,7 +190,7 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
         ) from error
 
 
-def write_csv(records: Sequence[Record], path: Path) -> None:
+def write_csv(records: Records, path: Path) -> None:
     """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
     columns.
 

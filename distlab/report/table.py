@@ -5,11 +5,12 @@ import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from tabulate import tabulate
 
-from distlab.report.record import Record
+from distlab.report.record import Record, Records
 
 K = TypeVar("K")
 LONGEST_CELL = 40  # in a terminal
@@ -49,7 +50,7 @@ class Column:
         """The end of the key, by which a column is asked for."""
         return self.key.rpartition(".")[2]
 
-    def is_empty(self, records: Sequence[Record]) -> bool:
+    def is_empty(self, records: Records) -> bool:
         """Whether none of the records has a value."""
         return all(self.value(record) is None for record in records)
 
@@ -81,7 +82,12 @@ class Column:
         return text + self.note(record)
 
 
-def render(records: Sequence[Record], columns: Sequence[Column], style: str = "text") -> str:
+text_column = partial(Column, align="left")  # of words
+sparse_column = partial(Column, missing="")  # empty in rows that it is not of
+gib_column = partial(Column, scale=2**-30)  # of bytes, in GiB
+
+
+def render(records: Records, columns: Sequence[Column], style: str = "text") -> str:
     """One table, one row per record in the given order.
 
     Args:
@@ -100,7 +106,7 @@ def render(records: Sequence[Record], columns: Sequence[Column], style: str = "t
     return _tabulate(rows, columns, titles, "pipe" if style == "markdown" else "simple")
 
 
-def render_for_terminal(records: Sequence[Record], columns: Sequence[Column], width: int = 100) -> str:
+def render_for_terminal(records: Records, columns: Sequence[Column], width: int = 100) -> str:
     """Render a text table at most `width` characters wide.
 
     Where it does not fit, headings are broken into lines; then columns are left out, from the right, where the least
@@ -156,21 +162,21 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
-def grouped(records: Sequence[Record], key: Callable[[Record], K]) -> dict[K, list[Record]]:
+def grouped(records: Records, key: Callable[[Record], K]) -> dict[K, list[Record]]:
     """Group the records by key, in order of first appearance."""
-    found: dict[K, list[Record]] = {}
+    found = {}
     for record in records:
         found.setdefault(key(record), []).append(record)
     return found
 
 
-def shared_options(records: Sequence[Record]) -> dict[str, Any]:
+def shared_options(records: Records) -> dict[str, Any]:
     """Return the options that are the same in all records."""
     options = records[0].config.items()
     return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
 
 
-def by_machine(records: Sequence[Record]) -> dict[str, list[Record]]:
+def by_machine(records: Records) -> dict[str, list[Record]]:
     """Group the records by machine, which no line and no bar mixes, in order of first appearance, by device name;
     with torch's version where one kind of device appears with several.
     """

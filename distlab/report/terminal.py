@@ -3,10 +3,9 @@
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
 from pathlib import Path
 
-from distlab.report.record import Record, json_line
+from distlab.report.record import Records, json_line
 from distlab.report.table import render_for_terminal
 from distlab.report.view import View
 
@@ -19,7 +18,7 @@ def width() -> int:
     return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
-def short_table(view: View, records: Sequence[Record]) -> str:
+def short_table(view: View, records: Records) -> str:
     """What a terminal shows: the `terminal` columns, as many as fit into a line, of the first rows."""
     texts = []
     tables = view.tables(records)
@@ -32,13 +31,13 @@ def short_table(view: View, records: Sequence[Record]) -> str:
     return "\n\n".join(texts)
 
 
-def say_table(view: View, records: Sequence[Record]) -> None:
+def say_table(view: View, records: Records) -> None:
     """Print the headline and the short table."""
     print(f"{_filled(view.headline_of(records))}\n\n{short_table(view, records)}\n", flush=True)
 
 
 def say(
-    view: View, records: Sequence[Record], page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
+    view: View, records: Records, page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
 ) -> None:
     """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
 

@@ -17,10 +17,10 @@ from urllib.parse import quote
 from distlab.files import write_whole
 from distlab.report import page as html
 from distlab.report.derived import add_noise
-from distlab.report.record import Record, write_csv, write_json
-from distlab.report.table import Column, by_machine, grouped, render
+from distlab.report.record import Record, Records, write_csv, write_json
+from distlab.report.table import Column, by_machine, grouped, render, text_column
 
-Draw = Callable[[Sequence[Record], Path], None]
+Draw = Callable[[Records, Path], None]
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class View:
     """
 
     columns: Sequence[Column]
-    headline: Callable[[Sequence[Record]], str]
+    headline: Callable[[Records], str]
     reading: str
-    derive: Callable[[Sequence[Record]], object] = lambda records: None
+    derive: Callable[[Records], object] = lambda records: None
     pictures: Mapping[str, Draw] = field(default_factory=dict)
-    findings: Callable[[Sequence[Record]], Sequence[str]] = lambda records: ()
+    findings: Callable[[Records], Sequence[str]] = lambda records: ()
     prediction: str = ""
     noise: str = ""
     parted_by: str | None = None
@@ -58,7 +58,7 @@ class View:
     name: str = ""
     question: str = ""
 
-    def table(self, records: Sequence[Record], style: str = "text", only: Sequence[str] = ()) -> str:
+    def table(self, records: Records, style: str = "text", only: Sequence[str] = ()) -> str:
         """Render the table, or tables, in one of `render`'s styles; `only` some columns, by the end of their keys: of
         several tables those that each has.
 
@@ -78,11 +78,11 @@ class View:
             for part, group, columns in tables
         )
 
-    def tables(self, records: Sequence[Record]) -> list[tuple[str, list[Record], list[Column]]]:
+    def tables(self, records: Records) -> list[tuple[str, list[Record], list[Column]]]:
         """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
         columns = [c for c in self.columns if not c.optional or not c.is_empty(records)]
         if len(by_machine(records)) > 1:
-            columns.insert(0, Column("environment.device_name", "machine", align="left"))
+            columns.insert(0, text_column("environment.device_name", "machine"))
         if self.parted_by is None:
             return [("", list(records), columns)]
         part = Column(self.parted_by, "part")
@@ -91,21 +91,21 @@ class View:
             for name, group in grouped(records, part.text).items()
         ]
 
-    def headline_of(self, records: Sequence[Record]) -> str:
+    def headline_of(self, records: Records) -> str:
         """Return the headline of each machine's records."""
         return "; ".join(self.headline(group) for group in by_machine(records).values())
 
-    def findings_of(self, records: Sequence[Record]) -> list[str]:
+    def findings_of(self, records: Records) -> list[str]:
         """Return what was found on each machine."""
         return [line for group in by_machine(records).values() for line in self.findings(group)]
 
 
-def headline_from(template: str, **more: Callable[[Sequence[Record]], Any]) -> Callable[[Sequence[Record]], str]:
+def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[Records], str]:
     """Fill a view's headline: `template` with the environment and configuration of the first record, and with what
     `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in what suits.
     """
 
-    def headline(records: Sequence[Record]) -> str:
+    def headline(records: Records) -> str:
         known = {**records[0].environment, **records[0].config}
         return _Words().vformat(template, (), known | {name: make(records) for name, make in more.items()})
 
@@ -119,7 +119,7 @@ class _Words(string.Formatter):
         return format(value, spec) if unit is None else f"{value / unit:,.1f} {spec}"
 
 
-def write(view: View, records: Sequence[Record], path: Path) -> Path:
+def write(view: View, records: Records, path: Path) -> Path:
     """Everything that a run leaves, into its folder; call it on one rank.
 
     Returns:
@@ -159,7 +159,7 @@ def _links(path: Path) -> dict[str, list[str]]:
     return {text: [quote(os.path.relpath(file, path)) for file in files] for text, files in found.items() if files}
 
 
-def check_records(view: View, records: Sequence[Record]) -> None:
+def check_records(view: View, records: Records) -> None:
     """Raise ValueError if these are not records of the view's experiment, or none at all."""
     if not records:
         raise ValueError(f"no records to show: {view.name} measured nothing")
@@ -171,7 +171,7 @@ def check_records(view: View, records: Sequence[Record]) -> None:
         )
 
 
-def _draw(view: View, records: Sequence[Record], path: Path) -> dict[Path, str]:
+def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
     """Draw the view's pictures, those of each machine apart; file → caption of these and of others in the folder."""
     machines = by_machine(records)
     captions = {}

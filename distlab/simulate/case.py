@@ -22,7 +22,7 @@ from distlab.parallel import Layout, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.simulate.estimate import USABLE, estimate_step, machine_on
 from distlab.simulate.timeline import Machine
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.activations import FP32, Sharing
 from distlab.theory.memory.peak import Breakdown, step_memory
@@ -90,14 +90,12 @@ class Case:
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every)
-        for what, value, allowed in (
-            ("recompute", self.recompute, (*RECOMPUTATION, FULL)),
-            ("kernels", self.kernels or KERNELS[0], KERNELS), ("attention", self.attention, ("cudnn", "flash")),
-            ("dtype", self.dtype, ("bf16", "fp32")), ("reduce", self.reduce, ("fp32", "bf16")),
-            ("optimizer", self.optimizer, ("adamw", "muon")),
-        ):  # fmt: skip
-            if value not in allowed:
-                raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+        one_of("recompute", self.recompute, (*RECOMPUTATION, FULL))
+        one_of("kernels", self.kernels or KERNELS[0], KERNELS)
+        one_of("attention", self.attention, ("cudnn", "flash"))
+        one_of("dtype", self.dtype, ("bf16", "fp32"))
+        one_of("reduce", self.reduce, ("fp32", "bf16"))
+        one_of("optimizer", self.optimizer, ("adamw", "muon"))
         if self.cluster.gpus % self.layout.ranks:
             raise ValueError(f"layout {self.layout}: {self.layout.ranks} do not divide {self.cluster.gpus} GPUs")
         _ = self.shards
@@ -212,7 +210,7 @@ def predict(case: Case) -> Prediction:
     # step's finds none of its size and takes another.
     largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
     if case.fused_loss:
-        largest = FP32 * sum(ModelShape.of(case.model).matrices_per_block)
+        largest = FP32 * ModelShape.of(case.model).block_matrices
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
     flops = step_flops(**case.model.sizes(case.batch * case.micro_batches)) / case.layout.ranks
     share = mfu(flops, time.step, dtype_peak)

@@ -99,7 +99,7 @@ def stage_time(work: Workload, levels: Sequence[str], machine: Machine, layout: 
     copied = shape.num_parameters
     if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
         head = (shape.has_head and not shape.tie_embeddings) * shape.embedding_parameters
-        copied -= shape.num_layers * sum(shape.matrices_per_block) + head
+        copied -= shape.num_layers * shape.block_matrices + head
     compute = ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
     inside, calls = _inside_blocks(work, layout, machine)
     recomputes = any(level != "none" for level in levels)
@@ -178,7 +178,7 @@ def estimate_step(
         )  # fmt: skip
         if optimizer == "muon" and strategy.updates == "slices":
             holders = inner if strategy.casts_parameters else averaging
-            parts_sent = 2 * BF16 * part.shape.num_layers * sum(part.shape.matrices_per_block) / holders
+            parts_sent = 2 * BF16 * part.shape.num_layers * part.shape.block_matrices / holders
             exchanged = network.seconds(parts_sent, holders, 2, "all_to_all")
             time = replace(time, overhead=time.overhead + exchanged, communication=time.communication + exchanged,
                            calls=time.calls + 2)  # fmt: skip

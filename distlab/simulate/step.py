@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.model import ModelConfig, ops
-from distlab.model.config import Checkpointing
 from distlab.parallel import Layout, ParallelModel, Strategy, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.precision import DTYPES
@@ -74,12 +73,8 @@ def simulate_step(
     *,
     world_size: int,
     rank: int = 0,
-    bucket_size_mb: float | None = 25.0,
-    shard_size: int | None = None,
-    checkpointing: Checkpointing = False,
-    layout: Layout = DATA_PARALLEL,
-    compute_dtype: torch.dtype | None = None,
     like_nccl: bool = True,
+    **options: Any,
 ) -> SimulatedStep:
     """What one step with fused AdamW does on rank `rank` of `world_size`, without its memory or its time.
 
@@ -88,8 +83,8 @@ def simulate_step(
         build: the lab's Transformer, or what makes another module; called where tensors are fake.
         make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
             `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        shard_size, checkpointing, layout, compute_dtype: see `build_training`.
         like_nccl: see `fake_world`.
+        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size`, see `build_training`.
 
     Raises:
         ValueError: torch's strategies, whose C++ reads the parameters' memory; an impossible rank.
@@ -104,8 +99,7 @@ def simulate_step(
     with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
         _, wrapper, optimizer = build_training(
             build if isinstance(build, ModelConfig) else build(), entry, group, torch.optim.AdamW, {"fused": True},
-            device="cpu", checkpointing=checkpointing, layout=layout, compute_dtype=compute_dtype,
-            bucket_size_mb=bucket_size_mb, shard_size=shard_size,
+            device="cpu", **options,
         )  # fmt: skip
         gc.collect()
         log.own_parameters(wrapper.parameters())
@@ -115,7 +109,7 @@ def simulate_step(
             log.phase = "optimizer" if phase == "forward_backward" else "forward"
 
         step = make_step(wrapper, optimizer, mark)
-        begins: list[tuple[int, int, int]] = []  # items, calls, moments before each step
+        begins = []  # items, calls, moments before each step
         for _ in range(STEPS):
             begins.append((len(log.items), len(log.calls), len(log.memory)))
             log.phase = "forward"
@@ -141,12 +135,9 @@ def simulate_training(
     batch: int,
     world_size: int,
     dtype: str = "bf16",
-    bucket_size_mb: float | None = 25.0,
-    checkpointing: Checkpointing = False,
     micro_batches: int = 1,
-    shard_size: int | None = None,
     layout: Layout = DATA_PARALLEL,
-    rank: int = 0,
+    **options: Any,
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
@@ -158,11 +149,10 @@ def simulate_training(
         config: the model; sequences have its context length.
         batch: sequences per rank.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
-        checkpointing: see `TransformerLM`'s `checkpoint_blocks`.
         micro_batches: accumulated in a step, of `batch` sequences each.
-        shard_size: ranks of a shard group, for strategies on a mesh; None for all.
         layout: how ranks share the model; those that do have `batch` sequences for each of them.
-        rank: whose step it is; those of a pipeline differ.
+        options: `rank`, whose step it is (those of a pipeline differ), `checkpointing`, `bucket_size_mb` and
+            `shard_size`, see `simulate_step`.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -172,7 +162,6 @@ def simulate_training(
     at_least_one(batch=batch)
     attention = "naive" if config.attention == "naive" else "sdpa"
     config = replace(config, attention=attention, ops="torch" if config.ops == "torch" else "triton")
-    compute_dtype = DTYPES[dtype]
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
         tokens = torch.zeros(batch * layout.ranks, config.context_length // layout.context, dtype=torch.int64)
@@ -181,16 +170,7 @@ def simulate_training(
 
     with mock.patch.object(ops, "on_gpu", lambda x: True):
         return simulate_step(
-            strategy,
-            config,
-            make_step,
-            world_size=world_size,
-            rank=rank,
-            bucket_size_mb=bucket_size_mb,
-            shard_size=shard_size,
-            checkpointing=checkpointing,
-            layout=layout,
-            compute_dtype=compute_dtype,
+            strategy, config, make_step, world_size=world_size, layout=layout, compute_dtype=DTYPES[dtype], **options
         )
 
 

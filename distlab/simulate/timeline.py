@@ -9,12 +9,12 @@ runs at its rate of the machine's contention.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from distlab.measure.collectives import CollectiveCall
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total, union
 from distlab.simulate.events import Compute, GroupCall, Wait
 from distlab.simulate.step import SimulatedStep
+from distlab.theory.step_time import Network
 
 
 @dataclass(frozen=True)
@@ -44,16 +44,6 @@ class DeviceModel:
         return self.launch_s + max(operator.flops / flops_per_s, operator.bytes / bytes_per_s)
 
 
-class Collectives(Protocol):
-    """`distlab.theory.step_time.Network`, or another that knows the time of a collective."""
-
-    def seconds(self, num_bytes: float, ranks: int, *, operation: str) -> float:
-        """Time of one collective; 0 for a single rank."""
-
-    def across(self, group: int) -> "Collectives":
-        """Those among the members of one place in each of several groups of `group` ranks."""
-
-
 @dataclass(frozen=True)
 class Machine:
     """A kind of device, how they are connected, and how they disturb each other.
@@ -69,7 +59,7 @@ class Machine:
     """
 
     device: DeviceModel
-    network: Collectives
+    network: Network
     contention: tuple[float, float] = (1.0, 1.0)
 
     def __post_init__(self) -> None:

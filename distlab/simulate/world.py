@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from unittest import mock
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -55,13 +55,13 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
-            mock.patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
-            mock.patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
-            mock.patch.object(subgroups, "_new_group", own_group),
-            mock.patch.object(collectives, "send", partial(_sent, collectives.send)),
+            patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
+            patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
+            patch.object(subgroups, "_new_group", own_group),
+            patch.object(collectives, "send", partial(_sent, collectives.send)),
             FakeTensorMode(),
             # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
-            mock.patch.object(F, "rms_norm", _rms_norm),
+            patch.object(F, "rms_norm", _rms_norm),
         ):
             yield dist.group.WORLD
     finally:

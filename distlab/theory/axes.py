@@ -6,6 +6,8 @@ T tokens are those of one micro-batch of the ranks that share a model. A recompu
 once more, but for the reduce-scatter at the end of it, or of its group: no gradient needs its result.
 """
 
+from typing import Any
+
 from distlab.theory.checks import at_least_one
 from distlab.theory.forms import Form
 from distlab.theory.model_shape import ModelShape
@@ -26,11 +28,10 @@ def layout_volume(
     how: str = "gathered",
     itemsize: int = 4,
     casts_parameters: bool = False,
-    bucket_size_mb: float | None = 25.0,
-    shard_size: int | None = None,
     micro_batches: int = 1,
     pipeline: int = 1,
     keeps: int | tuple[str, ...] = 0,
+    **options: Any,
 ) -> CommunicationVolume | None:
     """All that a rank sends in a step: the data strategy's messages of the matrices that the other axes leave it, and
     those of these axes; None where no closed form says the strategy's.
@@ -41,17 +42,17 @@ def layout_volume(
         world_size: all ranks.
         sharing: ranks that share sequences; `how` as in `context_volume`.
         itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters arrive in it (FSDP).
-        bucket_size_mb, shard_size: as in `step_volume`.
         micro_batches: of a step.
         pipeline: ranks that have the stages.
         keeps: what recomputation does, as `checkpointing` of `theory.memory`.
+        options: `bucket_size_mb` and `shard_size`, as in `step_volume`.
     """
     blocks, groups = _recomputed(keeps, shape.num_layers)
     numels = shape.parameter_numels()
     of_strategy = step_volume(
         strategy, numels, [FP32] * len(numels), units=shape.parameter_units(), shapes=shape.parameter_shapes(),
-        world_size=world_size // (shape.tensor * pipeline), compute_itemsize=itemsize, bucket_size_mb=bucket_size_mb,
-        shard_size=shard_size, micro_batches=micro_batches,
+        world_size=world_size // (shape.tensor * pipeline), compute_itemsize=itemsize, micro_batches=micro_batches,
+        **options,
     )  # fmt: skip
     if of_strategy is None:
         return None

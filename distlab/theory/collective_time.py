@@ -85,14 +85,10 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
     Raises:
         ValueError: fewer than one rank, or negative bytes.
     """
-    _check(num_bytes, ranks)
-    rounds, chunks = ALGORITHMS[algorithm](ranks)
-    return rounds * link.seconds(num_bytes / chunks)
-
-
-def _check(num_bytes: float, ranks: int) -> None:
     if ranks < 1 or num_bytes < 0:
         raise ValueError(f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size")
+    rounds, chunks = ALGORITHMS[algorithm](ranks)
+    return rounds * link.seconds(num_bytes / chunks)
 
 
 MAX_PIECES, TOLERANCE = 5, 0.08

@@ -144,8 +144,8 @@ def chip_bytes(spec: GPUSpec) -> int:
 def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     """Walk over the graph and decide for every operator."""
     roof = roofline(spec, dtype)
-    decisions: list[Decision] = []
-    groups: list[list[Operator]] = []
+    decisions = []
+    groups = []
     for index, op in enumerate(graph.operators):
         behind = graph.operators[index:]
         decision = _decide(graph, groups[-1], behind, roof, spec) if groups else Decision(op.name, "start", "the first")
@@ -224,7 +224,7 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     tensors = dict.fromkeys(("n1", "n2", "a", "o", "m"), wide) | dict.fromkeys(("x", "x2", "y"), stream)
     tensors |= dict.fromkeys(("gate", "up", "act", "h"), inner) | {"qkv": 3 * wide, "qk": 2 * wide}
     tensors |= {name: count * itemsize for name, count in weights.items()} | {"g1": d * stored, "g2": d * stored}
-    casts: tuple[Operator, ...] = ()
+    casts = ()
     if autocast:
         tensors |= {f"{name} fp32": count * 4 for name, count in weights.items()}
         tensors |= {"n1 fp32": stream, "n2 fp32": stream}

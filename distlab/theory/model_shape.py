@@ -119,9 +119,14 @@ class ModelShape:
         return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
     @property
+    def block_matrices(self) -> int:
+        """Elements of all matrices of one block."""
+        return sum(self.matrices_per_block)
+
+    @property
     def block_parameters(self) -> int:
         """2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
-        return sum(self.matrices_per_block) + 2 * self.d_model
+        return self.block_matrices + 2 * self.d_model
 
     @property
     def embedding_parameters(self) -> int:

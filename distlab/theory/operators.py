@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.memory.activations import FP32, Precision
 from distlab.theory.memory.recompute import KEEPS, RECOMPUTATION
 from distlab.theory.model_shape import ModelShape
@@ -26,6 +26,9 @@ KERNELS = ("eager", "composite", "fused")
 # Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean 4, scaled 8, back 6,
 # weight 4; backward about two and a half times as many (torch 2.6's at::rms_norm and the formulas of its operators).
 COMPOSITE_NORM = (36, 92)
+
+Launch = tuple[str, int, int]  # name, FLOPs, bytes
+Launches = Iterator[Launch]
 
 
 @dataclass(frozen=True)
@@ -84,9 +87,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         at_least_one(batch=self.batch, context=self.context, shards=self.shards or 1)
-        for name, allowed in (("kernels", KERNELS), ("keep", RECOMPUTATION)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+        one_of("kernels", self.kernels, KERNELS)
+        one_of("keep", self.keep, RECOMPUTATION)
 
     @property
     def tokens(self) -> int:
@@ -104,28 +106,28 @@ class Workload:
 
     def block(self) -> list[Compute]:
         """One block: forward, what runs again, backward."""
-        unit = self._unit(sum(self.shape.matrices_per_block))
+        unit = self._unit(self.shape.block_matrices)
         forward = [Compute(*each, "forward") for each in (*unit, *self._forward())]
         again = [Compute(*each, "backward") for each in self._again()]
         return [*forward, *again, *(Compute(*each, "backward") for each in self._backward())]
 
     # -- one block ------------------------------------------------------------------------------------------------
 
-    def _matmul(self, inputs: int, outputs: int) -> tuple[str, int, int]:
+    def _matmul(self, inputs: int, outputs: int) -> Launch:
         n, c = self.tokens, self.precision.compute
         return "mm", 2 * n * inputs * outputs, c * (n * inputs + inputs * outputs + n * outputs)
 
-    def _both_gradients(self, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+    def _both_gradients(self, inputs: int, outputs: int) -> Launches:
         """Of a matmul's weight, which autocast's linear layers write in fp32, and of its input."""
         name, flops, moved = self._matmul(inputs, outputs)
         yield name, flops, moved + (FP32 - self.precision.compute) * self.precision.copies_weights * inputs * outputs
         yield name, flops, moved
 
-    def _cast(self, weight: int) -> Iterator[tuple[str, int, int]]:
+    def _cast(self, weight: int) -> Launches:
         if self.precision.copies_weights:
             yield "_to_copy", 0, (FP32 + self.precision.compute) * weight
 
-    def _norm(self, adds: bool) -> Iterator[tuple[str, int, int]]:
+    def _norm(self, adds: bool) -> Launches:
         """RMSNorm of the residual stream, to which a branch is added first where `adds`."""
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
@@ -139,7 +141,7 @@ class Workload:
         if r != c:
             yield "_to_copy", 0, (r + c) * nd
 
-    def _norm_backward(self) -> Iterator[tuple[str, int, int]]:
+    def _norm_backward(self) -> Launches:
         """And the sum with what comes down the residual stream."""
         nd, c, r = self.residual, self.precision.compute, self.precision.residual
         if self.kernels == "fused":
@@ -150,7 +152,7 @@ class Workload:
         yield "rms_norm_backward", 0, (COMPOSITE_NORM[1] if self.kernels == "composite" else 4 * r) * nd
         yield "add", 0, 3 * r * nd
 
-    def _rope(self, backward: bool = False) -> Iterator[tuple[str, int, int]]:
+    def _rope(self, backward: bool = False) -> Launches:
         """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
         shape, c, n = self.shape, self.precision.compute, self.tokens
         rotated, all_three = n * (shape.width + shape.kv_width), n * (shape.width + 2 * shape.kv_width)
@@ -165,27 +167,27 @@ class Workload:
             mul = "mul", 0, (c + FP32) * rotated
             yield from (mul, ("roll", 0, 2 * c * rotated), mul, add, *[cast] * (c != FP32))
 
-    def _attention(self, matmuls: int) -> tuple[str, int, int]:
+    def _attention(self, matmuls: int) -> Launch:
         shape, c, n = self.shape, self.precision.compute, self.tokens
         times = 1 if matmuls == 2 else 2
         moved = times * c * n * (2 * shape.width + 2 * shape.kv_width) + FP32 * n * shape.heads
         return ATTENTION, matmuls * n * self.context * self.sharing * shape.width, moved
 
-    def _swiglu(self) -> Iterator[tuple[str, int, int]]:
+    def _swiglu(self) -> Launches:
         nf, c = self.tokens * self.shape.inner, self.precision.compute
         if self.kernels == "fused":
             yield "swiglu", 0, 3 * c * nf
         else:
             yield from (("silu", 0, 2 * c * nf), ("mul", 0, 3 * c * nf))
 
-    def _add(self) -> tuple[str, int, int]:
+    def _add(self) -> Launch:
         return "add", 0, (self.precision.compute + 2 * self.precision.residual) * self.residual
 
-    def _forward(self, kept: Sequence[str] = ()) -> Iterator[tuple[str, int, int]]:
+    def _forward(self, kept: Sequence[str] = ()) -> Launches:
         """But for the operators whose results were kept."""
         (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
 
-        def linear(name: str, inputs: int, outputs: int) -> Iterator[tuple[str, int, int]]:
+        def linear(name: str, inputs: int, outputs: int) -> Launches:
             yield from self._cast(inputs * outputs)
             if name not in kept:
                 yield self._matmul(inputs, outputs)
@@ -203,7 +205,7 @@ class Workload:
         yield from linear("w2", f, d)
         yield self._add()
 
-    def _again(self) -> Iterator[tuple[str, int, int]]:
+    def _again(self) -> Launches:
         """All that was not kept, up to the last matmul, whose result nobody needs (autocast's runs before torch sees
         that all is there).
         """
@@ -211,7 +213,7 @@ class Workload:
             kept = KEEPS[self.keep]
             yield from list(self._forward(kept if self.precision.copies_weights else (*kept, "w2")))[:-1]
 
-    def _backward(self) -> Iterator[tuple[str, int, int]]:
+    def _backward(self) -> Launches:
         (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
         c, n = self.precision.compute, self.tokens
         yield from self._both_gradients(f, d)
@@ -229,9 +231,9 @@ class Workload:
         yield from self._rope(backward=True)
         yield from self._both_gradients(d, qkv)
         yield from self._norm_backward()
-        yield from self._unit(sum(self.shape.matrices_per_block), backward=True)
+        yield from self._unit(self.shape.block_matrices, backward=True)
 
-    def _unit(self, weight: int, backward: bool = False) -> Iterator[tuple[str, int, int]]:
+    def _unit(self, weight: int, backward: bool = False) -> Launches:
         """FSDP: its shard cast before each of two gathers, and its gradients copied into the buffer they leave from."""
         if self.shards is not None:
             casts = FP32 + self.precision.compute

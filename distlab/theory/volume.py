@@ -23,6 +23,9 @@ from distlab.theory.model_shape import ModelShape
 
 FLAG_BYTES = 4  # a flag outside the buckets is one fp32 number
 
+Sizes = Sequence[int]
+Labels = Sequence[Hashable]
+
 
 @dataclass(frozen=True)
 class CommunicationVolume:
@@ -68,11 +71,11 @@ def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> Com
 
 
 def each_gradient(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     *,
     mesh: Mesh = (1, 1),
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per parameter, and a last one of an fp32 "used" flag per parameter.
 
@@ -90,13 +93,13 @@ def each_gradient(
 
 
 def bucketed(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     bucket_size_mb: float | None = 25.0,
     *,
     world_size: int = 1,
     mesh: Mesh = (1, 1),
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
 
@@ -121,12 +124,12 @@ def bucketed(
 
 
 def torch_ddp(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     *,
     first_bucket_mb: float = 1.0,
     bucket_cap_mb: float = 25.0,
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """What torch's DistributedDataParallel sends once it has settled, all parameters used, no buffers.
 
@@ -160,12 +163,12 @@ def torch_ddp(
 
 
 def zero1(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     bucket_size_mb: float | None = 25.0,
     *,
     world_size: int,
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """Per bucket a reduce-scatter of the gradients and an all-gather of the parameters; one message of flags.
 
@@ -181,13 +184,13 @@ def zero1(
 
 
 def sharded_optimizer(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     bucket_size_mb: float | None = 25.0,
     *,
     world_size: int,
     message_mb: float = 25.0,
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """What `bucketed` sends, and every parameter once more: broadcast by its owner in messages of one dtype.
 
@@ -212,16 +215,16 @@ def sharded_optimizer(
 
 
 def fsdp(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     units: Sequence[Hashable | None],
     *,
     world_size: int,
     replicas: int = 1,
     compute_itemsize: int,
     micro_batches: int = 1,
-    shapes: Sequence[Sequence[int]] | None = None,
-    dtypes: Sequence[Hashable] | None = None,
+    shapes: Sequence[Sizes] | None = None,
+    dtypes: Labels | None = None,
 ) -> CommunicationVolume:
     """Per buffer two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
 
@@ -244,7 +247,7 @@ def fsdp(
     """
     labels_of(numels, itemsizes, dtypes)
     shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
-    of_unit: dict[Hashable, list[Sequence[int]]] = {}
+    of_unit = {}  # unit → shapes of its parameters
     for shape, unit in zip(shapes, units, strict=True):
         if unit is not None:
             of_unit.setdefault(unit, []).append(shape)
@@ -262,15 +265,15 @@ def fsdp(
 
 def step_volume(
     strategy: Form,
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     *,
     bucket_size_mb: float | None = 25.0,
     world_size: int = 2,
     shard_size: int | None = None,
-    dtypes: Sequence[Hashable] | None = None,
+    dtypes: Labels | None = None,
     units: Sequence[Hashable | None] | None = None,
-    shapes: Sequence[Sequence[int]] | None = None,
+    shapes: Sequence[Sizes] | None = None,
     compute_itemsize: int = 4,
     micro_batches: int = 1,
 ) -> CommunicationVolume | None:
@@ -322,9 +325,7 @@ FSDP_ALIGNMENT = 8  # elements
 FSDP_WORTH_A_BUFFER = 2**18  # elements
 
 
-def labels_of(
-    numels: Sequence[int], itemsizes: Sequence[int], dtypes: Sequence[Hashable] | None
-) -> Sequence[Hashable]:
+def labels_of(numels: Sizes, itemsizes: Sizes, dtypes: Labels | None) -> Labels:
     """The dtype labels; sizes tell dtypes apart where no labels were given.
 
     Raises:
@@ -341,7 +342,7 @@ def labels_of(
     return dtypes
 
 
-def payload(numels: Sequence[int], itemsizes: Sequence[int]) -> int:
+def payload(numels: Sizes, itemsizes: Sizes) -> int:
     """Bytes of all gradients."""
     return sum(numel * size for numel, size in zip(numels, itemsizes, strict=True))
 
@@ -352,7 +353,7 @@ def padded(numel: int, world_size: int) -> int:
     return -(-numel // world_size) * world_size
 
 
-def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[int]:
+def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     """Elements, padding included, of the flat buffers of one of FSDP's units.
 
     A parameter may be cut between rows: those of its first dimension if it has as many as there are ranks, else those
@@ -377,12 +378,12 @@ def sharded_buffers(shapes: Sequence[Sequence[int]], world_size: int) -> list[in
 def padded_parameters(shape: ModelShape, world_size: int) -> int:
     """Elements of all of a model's parameters with the padding of FSDP's buffers; norms have none."""
     block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
-    padding = sum(sharded_buffers(block, world_size)) - sum(shape.matrices_per_block)
+    padding = sum(sharded_buffers(block, world_size)) - shape.block_matrices
     of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
     return shape.num_parameters + shape.num_layers * padding + shape.vocabularies * of_embedding
 
 
-def _row(shape: Sequence[int], world_size: int) -> int:
+def _row(shape: Sizes, world_size: int) -> int:
     dims = (dim for dim in range(1, len(shape) + 1) if math.prod(shape[:dim]) >= world_size)
     return max(1, math.prod(shape[next(dims, len(shape)) :]))
 
@@ -398,10 +399,10 @@ def _sharded_buffer(matrices: Sequence[tuple[int, int]], world_size: int) -> int
 
 
 def bucket_payloads(
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
+    numels: Sizes,
+    itemsizes: Sizes,
     bucket_size_mb: float | None,
-    dtypes: Sequence[Hashable] | None,
+    dtypes: Labels | None,
     flags: int = 0,
 ) -> list[tuple[int, int]]:
     """(elements, bytes per element) of each bucket of the greedy rule of `bucketed`: of gradients, and of `flags`

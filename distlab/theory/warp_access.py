@@ -21,7 +21,7 @@ def bank_conflicts(words: Sequence[int]) -> int:
     """
     if not words:
         raise ValueError("words is empty: give the word index of each lane")
-    per_bank: dict[int, set[int]] = {}
+    per_bank = {}  # bank → words that are asked of it
     for word in words:
         per_bank.setdefault(word % BANKS, set()).add(word)
     return max(len(distinct) for distinct in per_bank.values())

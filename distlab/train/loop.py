@@ -181,6 +181,7 @@ class Trainer:
             CheckpointError: a checkpoint could not be written.
         """
         config, outcome = self.config, Outcome(self.step, self.step, None, [])
+        stores = self.checkpoints is not None
         try:
             with self.stop.caught():
                 self.metrics.restart_clock()
@@ -188,32 +189,32 @@ class Trainer:
                     self.one_step()
                     last = self.step == config.steps
                     validates = self.validate is not None and (last or _due(self.step, config.validate_every))
-                    saves = self.checkpoints is not None and (last or _due(self.step, config.checkpoint_every))
+                    saves = stores and (last or _due(self.step, config.checkpoint_every))
                     if validates or saves or last:
                         self.metrics.settle()
                     if self.metrics.stopped_by is not None and not last:
                         outcome.stopped_by = self.metrics.stopped_by
                         self.metrics.settle()
-                        saves = self.checkpoints is not None
+                        saves = stores
                     if saves:  # before a validation, which may fail
                         self.save()
                     if validates:
                         outcome.validation.append((self.step, self.validation_loss()))
                 outcome.last_step = self.step
-                if self.checkpoints is not None:
+                if stores:
                     self.checkpoints.wait()
         except NonFiniteLoss as error:
             more = ". A smaller --lr, a longer --warmup or --clip may help"
             raise NonFiniteLoss(f"{error}; training stopped. {self._last_good()}{more}") from None
         except DataChanged as error:
             self.metrics.settle()
-            if self.checkpoints is not None and outcome.first_step < self.step:
+            if stores and outcome.first_step < self.step:
                 self.save()
             raise DataChanged(
                 f"{error}; training stopped. {self._last_good()}. With the file as it was, the same command continues"
             ) from None
         finally:
-            if self.checkpoints is not None:
+            if stores:
                 self.checkpoints.finish()
         return outcome
 

@@ -241,7 +241,7 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
     """Bytes that every rank may take of what is free where it computes; None where nobody says. Collective."""
     mine = (f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}", free_bytes(device))
     everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
-    shares: dict[str, list[int]] = {}  # what each rank of a place may take of what is free there
+    shares = {}  # what each rank of a place may take of what is free there
     for place, free in everyone:
         if free is not None:
             shares.setdefault(place, []).append(free)

@@ -26,6 +26,8 @@ from distlab.files import write_whole
 from distlab.measure.clock import Instant, elapsed_ms, instant
 from distlab.train.signals import StopSignals
 
+Lines = list[dict[str, Any]]  # of a journal, one a step
+
 
 class NonFiniteLoss(ValueError):
     """A loss or gradient norm that is no finite number; names the step and the ranks."""
@@ -157,7 +159,7 @@ class Journal:
         self._file.close()
 
 
-def read_journal(path: Path) -> list[dict[str, Any]]:
+def read_journal(path: Path) -> Lines:
     """Read the lines of a journal; what is no such line is left out, as the last that a dying process cut short."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():

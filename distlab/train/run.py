@@ -23,9 +23,9 @@ from distlab.train.config import DataConfig, TrainConfig
 from distlab.train.data import load
 from distlab.train.loop import Outcome, Trainer
 from distlab.train.memory_budget import require, training_step
-from distlab.train.metrics import Journal, StepMetrics
+from distlab.train.metrics import Journal, Lines, StepMetrics
 
-Results = Callable[[TrainConfig, Outcome, dict[str, Any], list[dict[str, Any]]], None]
+Results = Callable[[TrainConfig, Outcome, dict[str, Any], Lines], None]
 
 
 def train(
@@ -65,11 +65,8 @@ def train(
         if journal is None:
             return
         rates = speed(config, config.batch, context, step.step_ms)
-        journal.write({
-            "step": step.step, "loss": step.loss, "loss_hex": step.loss.hex(), "lr": step.lr,
-            "grad_norm": step.grad_norm, "step_ms": step.step_ms, **rates,
-            "checkpoint_ms": step.checkpoint_ms, "strategy": config.strategy, "ranks": context.world_size,
-        })  # fmt: skip
+        more = {"loss_hex": step.loss.hex(), "strategy": config.strategy, "ranks": context.world_size}
+        journal.write(asdict(step) | rates | more)
         if step.step % log_every == 0 or step.step == config.steps:
             rate, share = rates.values()
             shown = "" if share is None else f"  MFU {share:.1f} %"
@@ -115,7 +112,7 @@ def train(
 
 
 def metrics_of(
-    config: TrainConfig, context: RankContext, outcome: Outcome, lines: list[dict[str, Any]]
+    config: TrainConfig, context: RankContext, outcome: Outcome, lines: Lines
 ) -> dict[str, Any]:
     """Return the results in numbers; times are those of this process's steps, or of all if it made none."""
     timed = [line for line in lines if "step_ms" in line]

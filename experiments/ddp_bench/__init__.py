@@ -112,8 +112,7 @@ def time_rows(
 ) -> dict[str, Record]:
     """Time all rows in interleaved rounds, count what each sends, and save them after each round; row → its record."""
     config, context = bench.options, bench.context
-    counted: dict[str, dict[str, Any]] = {}
-    noted: dict[str, Record] = {}
+    counted, noted = {}, {}  # row → what it sent; row → its record
 
     def count(variant: Variant, attached: Trial) -> None:
         if variant.name not in counted:

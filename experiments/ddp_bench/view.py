@@ -1,21 +1,22 @@
 """What the rows of `ddp_bench` say: columns, comparisons, what is wrong, and the picture of a step."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.bench.reference import other_parameters
-from distlab.experiment import Column, Record, View, headline_from
+from distlab.experiment import Column, Record, Records, View, headline_from
 from distlab.measure import closes
 from distlab.parallel import STRATEGIES, Strategy
 from distlab.report import (
     NOISE,
     Ratio,
     fastest,
+    gib_column,
     is_number,
     noise_by_row,
     noise_of,
     row_of,
     stacked_bars,
+    text_column,
     waiting,
 )
 
@@ -45,7 +46,7 @@ OVER_LOCAL = Ratio("vs_local", LOCAL)
 OVER_TORCH = Ratio("vs_torch_ddp", TORCH)
 
 
-def compare(records: Sequence[Record]) -> None:
+def compare(records: Records) -> None:
     """Hold the rows that ran and are right against `local` and torch DDP's fastest, and say what of the overhead their
     traces leave open.
     """
@@ -61,7 +62,7 @@ def compare(records: Sequence[Record]) -> None:
             metrics["overhead_closes"] = closes(unexplained, metrics["step_p50_ms"])
 
 
-def examples_of(records: Sequence[Record]) -> str:
+def examples_of(records: Records) -> str:
     """Batch, and context where there is one, in a few words."""
     config = records[0].config
     return f"batch {config.get('batch')}" + (f" × context {c}" if (c := config.get("context")) else "")
@@ -76,7 +77,7 @@ headline = headline_from(
 )
 
 
-def unexplained_rows(records: Sequence[Record]) -> list[str]:
+def unexplained_rows(records: Records) -> list[str]:
     """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained.
 
     The account is of steps under the profiler, so a row within its noise is let pass; where the GPU waits for the host
@@ -93,7 +94,7 @@ def unexplained_rows(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def open_accounts(records: Sequence[Record]) -> list[str]:
+def open_accounts(records: Records) -> list[str]:
     """One line for the rows that are not explained; none on a CPU, or where a row is noisier than 10 %."""
     noisy = any((noise_of(record.metrics) or 0.0) > NOISY_PCT for record in records)
     if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
@@ -102,7 +103,7 @@ def open_accounts(records: Sequence[Record]) -> list[str]:
             "and more --profile-steps, or a machine that does nothing else, may close it.)"]
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """What is wrong with the results, one line each: volumes off the closed form, parameters off the reference."""
     problems = []
     for record in records:
@@ -121,7 +122,7 @@ def wrong_rows(records: Sequence[Record]) -> list[str]:
     return problems + other_parameters(records)
 
 
-def what_communication_costs(records: Sequence[Record]) -> list[str]:
+def what_communication_costs(records: Records) -> list[str]:
     """Say whether the fastest of our strategies that overlap hides its communication, or what most of the rest is."""
     overlapping = [r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward]
     if not overlapping:
@@ -139,7 +140,7 @@ def what_communication_costs(records: Sequence[Record]) -> list[str]:
     ]
 
 
-def against_the_peer(records: Sequence[Record]) -> list[str]:
+def against_the_peer(records: Records) -> list[str]:
     """Say where the fastest of our strategies stands beside torch DDP's fastest row."""
     compared = ours(records, "vs_torch_ddp")
     if not compared:
@@ -150,20 +151,20 @@ def against_the_peer(records: Sequence[Record]) -> list[str]:
     return [f"{best.variant}, the fastest of ours, {than}{': a tie' if OVER_TORCH.tie(best) else ''}."]
 
 
-def ours(records: Sequence[Record], metric: str) -> list[Record]:
+def ours(records: Records, metric: str) -> list[Record]:
     """Select the rows of this lab's strategies, of those that communicate, that have this number."""
     known = [r for r in records if is_number(r.metrics.get(metric))]
     return [r for r in known if (s := strategy_of(r.variant)) and s.synchronizes and not s.is_peer]
 
 
-def draw_step_times(records: Sequence[Record], path: Path) -> None:
+def draw_step_times(records: Records, path: Path) -> None:
     """Stacked bars: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
 
     A bar ends at the step's median; compute is what local's optimizer leaves of its step. What the rest takes longer is
     divided in the proportions of the trace's account; without one it is a single part, `overhead`.
     """
     local = next((r.metrics for r in records if r.variant == "local" and is_number(r.metrics.get("step_p50_ms"))), None)
-    parts: dict[str, list[float | str | None]] = {name: [] for name in ("compute", "optimizer", *CAUSES, "overhead")}
+    parts = {name: [] for name in ("compute", "optimizer", *CAUSES, "overhead")}
     ends = []
     for metrics in (record.metrics for record in records):
         said = metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None
@@ -214,8 +215,8 @@ VIEW = View(
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True, about="of all ranks"),
         Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
-        Column(
-            "metrics.peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True,
+        gib_column(
+            "metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True,
             about="most that torch's allocator held",
         ),
         OVER_TORCH.column(
@@ -238,8 +239,8 @@ VIEW = View(
                 ("overhead_unexplained_ms", "unexplained", "+.1f", "what of it is in no part of the trace's account"),
             )
         ),
-        Column(
-            "config.does", "what it does", align="left", optional=True,
+        text_column(
+            "config.does", "what it does", optional=True,
             derived=lambda record: (strategy := strategy_of(record.variant)) and strategy.does,
         ),
     ],

@@ -25,16 +25,17 @@ from torch import Tensor
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
     option,
 )
 from distlab.measure import attempt, clock, sample_rounds
-from distlab.report import noise_of, prediction_error, stacked_bars
+from distlab.report import noise_of, prediction_error, sparse_column, stacked_bars
 from experiments._attention import Shape, build, exact, inputs
 from experiments.lessons._lesson_attention import Step, Tile, backward, forward
 from kernels._dispatch import check_runs
@@ -100,13 +101,13 @@ def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
             "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
 
 
-def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> dict[str, Any]:
+def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
     apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
-    metrics: dict[str, Any] = {"error": apart[0], "grad_error": max(apart[1:])}
+    metrics = {"error": apart[0], "grad_error": max(apart[1:])}
     if not max(apart) <= TOLERANCE[dtype]:
         metrics["status"] = "WRONG"
     return metrics
@@ -122,8 +123,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         if not all(run.done(name, head_dim=head_dim) for name in names):
             shape = Shape(1, config.heads, config.heads, config.length, config.length, head_dim)
             tensors = inputs(shape, config.dtype, context.device.type)
-            found: dict[str, dict[str, Any]] = {}
-            calls: dict[str, Calls] = {}
+            found, calls = {}, {}  # variant → its metrics; variant → its calls
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
                 found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
@@ -141,7 +141,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 
 def ready(calls: dict[str, Calls], name: str, shape: Shape, tensors: Sequence[Tensor],
-          steps: Mapping[str, Step]) -> dict[str, Any]:  # fmt: skip
+          steps: Mapping[str, Step]) -> Metrics:  # fmt: skip
     """Put the calls of a variant among `calls` once they have run; gives its errors."""
     mine = calls_of(name, shape, tensors, steps)
     metrics = check(mine, shape, tensors)
@@ -156,7 +156,7 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
     return times | {"fwd_bwd": [sum(pair) for pair in zip(*times.values(), strict=True)]}
 
 
-def gains(found: dict[str, dict[str, Any]], steps: Sequence[Step], length: int) -> None:
+def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
     """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
     the matmuls of the tiles visited before over those visited now, where a step changes what is computed.
     """
@@ -172,7 +172,7 @@ def gains(found: dict[str, dict[str, Any]], steps: Sequence[Step], length: int) 
                     metrics[f"{way}_predicted_gain"] = old / new
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
     records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1
@@ -190,8 +190,8 @@ VIEW = View(
                                                                                    strict=True)),
         Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "fwd_bwd")),
         *(column for way in PASSES for column in (
-            Column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f", missing=""),
-            Column(f"metrics.{way}_predicted_gain", "predicted", ".2f", missing="", optional=True),
+            sparse_column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f"),
+            sparse_column(f"metrics.{way}_predicted_gain", "predicted", ".2f", optional=True),
             prediction_error(f"{way}_predicted_gain", f"{way}_gain"))),
         Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
         Column("metrics.error", "error", ".0e"), Column("metrics.grad_error", "grad", ".0e"),

@@ -23,7 +23,7 @@ from distlab.experiment import (
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
@@ -114,7 +114,7 @@ def costs(found: dict[str, float], way: str, num_bytes: int, ranks: int) -> dict
     }
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """Rows whose messages did not bring what they should, a line each."""
     return [
         f"{record.variant} of {record.config['megabytes']:g} MiB: off by {record.metrics['max_abs_error']:g}"

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
+from distlab.report import text_column
 from kernels import elementwise, layernorm, matmul, softmax
 from kernels._dispatch import check_runs, tl, triton
 
@@ -136,11 +137,11 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 VIEW = View(
     columns=[
         Column("variant", "error"),
-        Column("config.shown_by", "hostile input", align="left"),
+        text_column("config.shown_by", "hostile input"),
         Column("metrics.benign", "benign", ".0e"),
         Column("metrics.hostile", "hostile", ".0e"),
         Column("metrics.ours", "ours", ".0e"),
-        Column("config.instead", "ours instead", align="left"),
+        text_column("config.instead", "ours instead"),
     ],
     headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
     reading="Benign and hostile are the largest differences of the faulty kernel from PyTorch in float64, on an input "

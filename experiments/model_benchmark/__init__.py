@@ -20,7 +20,6 @@ kernels. That is in `taken_apart`.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -29,17 +28,17 @@ import torch
 
 from distlab.bench.timing import MODES
 from distlab.comm import collectives
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View
+from distlab.experiment import Column, Experiment, RankContext, Records, Run, View
 from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
-from distlab.report import NOISE, prediction_error, stacked_bars, waiting
+from distlab.report import NOISE, gib_column, prediction_error, stacked_bars, text_column, waiting
 from distlab.train.memory_budget import require
 
 from .by_part import PART_VIEW
 from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
 from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
 from .timing import agreed, timed, verdict
-from .trials import BenchmarkConfig, Rows, TrialConfig, errors_against_reference, headline, ms_column, prefix
+from .trials import BenchmarkConfig, TrialConfig, errors_against_reference, headline, ms_column, prefix
 
 
 def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
@@ -90,7 +89,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
     label = config.label(trial)
     name = label or trial.factory or trial.size
     slug = re.sub("[^A-Za-z0-9_.]+", "-", name)
-    parts: dict[str, Callable[[], dict[str, Rows]]] = {}
+    parts = {}  # what is done → what does it: view → rows
     if config.profile:
         parts["profiling"] = partial(profile, context, trial, run.path, slug)
     if config.memory:
@@ -108,7 +107,7 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
                 run.part(view).add(f"{prefix(label)}{variant}", metrics, **where)
 
 
-def draw_steps(records: Sequence[Record], path: Path) -> None:
+def draw_steps(records: Records, path: Path) -> None:
     """A bar per setting: forward, backward and optimizer of the fullest mode, with p20 and p80 of the whole."""
     fullest = max((record.config["mode"] for record in records), key=MODES.index)
     records = [record for record in records if record.config["mode"] == fullest]
@@ -130,15 +129,15 @@ VIEW = View(
         ms_column("step_p50_ms", "p50"),
         ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
         ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
-        Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
-        Column("metrics.predicted_peak_bytes", "predicted", ".2f", scale=2**-30, missing="", optional=True),
+        gib_column("metrics.peak_alloc_bytes", "peak GiB", ".2f"),
+        gib_column("metrics.predicted_peak_bytes", "predicted", ".2f", missing="", optional=True),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", form="+.1f"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
         Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
         Column("metrics.grad_rel_error", "gradient error", ".0e"),
-        NOISE, Column("metrics.status", "status", align="left"),
+        NOISE, text_column("metrics.status", "status"),
     ],
     headline=lambda records: headline(records) + waiting(records),
     terminal=(

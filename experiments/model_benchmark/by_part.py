@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distlab.bench.timing import Trial
-from distlab.experiment import Column, Record, View
+from distlab.experiment import Column, Records, View
 from distlab.measure import (
     Event,
     FlopsByCategory,
@@ -38,7 +38,7 @@ from distlab.report import grouped, prediction_error, stacked_bars
 from distlab.theory.operators import Compute
 from experiments._traffic import TrafficLog
 
-from .trials import headline, ms_column, prefix
+from .trials import Rows, headline, ms_column, prefix
 
 INSIDE, REST = "distlab:in ", "loss and rest"
 # The first that is found decides; a user's own model keeps its names, with a star for every number.
@@ -57,6 +57,7 @@ DRAWN = {  # in the picture, the kinds of work; all but these are `other`
 }  # fmt: skip
 TORCHS_NORMS = ("_fused_rms_norm", "native_layer_norm")  # one kernel each on a GPU, slower than their bytes
 OF_TIME = "of_kernel_time_pct"
+Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs
 
 
 def part_of(name: str) -> str:
@@ -71,18 +72,17 @@ def trace_ranges(trial: Trial) -> Any:
     return named_ranges(trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer)
 
 
-def measured_parts(events: Sequence[Event]) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
+def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
     """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
-    at = lambda e: e.start_ms if e.launched_ms is None else e.launched_ms  # noqa: E731  of the host
-    for event in sorted(events, key=lambda e: (at(e), e.kind != "range", -e.end_ms)):
-        while still_open and still_open[-1].end_ms < at(event):
+    for event in sorted(events, key=lambda e: (e.on_host_ms, e.kind != "range", -e.end_ms)):
+        while still_open and still_open[-1].end_ms < event.on_host_ms:
             still_open.pop()
         if event.kind == "range":
             still_open.append(event)
         elif any(start <= event.start_ms and event.end_ms <= end for start, end in windows):
-            names = [each.name for each in reversed(still_open) if at(event) <= each.end_ms]
+            names = [each.name for each in reversed(still_open) if event.on_host_ms <= each.end_ms]
             part = next((part_of(name.removeprefix(INSIDE)) for name in names if name.startswith(INSIDE)), REST)
             phase = next((phase for phase in PHASES if f"distlab:{phase}" in names), "forward")
             ms[phase, part] += (event.end_ms - event.start_ms) / len(windows)
@@ -149,7 +149,7 @@ def rates(trial: Trial) -> Rates | None:
 
 def counted_parts(
     plain: Trial, device: Rates | None
-) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]], dict[str, Counter[str]]]:
+) -> tuple[Parts, Parts, dict[str, Counter[str]]]:
     """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
     log, by_phase = TrafficLog(), {}
     with FlopsByCategory() as counted, log:
@@ -167,9 +167,7 @@ def counted_parts(
     return ms, flops, by_phase
 
 
-def part_rows(
-    measured: tuple[Counter, Counter], predicted: Counter, flops: Counter
-) -> list[tuple[str, dict[str, Any]]]:
+def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Counter) -> Rows:
     """A row for each part, those with the most time first."""
     (ms, kernels), rows = measured, []
     for part in dict.fromkeys(part for _, part in ms):
@@ -183,7 +181,7 @@ def part_rows(
     return sorted(rows, key=lambda row: -row[1]["part_ms"])
 
 
-def part_findings(records: Sequence[Record]) -> list[str]:
+def part_findings(records: Records) -> list[str]:
     """The whole step's kernels beside the prediction."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
@@ -193,7 +191,7 @@ def part_findings(records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def draw_parts(records: Sequence[Record], path: Path) -> None:
+def draw_parts(records: Records, path: Path) -> None:
     """Time by part of every combination, measured above predicted."""
     labels = list(dict.fromkeys(record.config["label"] for record in records))
     known = [metric for metric in ("part_ms", "predicted_part_ms") if any(r.metrics[metric] for r in records)]

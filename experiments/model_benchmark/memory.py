@@ -1,7 +1,6 @@
 """Memory of a step: by category over time, with its largest blocks, and what a block saves for backward."""
 
 import tempfile
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from functools import partial
@@ -9,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distlab.bench.timing import Trial
-from distlab.experiment import Column, RankContext, Record, View
+from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import (
     attempt,
     emitter,
@@ -19,7 +18,7 @@ from distlab.measure import (
     peak_memory,
     saved_for_backward,
 )
-from distlab.report import environment, memory_areas, prediction_error
+from distlab.report import environment, memory_areas, prediction_error, text_column
 from distlab.theory.memory.activations import PRECISIONS, block_activations, inference_temporary
 from distlab.theory.model_shape import ModelShape
 from distlab.train.step import compiled
@@ -100,11 +99,11 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
     sizes = config.batch, model.context_length, precision, model.attention
     shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
     if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
-        held += precision.compute * (shape.num_layers * sum(shape.matrices_per_block) + shape.embedding_parameters)
+        held += precision.compute * (shape.num_layers * shape.block_matrices + shape.embedding_parameters)
     return held + inference_temporary(shape, *sizes)
 
 
-def memory_findings(records: Sequence[Record]) -> list[str]:
+def memory_findings(records: Records) -> list[str]:
     """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
     lines = []
     for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():
@@ -123,10 +122,10 @@ def memory_findings(records: Sequence[Record]) -> list[str]:
 MEMORY_VIEW = View(
     name=MEMORY,
     question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
-    columns=[Column("metrics.scope", "over", align="left"), Column("variant", "allocated by"),
+    columns=[text_column("metrics.scope", "over"), Column("variant", "allocated by"),
      mib_column("block_bytes", "MiB"),
-     Column("metrics.of_peak_pct", "of peak %", ".1f"), Column("metrics.category", "kind", align="left"),
-     Column("metrics.phase", "phase", align="left"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
+     Column("metrics.of_peak_pct", "of peak %", ".1f"), text_column("metrics.category", "kind"),
+     text_column("metrics.phase", "phase"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
     headline=headline,
     findings=memory_findings,
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
@@ -146,7 +145,7 @@ FORMS = {  # how the blocks are run, and with which operations
 
 def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
     """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
-    rows: Rows = []
+    rows = []
     for form, (how, changes) in FORMS.items() if context.is_main else ():
         if form == "ours" and context.device.type == "cuda":
             changes = changes | {"attention": "flash"}
@@ -194,7 +193,7 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
     silu = precision.compute * config.batch * model.context_length * model.d_ff
-    return kept + precision.compute * precision.copies_weights * sum(shape.matrices_per_block) - fused * silu
+    return kept + precision.compute * precision.copies_weights * shape.block_matrices - fused * silu
 
 
 SAVED_VIEW = View(
@@ -204,10 +203,10 @@ SAVED_VIEW = View(
      Column("metrics.of_block_pct", "of block %", ".1f"),
      mib_column("predicted_saved_block_bytes", "predicted"),
      prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
-     Column("metrics.dtype", "type"), Column("metrics.made_by", "made by", align="left"),
+     Column("metrics.dtype", "type"), text_column("metrics.made_by", "made by"),
      mib_column("gradient_block_bytes", "gradients MiB"),
      Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
-     Column("metrics.status", "status", align="left")],
+     text_column("metrics.status", "status")],
     headline=headline,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
     "compiled and with our kernels without silu(w1 x), which backward computes again.",

@@ -1,7 +1,7 @@
 """Where a step's time goes: kernels and kinds of work, in forward, backward, optimizer and inference."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,11 @@ import torch.distributed as dist
 
 from distlab.bench.timing import Trial
 from distlab.comm import collectives
-from distlab.experiment import Column, RankContext, Record, View
+from distlab.experiment import Column, RankContext, Records, View
 from distlab.measure import MIN_SAMPLES, Event, PhaseTimer, percentiles
 from distlab.measure.trace.capture import PHASES, Phases, load_trace, profile_steps
 from distlab.measure.trace.kernels import CATEGORIES, Profile, readable, summarise
-from distlab.report import grouped, stacked_bars
+from distlab.report import grouped, stacked_bars, text_column
 
 from .by_part import PART_VIEW, counted_parts, measured_parts, part_rows, rates, trace_ranges
 from .trials import Rows, TrialConfig, headline, ms_column, opened, prefix
@@ -41,12 +41,14 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         if config.compile == "off":  # compiled code has no ranges inside
             with trace_ranges(trial):
                 by_part = run(f"parts_{slug}", 1)
-    rows: dict[str, Rows] = {}
+    rows = {}
     if counted is not None:
         predicted, matmuls, flops = counted
         training, inference = (summarise(each) for each in events)
         flops["inference"] = flops["forward"]
-        phases = {phase: training for phase in PHASES} | {"inference": _renamed(inference)}
+        # Forwards without gradients, whose phase is inference.
+        forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
+        phases = dict.fromkeys(PHASES, training) | {"inference": replace(inference, kernels=forwards)}
         rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
@@ -74,11 +76,6 @@ def _traced(
         device=context.device, finish=partial(dist.barrier, context.group),
     )  # fmt: skip
     return load_trace(path)
-
-
-def _renamed(profile: Profile) -> Profile:
-    """A profile of forwards without gradients, whose phase is inference."""
-    return replace(profile, kernels=tuple(replace(kernel, phase="inference") for kernel in profile.kernels))
 
 
 def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
@@ -132,7 +129,7 @@ def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[
     return rows
 
 
-def draw_work(records: Sequence[Record], path: Path) -> None:
+def draw_work(records: Records, path: Path) -> None:
     """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward
     and backward.
     """
@@ -153,7 +150,7 @@ def draw_work(records: Sequence[Record], path: Path) -> None:
     stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
 
 
-def work_findings(records: Sequence[Record]) -> list[str]:
+def work_findings(records: Records) -> list[str]:
     """The profiler's total beside the timer's."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
@@ -171,8 +168,8 @@ _CALLS = Column("metrics.calls_per_step", "calls", ",.0f")
 KERNEL_VIEW = View(
     name=KERNELS,
     question="Which kernels take the time in forward, backward and optimizer, and in inference?",
-    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kernel"),
-     Column("metrics.category", "kind", align="left"), _CALLS,
+    columns=[text_column("metrics.phase", "phase"), Column("variant", "kernel"),
+     text_column("metrics.category", "kind"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE],
     headline=headline,
     reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
@@ -181,7 +178,7 @@ KERNEL_VIEW = View(
 WORK_VIEW = View(
     name=WORK,
     question="Which kind of work takes the time, and which does the arithmetic?",
-    columns=[Column("metrics.phase", "phase", align="left"), Column("variant", "kind"), _CALLS,
+    columns=[text_column("metrics.phase", "phase"), Column("variant", "kind"), _CALLS,
      ms_column("kernel_ms", "ms per step"), _SHARE,
      Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
      Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import torch.distributed as dist
 
 from distlab.bench.timing import MODES, Trial
 from distlab.comm import collectives
-from distlab.experiment import RankContext
+from distlab.experiment import Metrics, RankContext
 from distlab.hardware import peak_of
 from distlab.measure import (
     Pace,
@@ -27,6 +26,7 @@ from distlab.measure import (
     emitter,
     named_ranges,
     peak_memory,
+    percentile_metrics,
     percentiles,
     slowest_rank,
 )
@@ -46,12 +46,12 @@ def timed(
     trial: TrialConfig,
     context: RankContext,
     progress: Callable[[str], None],
-) -> dict[tuple[str, int], dict[str, Any]]:
+) -> dict[tuple[str, int], Metrics]:
     """Metrics by mode and warm-up of one combination; what fails has its status alone."""
     modes = [mode for mode in MODES if mode in config.modes]
-    found: dict[str, dict[str, Any]] = {}
+    found = {}  # mode → its metrics, or their status
 
-    def every_mode() -> dict[str, Any]:
+    def every_mode() -> Metrics:
         with opened(context, trial) as ready:
             for mode in modes:
                 if mode in found:
@@ -76,7 +76,7 @@ def timed(
     return rows
 
 
-def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[str, Any]:
+def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
     """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
     found = attempt(measure)
     failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
@@ -87,7 +87,7 @@ def agreed(measure: Callable[[], dict[str, Any]], context: RankContext) -> dict[
     return {"status": failed[0]} if failed else found
 
 
-def verdict(checked: dict[str, Any], trial: TrialConfig) -> str:
+def verdict(checked: Metrics, trial: TrialConfig) -> str:
     """`ok`, or why the row must not be believed."""
     if checked["status"] != "ok":
         return f"unchecked ({checked['status']})"
@@ -103,7 +103,7 @@ def time_mode(
     mode: str,
     config: BenchmarkConfig,
     pace: Callable[[], None] = lambda: None,
-) -> dict[int, dict[str, Any]] | str:
+) -> dict[int, Metrics] | str:
     """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
 
     Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
@@ -114,7 +114,7 @@ def time_mode(
     context = trial.context
     timer = PhaseTimer(context.device)
 
-    def call(times: int) -> dict[str, Any]:
+    def call(times: int) -> Metrics:
         timer.synchronize()
         begin = time.perf_counter()
         for _ in range(times):
@@ -152,12 +152,12 @@ def time_mode(
 
 def _metrics(
     trial: Trial, mode: str, phases: dict[str, list[float]], warmup: int, repeats: int
-) -> dict[str, Any]:
+) -> Metrics:
     kept = {name: times[warmup : warmup + repeats] for name, times in phases.items()}
     step = kept["step"]
-    found: dict[str, Any] = {"status": "ok", "first_ms": step[0]}
+    found = {"status": "ok", "first_ms": step[0]}
     found |= {"step_mean_ms": float(np.mean(step)), "step_std_ms": float(np.std(step, ddof=1))}
-    found |= {f"step_{name}_ms": value for name, value in percentiles(step).items()}
+    found |= percentile_metrics("step", step)
     for phase in PHASES:
         found[f"{phase}_p50_ms"] = percentiles(kept[phase])["p50"] if phase in kept else None
     found["step_samples_ms"] = step

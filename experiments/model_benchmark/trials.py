@@ -11,13 +11,13 @@ import torch
 from distlab.bench.reference import relative_errors
 from distlab.bench.task import OwnModel
 from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
-from distlab.experiment import Column, Options, RankContext, Record, option
+from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
 from distlab.options import SEED
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.train.scaler import LossScaler
 
-Rows = list[tuple[str, dict[str, Any]]]  # variant and metrics, of one part
+Rows = list[tuple[str, Metrics]]  # variant and metrics, of one part
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, An
     return f"{', '.join(parts)}; {where}"
 
 
-def headline(records: Sequence[Record]) -> str:
+def headline(records: Records) -> str:
     """One line that says what the table below it was measured on."""
     return described([record.config for record in records], records[0].environment)
 

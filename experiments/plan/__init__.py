@@ -12,13 +12,22 @@ holds the first choice against others, simulated.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
-from distlab.experiment import Column, Experiment, RankContext, Record, Run, View, headline_from
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Metrics,
+    RankContext,
+    Record,
+    Records,
+    Run,
+    View,
+    headline_from,
+)
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
+from distlab.report import gib_column, text_column
 from distlab.simulate.choices import Choice, choices, estimated, memory
 from distlab.simulate.estimate import host_time
 from distlab.simulate.timeline import Machine, replay
@@ -46,7 +55,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     machine, (gpu, ranks) = config.machine(), config.fleet()
     own = {"num_parameters": config.num_parameters(), "world_size": ranks}
     # Of a strategy with its group and recomputation: each micro-batch with the memory it takes.
-    ways: dict[tuple, list[tuple[Choice, dict[str, Any]]]] = {}
+    ways: dict[tuple, list[tuple[Choice, Metrics]]] = {}
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
     strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
@@ -63,7 +72,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         fitting = sum(needed["fits"] for _, needed in way)
         if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
             way.append((choice, _memory(config, choice, ranks)))
-    found: dict[Layout, list[tuple[Choice, dict[str, Any]]]] = {}
+    found: dict[Layout, list[tuple[Choice, Metrics]]] = {}
     for way in ways.values():
         rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in way if needed["fits"]]
         rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"])[:PER_STRATEGY]
@@ -86,7 +95,7 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     run.save()
 
 
-def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
+def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
     """Of a rank; a user's model is stepped for it in the fake world."""
     if config.factory is not None:
         needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
@@ -100,7 +109,7 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> dict[str, Any]:
     }
 
 
-def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
+def _time(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     _, ranks = config.fleet()
     if config.factory is not None:
         return _time_of_own(config, choice, machine)
@@ -131,7 +140,7 @@ def _time(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, obj
     }
 
 
-def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[str, object]:
+def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metrics:
     """The same of a user's model, by replaying its operators and messages."""
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
@@ -156,7 +165,7 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> dict[s
 
 def _step(
     config: PlanConfig, step: float, overhead: float, host: float, parts: dict[str, float], flops: float
-) -> dict[str, object]:
+) -> Metrics:
     """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {
@@ -169,7 +178,7 @@ def _step(
     }
 
 
-def examples_of(records: Sequence[Record]) -> str:
+def examples_of(records: Records) -> str:
     """What the batch counts."""
     shape = PlanConfig.of(records[0].config).shape()
     return "examples" if shape is None else f"sequences × {shape.context_length} tokens"
@@ -179,7 +188,7 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def answer(records: Sequence[Record]) -> str:
+def answer(records: Records) -> str:
     """The answer in words; `recomputed` means activation checkpointing of every block."""
     config = PlanConfig.of(records[0].config)
     _, ranks = config.fleet()
@@ -231,7 +240,7 @@ def _way(record: Record) -> tuple:
     return record.config["strategy"], record.config.get("group"), record.config.get("layout", "")
 
 
-def _reasons(best: Record, records: Sequence[Record]) -> str:
+def _reasons(best: Record, records: Records) -> str:
     """Why not with less recomputation, or whole parameters: what these would take."""
     same = [r for r in records if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]]
     lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less
@@ -248,8 +257,8 @@ def _reasons(best: Record, records: Sequence[Record]) -> str:
 VIEW = View(
     columns=[
         Column("variant", "strategy × micro-batch"),
-        Column("metrics.fits", "fits", align="left"),
-        Column("metrics.predicted_peak_bytes", "peak GiB", ".1f", scale=2**-30),
+        text_column("metrics.fits", "fits"),
+        gib_column("metrics.predicted_peak_bytes", "peak GiB", ".1f"),
         Column("metrics.predicted_step_ms", "step ms", _ms),
         Column("metrics.predicted_overhead_ms", "overhead ms", _ms),
         Column("metrics.predicted_tokens_per_s", "tokens/s", ",.0f", optional=True),
@@ -257,7 +266,7 @@ VIEW = View(
         Column("metrics.predicted_mfu_pct", "MFU %", ".1f"),
         Column("metrics.predicted_goodput_pct", "goodput %", ".1f", optional=True),
         Column("metrics.predicted_days", "days", ",.1f", optional=True),
-        Column("metrics.limited_by", "largest part", align="left"),
+        text_column("metrics.limited_by", "largest part"),
     ],
     headline=headline_from(
         "{model} ({num_parameters:N} parameters), {batch} {examples} per step on {world_size} × "

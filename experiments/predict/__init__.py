@@ -18,29 +18,27 @@ another (see `distlab.simulate.calibrate`); afterwards what was measured is put 
 """
 
 import argparse
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from distlab.experiment import (
     Column,
     Experiment,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
     option,
 )
 from distlab.model.config import PRESETS as MODELS
-from distlab.report import read_json, reading
+from distlab.report import gib_column, read_json, reading, sparse_column, text_column
 from distlab.simulate.case import read_case
 
-from .published import add, add_published, findings
+from .published import ROOT, add, add_published, findings
 from .steps import COMPARISON, ROWS, add_steps, compare
 
-RECORDS = Path(__file__).resolve().parents[2] / "records"
+RECORDS = ROOT / "records"
 
 
 def _case(text: str) -> tuple[str, int]:
@@ -90,7 +88,7 @@ def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
             run.part(COMPARISON).records[:] = compare(run.records, measured)
 
 
-def sizes(records: Sequence[Record]) -> str:
+def sizes(records: Records) -> str:
     """The models of some rows."""
     return ", ".join(dict.fromkeys(record.config["size"] for record in records))
 
@@ -103,14 +101,14 @@ FIT = (
     "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
-CASE = (Column("config.size", "model", align="left", optional=True), Column("config.batch", "batch", optional=True))
+CASE = (text_column("config.size", "model", optional=True), Column("config.batch", "batch", optional=True))
 VIEW = View(
     columns=[
         *CASE,
         Column("config.gpus", "GPUs", derived=lambda record: record.config["world_size"]),
         Column("variant", "run"),
-        Column("metrics.predicted_step_ms", "step ms", ",.0f", missing=""),
-        *(Column(f"metrics.{name}", title, form, missing="", optional=True) for name, title, form in (
+        sparse_column("metrics.predicted_step_ms", "step ms", ",.0f"),
+        *(sparse_column(f"metrics.{name}", title, form, optional=True) for name, title, form in (
             ("published_step_ms", "published", ",.0f"), ("step_ms_error_pct", "error %", "+.1f"),
             ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
             ("published_tokens_per_s_per_gpu", "published", ",.0f"),
@@ -118,15 +116,15 @@ VIEW = View(
             ("memory_gib_error_pct", "error %", "+.1f"),
             ("predicted_states_gb", "states GB", ",.1f"), ("published_states_gb", "published", ",.1f"),
         )),
-        Column("config.memory_is", "memory is", align="left", optional=True),
-        Column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", scale=2**-30, missing="", optional=True),
-        *(Column(f"metrics.predicted_{name}", title, form, missing="", optional=True) for name, title, form in (
+        text_column("config.memory_is", "memory is", optional=True),
+        gib_column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", missing="", optional=True),
+        *(sparse_column(f"metrics.predicted_{name}", title, form, optional=True) for name, title, form in (
             ("overhead_ms", "overhead ms", ",.1f"), ("comm_ms", "comm ms", ",.1f"), ("overlap_pct", "overlap %", ".0f"),
             ("collectives_per_step", "calls", "d"), ("mfu_pct", "MFU %", ".0f"),
         )),
         Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, optional=True),
-        Column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", scale=2**-30, optional=True),
-        *(Column(f"config.{name}", name, align="left", optional=True) for name in ("source", "known", "assumed")),
+        gib_column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", optional=True),
+        *(text_column(f"config.{name}", name, optional=True) for name in ("source", "known", "assumed")),
     ],
     headline=lambda records: (of_steps if "size" in records[0].config else of_published)(records),
     terminal=(
@@ -154,9 +152,9 @@ COMPARISON_VIEW = View(
         Column("metrics.step_error_pct", "error %", "+.1f"),
         Column("metrics.predicted_overhead_ms", "predicted overhead ms", ".1f"),
         Column("metrics.measured_overhead_ms", "measured", ".1f"),
-        Column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f", scale=2**-30),
-        Column("metrics.measured_peak_alloc_bytes", "measured", ".1f", scale=2**-30),
-        Column("metrics.volume_as_predicted", "calls and bytes as predicted", align="left"),
+        gib_column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f"),
+        gib_column("metrics.measured_peak_alloc_bytes", "measured", ".1f"),
+        text_column("metrics.volume_as_predicted", "calls and bytes as predicted"),
     ],
     headline=headline_from(
         "Predicted beside measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "

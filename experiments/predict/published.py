@@ -1,10 +1,9 @@
 """Runs that others have published, and this lab's own, each beside what theory says of it."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
-from distlab.experiment import Record, Run
+from distlab.experiment import Metrics, Records, Run
 from distlab.model import preset
 from distlab.report import read_json
 from distlab.simulate.case import Case, from_json, predict, shortage
@@ -55,7 +54,7 @@ def add(run: Run, case: Case) -> None:
     run.add(case.name, _compared(metrics, published), memory_is=kind, gpus=case.cluster.gpus, **own)
 
 
-def _compared(metrics: dict[str, Any], published: Mapping[str, float]) -> dict[str, Any]:
+def _compared(metrics: Metrics, published: Mapping[str, float]) -> Metrics:
     """With what was published beside what was predicted, and the error in per cent."""
     for name, value in published.items():
         metrics[f"published_{name}"] = value
@@ -87,7 +86,7 @@ def _own() -> Iterator[Case]:
             )  # fmt: skip
 
 
-def findings(records: Sequence[Record]) -> list[str]:
+def findings(records: Records) -> list[str]:
     """How many points lie within the bars, and each that does not, with its reason."""
     lines = []
     for metric, bar, unit in (("step_ms", TIME_BAR, "step times"), ("memory_gib", MEMORY_BAR, "peaks of memory")):

@@ -1,11 +1,9 @@
 """Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
 
-from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from distlab.experiment import Record, Run
+from distlab.experiment import Record, Records, Run
 from distlab.model import ModelConfig, preset
 from distlab.model.config import ModelOptions
 from distlab.report import is_number, read_json, reading
@@ -14,7 +12,8 @@ from distlab.simulate.calibrate import NEEDED, calibrate
 from distlab.simulate.step import simulate_training
 from distlab.train.memory_budget import PlannedStep
 
-ROOT = Path(__file__).resolve().parents[2]
+from .published import ROOT
+
 # Name of the row in ddp_bench → (strategy, bucket size in MiB).
 ROWS = {
     "local": ("local", None),
@@ -113,7 +112,7 @@ COMPARED = (
 )
 
 
-def compare(predictions: Sequence[Record], measured: Sequence[Record]) -> list[Record]:
+def compare(predictions: Records, measured: Records) -> list[Record]:
     """A record for every measured row of ddp_bench that was predicted: both figures and the error in %.
 
     Raises:

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -27,24 +26,25 @@ from distlab.comm import collectives
 from distlab.experiment import (
     Column,
     Experiment,
+    Metrics,
     Options,
     RankContext,
-    Record,
+    Records,
     Run,
     View,
     headline_from,
     option,
 )
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.model.ops import naive_attention
-from distlab.report import Panel, Series, lines
+from distlab.model.ops import Attention, naive_attention
+from distlab.report import Panel, Series, lines, text_column
 from distlab.testing import RanksFailed, run_ranks
 from distlab.theory.volume import model_volume
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import TrainStep
 
 from .faults import healthy_attention
-from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Attention, Mistake
+from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Mistake
 
 BUCKET_MB = 0.02
 # At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for clipping, by an fp32 norm.
@@ -153,7 +153,7 @@ def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float
     return means.tolist()
 
 
-def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> dict[str, Any]:
+def examine(context: RankContext, name: str, broken: bool, check_steps: int, steps: int) -> Metrics:
     """All checks and the curve of one run, with the mistake or without; call it on every rank."""
     mistake = MISTAKES[name] if broken else MISTAKES[name].mended()
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
@@ -177,12 +177,12 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     }
 
 
-def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[dict[str, Any]]:
+def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[Metrics]:
     """`examine` without the mistake, then with it."""
     return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
 
 
-def caught_by(metrics: dict[str, Any]) -> list[str]:
+def caught_by(metrics: Metrics) -> list[str]:
     """The checks that say no."""
     if "error" in metrics:
         return [ERROR]
@@ -201,7 +201,7 @@ def _end(losses: Sequence[float]) -> float:
     return sum(last) / len(last)
 
 
-def wrong_rows(records: Sequence[Record]) -> list[str]:
+def wrong_rows(records: Records) -> list[str]:
     """What is not as it should be: a mistake that passes, or a healthy run that does not."""
     found = [f"{r.variant}: not caught by {r.config['check']}" for r in records if not r.metrics["caught"]]
     return found + [
@@ -216,7 +216,7 @@ headline = headline_from(
 )
 
 
-def draw(records: Sequence[Record], path: Path) -> None:
+def draw(records: Records, path: Path) -> None:
     """A panel per mistake: its loss beside the healthy one."""
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
     panels = []
@@ -237,9 +237,9 @@ def draw(records: Sequence[Record], path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "mistake"),
-        Column("config.strategy", "in", align="left"),
-        Column("config.layout", "layout", align="left"),
-        Column("metrics.caught_by", "caught by", align="left"),
+        text_column("config.strategy", "in"),
+        text_column("config.layout", "layout"),
+        text_column("metrics.caught_by", "caught by"),
         Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
         Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
         Column("metrics.attention_error", "attention error", ".1e"),
@@ -248,7 +248,7 @@ VIEW = View(
         Column("metrics.first_loss_diff", "Δ first loss", "+.0e"),
         Column("metrics.healthy_final_loss", "healthy loss", ".3f"),
         Column("metrics.final_loss", "loss", ".3f"),
-        Column("config.symptom", "symptom", align="left"),
+        text_column("config.symptom", "symptom"),
     ],
     headline=headline,
     terminal=("variant", "caught_by", "max_abs_param_diff", "first_loss_diff", "healthy_final_loss", "final_loss"),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from distlab.bench.reference import Task
 from distlab.model import ModelConfig, TransformerLM
-from distlab.model.ops import naive_attention
+from distlab.model.ops import Attention, naive_attention
 from distlab.parallel import STRATEGIES, Layout, ParallelModel, Strategy, context_parallel, tensor_parallel
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.pipeline import Pipeline
@@ -27,8 +27,6 @@ BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
 # The checks, by name; an error is what the strategy itself raises.
 EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = "one process", "closed form", "float64 attention", "pairs", "error"
-
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 # -- what is trained -------------------------------------------------------------------------------------------
 

@@ -83,7 +83,7 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
 
 def main_lane(events: Sequence[Event]) -> str | None:
     """Return the stream of a GPU that computes longest; None without kernels."""
-    busy: Counter[str] = Counter()
+    busy = Counter()
     for kernel in _launched(events):
         busy[kernel.lane] += kernel.end_ms - kernel.start_ms
     return max(busy, key=busy.get, default=None)
@@ -112,10 +112,8 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     updates = [(e.start_ms, e.end_ms) for e in events if e.name == OPTIMIZER]
     updating, others = [], []
     for event in (e for e in events if e.kind == "compute"):
-        # On a GPU what counts is when the host launched it; on a CPU, when it ran.
-        moment = event.start_ms if event.launched_ms is None else event.launched_ms
-        (updating if any(start <= moment < end for start, end in updates) else others).append(event)
-    kernels: dict[str, tuple[int, float]] = {}
+        (updating if any(start <= event.on_host_ms < end for start, end in updates) else others).append(event)
+    kernels = {}  # name → (how often, ms)
     for event in others:
         if window[0] <= event.start_ms < window[1]:
             count, ms = kernels.get(event.name, (0, 0.0))
@@ -145,11 +143,8 @@ def lanes(events: Sequence[Event]) -> dict[str, list[Interval]]:
     window = median_step(events)
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
     found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
-    return {lane: _from_start(spans, window) for lane, spans in found.items()}
-
-
-def _from_start(spans: Iterable[Interval], window: Interval) -> list[Interval]:
-    return [(start - window[0], end - window[0]) for start, end in spans]
+    begin, _ = window
+    return {lane: [(start - begin, end - begin) for start, end in spans] for lane, spans in found.items()}
 
 
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:

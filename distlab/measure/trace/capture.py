@@ -30,7 +30,7 @@ import re
 import tempfile
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,14 +41,15 @@ from torch._C._profiler import RecordScope
 from torch.autograd import profiler as autograd_profiler
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from distlab.files import atomic_path
-from distlab.measure.clock import synchronize
+from distlab.files import AnyPath, atomic_path
+from distlab.measure.clock import Call, Device, synchronize
 from distlab.measure.trace.intervals import total, union
 
 STEP = "distlab:step"
 OPTIMIZER = "distlab:optimizer"
 NEXT = "distlab:next"
 PHASES = ("forward", "backward", "optimizer")
+Entry = dict[str, Any]  # of a trace file
 _GPU_COMMUNICATION = re.compile(r"nccl|PtoP|barrier_kernel", re.IGNORECASE)
 _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
@@ -72,8 +73,13 @@ class Event(NamedTuple):
     launched_ms: float | None = None
     operator: str | None = None
 
+    @property
+    def on_host_ms(self) -> float:
+        """When the host started it: work on a GPU may run when the host is in the next phase already."""
+        return self.start_ms if self.launched_ms is None else self.launched_ms
 
-def activities_on(device: torch.device | str) -> list[ProfilerActivity]:
+
+def activities_on(device: Device) -> list[ProfilerActivity]:
     """What torch.profiler records of a device: its kernels, and the host's operators."""
     if torch.device(device).type == "cuda":
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
@@ -91,15 +97,15 @@ class _RangesOnly(autograd_profiler.profile):
 
 
 def profile_steps(
-    step: Callable[[], object],
+    step: Call,
     *,
     steps: int,
-    path: str | os.PathLike,
+    path: AnyPath,
     rank: int,
     world_size: int,
-    device: torch.device | str,
+    device: Device,
     warmup: int = 1,
-    finish: Callable[[], object] = lambda: None,
+    finish: Call = lambda: None,
     queued: bool = False,
     operators: bool = True,
 ) -> None:
@@ -152,7 +158,7 @@ def profile_steps(
         temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
 
 
-def busy_ms(step: Callable[[], object]) -> tuple[float, float]:
+def busy_ms(step: Call) -> tuple[float, float]:
     """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
 
     Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
@@ -163,12 +169,12 @@ def busy_ms(step: Callable[[], object]) -> tuple[float, float]:
     return total(spans) / 1e3 / 2, len(events) / 2
 
 
-def launched(call: Callable[[], object]) -> Counter[str]:
+def launched(call: Call) -> Counter[str]:
     """Name → how often: the kernels and copies that one call, warm, starts on a GPU."""
     return Counter(event.name for event in _on_device(call, 1))
 
 
-def _on_device(call: Callable[[], object], times: int) -> list[Any]:
+def _on_device(call: Call, times: int) -> list[Any]:
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as profiler:
         for _ in range(times):
             call()
@@ -206,7 +212,7 @@ class Phases:
             self._open.enter_context(record_function(f"distlab:{PHASES[following]}"))
 
 
-def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str | None) -> dict[str, Any]:
+def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) -> Entry:
     """The trace with rank information and without what tells of the machine it ran on."""
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
@@ -222,13 +228,13 @@ def _with_rank(trace: dict[str, Any], rank: int, world_size: int, backend: str |
     return trace
 
 
-def read_trace_file(path: str | os.PathLike) -> Any:
+def read_trace_file(path: AnyPath) -> Any:
     """What a ``.json`` or ``.json.gz`` holds; raises OSError, and what gzip and json do where it is truncated."""
     data = Path(path).read_bytes()
     return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
 
 
-def load_trace(path: str | os.PathLike) -> list[Event]:
+def load_trace(path: AnyPath) -> list[Event]:
     """Load the events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
 
     Events of one lane and kind that lie inside another of the same are left out (``aten::mm`` in
@@ -256,7 +262,7 @@ def load_trace(path: str | os.PathLike) -> list[Event]:
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
-def _events(spans: list[dict[str, Any]]) -> list[Event]:
+def _events(spans: list[Entry]) -> list[Event]:
     """Every complete event of the file (times in µs) that is of one of the four kinds, by start, without those inside
     another of the same lane and kind; ranges are all kept.
     """
@@ -265,8 +271,8 @@ def _events(spans: list[dict[str, Any]]) -> list[Event]:
     launches = {_argument(s, "correlation"): s["ts"] for s in spans if s["cat"] in ("cuda_runtime", "cuda_driver")}
     operators = {_argument(s, "External id"): s["name"] for s in spans if s["cat"] == "cpu_op"}
     gloo_threads = {span["tid"] for span in spans if span["name"].startswith("gloo:")}
-    events: list[Event] = []
-    reach: dict[tuple[str, str], float] = {}  # lane and kind → end of the last event
+    events = []
+    reach = {}  # lane and kind → end of the last event
     for span in sorted(spans, key=lambda span: (span["ts"], -span["dur"])):
         start, end = span["ts"], span["ts"] + span["dur"]
         on_gpu, kind = span["cat"] in _ON_GPU, _kind(span)
@@ -287,12 +293,12 @@ def _events(spans: list[dict[str, Any]]) -> list[Event]:
     return events
 
 
-def _argument(span: dict[str, Any], name: str) -> int | None:
+def _argument(span: Entry, name: str) -> int | None:
     """`correlation` ties what runs on the GPU to the call that launched it, `External id` to the call's operator."""
     return span.get("args", {}).get(name)
 
 
-def _kind(span: dict[str, Any]) -> str | None:
+def _kind(span: Entry) -> str | None:
     """Of an event; `c10d` for the operators in which nothing counts as compute, None for what is left out."""
     on_gpu, name = span["cat"] in _ON_GPU, span["name"]
     if _GPU_COMMUNICATION.search(name) if on_gpu else name.startswith("gloo:"):

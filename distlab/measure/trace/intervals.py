@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
     """All points that lie in at least one interval."""
-    joined: list[Interval] = []
+    joined = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if joined and start <= joined[-1][1]:
             joined[-1] = (joined[-1][0], max(joined[-1][1], end))

@@ -75,16 +75,14 @@ def summarise(events: Sequence[Event]) -> Profile:
     windows = step_windows(events)
     phases = [e for e in events if e.kind == "range" and e.name.removeprefix("distlab:") in PHASES]
     phases.sort(key=lambda event: event.start_ms)
-    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    times = defaultdict(list)  # (name, category, phase) → ms of each call
     busy = []
     for event in events:
         inside = any(start <= event.start_ms and event.end_ms <= end for start, end in windows)
         if event.kind == "range" or not inside:
             continue
         kind = "communication" if event.kind == "communication" else category(event.name, event.operator)
-        # The phase in which the host started it: a GPU may run it when the host is in the next already.
-        moment = event.start_ms if event.launched_ms is None else event.launched_ms
-        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= moment <= p.end_ms)
+        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= event.on_host_ms <= p.end_ms)
         times[event.name, kind, next(names, OUTSIDE)].append(event.end_ms - event.start_ms)
         busy.append((event.start_ms, event.end_ms))
     steps = len(windows)

@@ -34,7 +34,7 @@ Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with drop
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.memory.recompute import KEEPS
 from distlab.theory.model_shape import ModelShape
 
@@ -142,8 +142,7 @@ def block_activations(
         ValueError: an unknown attention, or a batch or context below one.
     """
     at_least_one(batch=batch, context=context)
-    if attention not in ATTENTION:
-        raise ValueError(f"attention={attention!r}: choose one of {', '.join(ATTENTION)}")
+    one_of("attention", attention, ATTENTION)
     n, d, f, heads = batch * context, shape.d_model, shape.inner, shape.heads
     c, r, part = precision.compute, precision.residual, n // shape.tensor
     if attention == "naive":

@@ -25,7 +25,7 @@ beside the other micro-batches that it holds: each has its activations and its o
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from distlab.theory.checks import at_least_one
+from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.forms import Form
 from distlab.theory.memory import states as held
 from distlab.theory.memory.activations import ALONE, FP32, PRECISIONS, Precision, Sharing, activations
@@ -105,11 +105,11 @@ def step_memory(
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.
     """
-    for what, value, allowed in (("optimizer", optimizer, OPTIMIZERS), ("precision", precision, PRECISIONS)):
-        if isinstance(value, str) and value not in allowed:
-            raise ValueError(f"{what}={value!r}: choose one of {', '.join(allowed)}")
+    one_of("optimizer", optimizer, OPTIMIZERS)
+    if isinstance(precision, str):
+        one_of("precision", precision, PRECISIONS)
+        precision = PRECISIONS[precision]
     at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
-    precision = PRECISIONS[precision] if isinstance(precision, str) else precision
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
     levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
     if group < 0:
@@ -120,7 +120,7 @@ def step_memory(
         )
     layers = -(-shape.num_layers // shape.stages)  # of the largest stage
     of_matrices, of_others, in_step = OPTIMIZERS[optimizer]
-    share = shape.num_layers * sum(shape.matrices_per_block) / shape.num_parameters
+    share = shape.num_layers * shape.block_matrices / shape.num_parameters
     states = share * of_matrices + (1 - share) * of_others
     setting = held.Setting(
         shape, kept, precision, strategy, world_size, group, states, in_step, levels[-layers:], loss_chunk,
@@ -187,7 +187,7 @@ def _walk(setting: held.Setting, states: Breakdown, waiting: int) -> Iterator[tu
         waiting: micro-batches that have been forward through a stage and not yet back.
     """
     blocks, in_full = _kept_of_stage(setting)
-    copies = setting.precision.compute * in_full * sum(setting.shape.matrices_per_block)
+    copies = setting.precision.compute * in_full * setting.shape.block_matrices
     copies *= setting.precision.copies_weights
     for phase, moment in _micro_batch(setting, states):
         activations, weights = moment.activations + waiting * blocks, moment.weight_copies + waiting * copies
@@ -268,7 +268,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     on a sharding strategy, at its end, when a unit's gradients are packed for sending.
     """
     shape, kept = setting.shape, setting.kept
-    unit, buffer = sum(shape.matrices_per_block), setting.block_buffer
+    unit, buffer = shape.block_matrices, setting.block_buffer
     done = (setting.layers - 1 - block) * shape.block_parameters + shape.has_head * shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0

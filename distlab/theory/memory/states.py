@@ -174,7 +174,7 @@ def in_place(setting: Setting) -> bool:
 def weight_copies(setting: Setting) -> int:
     """Autocast's copies of a stage's matrices but the embedding, which is looked up and not multiplied."""
     shape = setting.shape
-    matrices = setting.layers * sum(shape.matrices_per_block) + shape.has_head * shape.embedding_parameters
+    matrices = setting.layers * shape.block_matrices + shape.has_head * shape.embedding_parameters
     return setting.precision.compute * matrices if setting.precision.copies_weights else 0
 
 
