@@ -238,7 +238,8 @@ def _head(setting: held.Setting, states: Breakdown, forward: Breakdown) -> Itera
     unit = setting.block_buffer
     head = held.gathered(setting, setting.embedding_buffer)
     # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
-    # the third) the first set lives until backward begins: seen in recorded peaks, torch 2.11.
+    # the third) NCCL's collectives hold the first set, unless torch's watchdog has let go of them: seen in recorded
+    # peaks, torch 2.11, and never after a pause of 0.3 s and another collective.
     torch_ddp = setting.strategy.is_peer and setting.strategy.sends == "buckets"
     buckets = states.buckets + (FP32 * shape.num_parameters if torch_ddp else 0)
     copies = 0 if setting.group else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
