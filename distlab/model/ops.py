@@ -380,11 +380,11 @@ LEAST_PAIRS = 2**28  # of query and key, over batch and heads: below, a call of 
 def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) -> str:
     """What `auto` takes for queries (B, H, T, D) in this dtype: `flash` or `sdpa`.
 
-    This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 to 128 in fp16 and bf16; see
+    This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 to 256 in fp16 and bf16; see
     docs/results/flash_attention.md.
     """
     batch, heads, length, head_dim = shape
-    served = head_dim in (64, 80, 96, 128) and dtype in (torch.float16, torch.bfloat16)
+    served = head_dim in (64, 80, 96, 128, 192, 256) and dtype in (torch.float16, torch.bfloat16)
     return "flash" if hopper and served and batch * heads * length * length >= LEAST_PAIRS else "sdpa"
 
 

@@ -153,7 +153,8 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
     "shape, dtype, hopper, source", [
         ((1, 32, 32768, 128), torch.bfloat16, True, "flash"),
         ((4, 16, 1024, 64), torch.bfloat16, True, "sdpa"),  # a call of ours is bound by the host
-        ((2, 32, 2048, 256), torch.bfloat16, True, "sdpa"),
+        ((2, 32, 2048, 256), torch.bfloat16, True, "flash"),
+        ((2, 32, 2048, 160), torch.bfloat16, True, "sdpa"),
         ((1, 32, 32768, 128), torch.float32, True, "sdpa"),
         ((1, 32, 32768, 128), torch.bfloat16, False, "sdpa"),
     ],
