@@ -9,7 +9,8 @@ that, they are one chunk: the sum would move 8·V·D bytes for every other.
 
 The loss reads the logits twice and writes them once: at 8192×4096×128256 6 % of the time of the three matmuls on an
 H100 (37.0 ms beside 35.1). Begun on another stream, beside the matmul of the next of 2, 4 or 8 chunks, it hides nothing
-(37.5 to 38.4 ms): a matmul in chunks, which shares its multiprocessors, is slower by more.
+(37.5 to 38.4 ms): a matmul in chunks, which shares its multiprocessors, is slower by more. Maxima and sums made by the
+matmul, before it stores a tile, cost 1.2 ms and save 0.7.
 
 The rows are treated in chunks. A chunk's logits come from one matmul; `cross_entropy.loss_and_gradient` turns
 them into their own gradient in place; two more matmuls compute dx and dw from it. So the gradients are computed in the
