@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import _dispatch
 from ._dispatch import cdiv, tl, triton
-from ._rows import Launch, chosen, sum_columns
+from ._rows import Launch, chosen, load_fp32, store_rounded, sum_columns
 from .rmsnorm import gradient_before
 
 
@@ -41,9 +41,9 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
     m2 = 0.0
     for start in tl.range(0, cols, BLOCK):
         inside = start + offsets < cols
-        s = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32(x_ptr + start + offsets, inside)
         if RESIDUAL:
-            s += tl.load(residual_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            s += load_fp32(residual_ptr + start + offsets, inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + start + offsets, rounded, mask=inside)
             s = rounded.to(tl.float32)
@@ -64,13 +64,13 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
     for piece in tl.range(0, pieces):
         columns = (pieces - 1 - piece) * BLOCK + offsets
         inside = columns < cols
-        s = tl.load((s_ptr if RESIDUAL else x_ptr) + columns, mask=inside, other=0.0).to(tl.float32)
-        y = (s - mean) * r * tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32((s_ptr if RESIDUAL else x_ptr) + columns, inside)
+        y = (s - mean) * r * load_fp32(w_ptr + columns, inside)
         if BIAS:
-            y += tl.load(b_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            y += load_fp32(b_ptr + columns, inside)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
-        tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+        store_rounded(y_ptr + columns, y, inside)
 
 
 @triton.jit
@@ -88,9 +88,9 @@ def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, c
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         inside = columns < cols
-        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
-        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
+        g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
+        w = load_fp32(w_ptr + columns, inside)
         g = gradient_before(g, normed * w, SILU) * w
         c1 += g * normed
         c2 += g
@@ -106,7 +106,7 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
     """ds of BLOCK columns of every num_programs(1)-th row, and their share of dw and db."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < cols
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    w = load_fp32(w_ptr + columns, inside)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
     for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
@@ -117,15 +117,15 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
         if CENTRE:
             mean = tl.load(mean_ptr + row)
             c2 = tl.load(c2_ptr + row)
-        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
-        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
+        g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
         g = gradient_before(g, normed * w, SILU)
         dw += g * normed
         db += g
         ds = (g * w - normed * tl.load(c1_ptr + row) - c2) * r
         if TOTAL:
-            ds += tl.load(dtotal_ptr + row * cols + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + row * cols + columns, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            ds += load_fp32(dtotal_ptr + row * cols + columns, inside)
+        store_rounded(ds_ptr + row * cols + columns, ds, inside)
     share = tl.program_id(1).to(tl.int64) * cols + columns
     tl.store(dw_ptr + share, dw, mask=inside)
     if BIAS:

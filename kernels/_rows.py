@@ -176,6 +176,18 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def load_fp32(pointers, inside):
+    """What lies at the pointers, in fp32; zeros where `inside` is false."""
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(pointers, x, inside):
+    """Store x where `inside` is true, rounded to the dtype that the pointers point to."""
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.constexpr, ROWS: tl.constexpr,
                       BLOCK: tl.constexpr):
     """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
@@ -190,7 +202,7 @@ def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.const
         inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
         offsets = (start + rows).to(tl.int64)[:, None] * cols + columns[None, :]
         acc += tl.load(parts_ptr + offsets, mask=inside, other=0.0)
-    tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
+    store_rounded(out_ptr + columns, tl.sum(acc, 0), columns < cols)
 
 
 def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:

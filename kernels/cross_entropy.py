@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import KEPT, STREAMED, cdiv, first_order, tl, triton
-from ._rows import Launch, as_rows, check, check_device, chosen
+from ._rows import Launch, as_rows, check, check_device, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -92,10 +92,10 @@ def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_off
                 dz = tl.exp(z - m) * share
                 if SMOOTH:
                     dz -= smoothing / cols
-                tl.store(dz_ptr + columns, (dz * scale).to(dz_ptr.dtype.element_ty), mask=columns < cols)
+                store_rounded(dz_ptr + columns, dz * scale, columns < cols)
             tl.debug_barrier()  # the one column that differs is written again, after all
             dz = (tl.exp(z_target - m) * share - smoothing / cols - (1.0 - smoothing)) * scale
-            tl.store(dz_ptr + target, dz.to(dz_ptr.dtype.element_ty), mask=within)
+            store_rounded(dz_ptr + target, dz, within)
         else:
             for block in tl.range(0, blocks):
                 columns = block * BLOCK + offsets
@@ -114,11 +114,11 @@ def gradient_kernel(z_ptr, target_ptr, largest_ptr, total_ptr, upstream_ptr, sca
     kept = target != ignore_index
     scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
     scale = tl.where((target >= 0) & (target < cols), scale, float("nan"))
-    z = tl.load(z_ptr + row * stride_z + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    z = load_fp32(z_ptr + row * stride_z + columns, columns < cols)
     dz = tl.exp(z - tl.load(largest_ptr + row)) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
     dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
     dz = tl.where(kept, dz * scale, 0.0)
-    tl.store(dz_ptr + row * cols + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
+    store_rounded(dz_ptr + row * cols + columns, dz, columns < cols)
 
 
 @triton.jit

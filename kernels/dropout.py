@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import check, check_width, chosen, common_dtype, sum_over_rows
+from ._rows import check, check_width, chosen, common_dtype, load_fp32, store_rounded, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
 
@@ -47,14 +47,14 @@ def dropout_kernel(x_ptr, bias_ptr, seed_ptr, y_ptr, count, cols, threshold, sca
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + offsets, inside)
     if BIAS:
-        x += tl.load(bias_ptr + offsets % cols, mask=inside, other=0.0).to(tl.float32)
+        x += load_fp32(bias_ptr + offsets % cols, inside)
     if GELU:
         x = gelu_of(x)
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
     y = tl.where(kept, x * scale, 0.0)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y_ptr + offsets, y, inside)
 
 
 @triton.jit
@@ -64,14 +64,14 @@ def backward_kernel(dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, count, cols, thre
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
-    dx = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    dx = load_fp32(dy_ptr + offsets, inside) * scale
     if GELU:
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = load_fp32(x_ptr + offsets, inside)
         if BIAS:
-            x += tl.load(bias_ptr + offsets % cols, mask=inside, other=0.0).to(tl.float32)
+            x += load_fp32(bias_ptr + offsets % cols, inside)
         dx = dx * gelu_slope(x)
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
-    tl.store(dx_ptr + offsets, tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dx_ptr + offsets, tl.where(kept, dx, 0.0), inside)
 
 
 def levels(p: float) -> tuple[int, float]:

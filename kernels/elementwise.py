@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import Launch, check, check_like, chosen
+from ._rows import Launch, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 # In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left in what follows.
@@ -58,8 +58,8 @@ def gelu_forward_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
     """y = GeLU(x) on one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(y_ptr + offsets, gelu_of(x).to(y_ptr.dtype.element_ty), mask=inside)
+    x = load_fp32(x_ptr + offsets, inside)
+    store_rounded(y_ptr + offsets, gelu_of(x), inside)
 
 
 @triton.jit
@@ -67,9 +67,9 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
     """dx = dy·GeLU′(x) on one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-    dy = tl.load(dy_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(dx_ptr + offsets, (dy * gelu_slope(x)).to(dx_ptr.dtype.element_ty), mask=inside)
+    x = load_fp32(x_ptr + offsets, inside)
+    dy = load_fp32(dy_ptr + offsets, inside)
+    store_rounded(dx_ptr + offsets, dy * gelu_slope(x), inside)
 
 
 def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> None:

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, power_of_two, tl, triton
-from ._rows import Launch, autocast, check, check_width, chosen, common_dtype
+from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, load_fp32
 from .cost import Cost
 from .elementwise import gelu_of
 
@@ -126,7 +126,7 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
             acc = tl.dot(a, b, acc)
         if BIAS:
             columns = col + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+            acc += load_fp32(bias_ptr + columns, columns < cols)[None, :]
         # Two stores of half the width need half the shared memory, which makes room for one more stage of loads.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1])
         left, right = tl.split(halves)

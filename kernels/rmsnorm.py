@@ -30,8 +30,10 @@ from ._rows import (
     check_like,
     check_positive,
     check_width,
+    load_fp32,
     pipelined_launch,
     row_launch,
+    store_rounded,
     sum_columns,
     sum_over_rows,
 )
@@ -56,10 +58,9 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)
         out = row64[:, None] * cols + columns[None, :]
-        s = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32(x_ptr + row64[:, None] * stride_x + columns[None, :], inside)
         if RESIDUAL:
-            s += tl.load(residual_ptr + row64[:, None] * stride_residual + columns[None, :], mask=inside,
-                         other=0.0).to(tl.float32)
+            s += load_fp32(residual_ptr + row64[:, None] * stride_residual + columns[None, :], inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + out, rounded, mask=inside)
             s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
@@ -76,7 +77,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(r_ptr + row, r, mask=row < rows)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        store_rounded(y_ptr + out, y, inside)
 
 
 @triton.jit
@@ -102,6 +103,7 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)
         out = row64[:, None] * cols + columns[None, :]
+        # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of them
         s = tl.load(s_ptr + row64[:, None] * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
@@ -119,8 +121,8 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
             ds -= (tl.sum(g, 1) / cols)[:, None]
         ds = ds * r[:, None]
         if TOTAL:
-            ds += tl.load(dtotal_ptr + out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + out, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            ds += load_fp32(dtotal_ptr + out, inside)
+        store_rounded(ds_ptr + out, ds, inside)
     share = tl.program_id(0).to(tl.int64) * cols + columns
     tl.store(dw_ptr + share, tl.sum(dw, 0), mask=columns < cols)
     if BIAS:

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, power_of_two, tl, triton
-from ._rows import check, check_device
+from ._rows import check, check_device, load_fp32, store_rounded
 from .cost import Cost
 
 
@@ -33,13 +33,13 @@ def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, length, inner, middle, hal
     i = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (i < half)[None, :]
     x = x_ptr + start[:, None] + i[None, :]
-    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    first = load_fp32(x, inside)
+    second = load_fp32(x + half, inside)
     cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
     sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0) * sign
     y = y_ptr + row[:, None] * (2 * half) + i[None, :]
-    tl.store(y, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y + half, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y, first * cos - second * sin, inside)
+    store_rounded(y + half, second * cos + first * sin, inside)
 
 
 def _three_outer(x: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import KEPT, STREAMED, cdiv, first_order, power_of_two, tl, triton
-from ._rows import Launch, as_rows, check, chosen, pipelined_launch, row_launch
+from ._rows import Launch, as_rows, check, chosen, load_fp32, pipelined_launch, row_launch, store_rounded
 from .cost import Cost
 
 ONE_TILE = 32768
@@ -55,10 +55,10 @@ def backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.const
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)[:, None]
-        y = tl.load(y_ptr + row64 * cols + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = load_fp32(y_ptr + row64 * cols + columns[None, :], inside)
+        dy = load_fp32(dy_ptr + row64 * stride_dy + columns[None, :], inside)
         dx = y * (dy - tl.sum(dy * y, 1)[:, None])
-        tl.store(dx_ptr + row64 * cols + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store_rounded(dx_ptr + row64 * cols + columns[None, :], dx, inside)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride
 
     largest = tl.max(m, 0)
     y = tl.exp(y.to(tl.float32) - largest) * (1.0 / tl.sum(l * tl.exp(m - largest), 0))
-    tl.store(y_ptr + late_row.to(tl.int64) * cols + late_columns, y.to(y_ptr.dtype.element_ty), mask=written)
+    store_rounded(y_ptr + late_row.to(tl.int64) * cols + late_columns, y, written)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def wide_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
     tl.debug_barrier()  # keeps the compiler from loading once and spilling
     dy = tl.load(dy_ptr, mask=inside, other=0.0, eviction_policy=STREAMED).to(tl.float32)
     dx = y.to(tl.float32) * (dy - product)
-    tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dx_ptr + row * cols + columns, dx, inside)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def long_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
         y = tl.load(y_ptr + row * cols + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
         dy = tl.load(dy_ptr + row * stride_dy + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
         dx = y.to(tl.float32) * (dy.to(tl.float32) - product)
-        tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < cols)
+        store_rounded(dx_ptr + row * cols + columns, dx, columns < cols)
 
 
 def launch_forward(x: Tensor, y: Tensor) -> None:

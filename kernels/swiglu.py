@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import Launch, as_rows, autocast, check, check_like, chosen
+from ._rows import Launch, as_rows, autocast, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 
@@ -32,10 +32,10 @@ def forward_kernel(gate_ptr, up_ptr, y_ptr, cols, stride_gate, stride_up, BLOCK:
     """One block of one row of y, which is contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
-    gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
+    up = load_fp32(up_ptr + row * stride_up + columns, inside)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y_ptr + row * cols + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y_ptr + row * cols + columns, y, inside)
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, cols, stride_d
     """One block of one row of both gradients, which are contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
-    dy = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = load_fp32(dy_ptr + row * stride_dy + columns, inside)
+    gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
+    up = load_fp32(up_ptr + row * stride_up + columns, inside)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     out = row * cols + columns
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + out, (dy * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dgate_ptr + out, dgate, inside)
+    store_rounded(dup_ptr + out, dy * gate * sigmoid, inside)
 
 
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
