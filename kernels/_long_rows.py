@@ -148,15 +148,15 @@ def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor
                          ds: Tensor, silu: bool, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
-    device, centre, has_bias = s.device, mean is not None, bias_dtype is not None
-    c1, c2 = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
+    centre, has_bias = mean is not None, bias_dtype is not None
+    c1, c2 = s.new_empty(2, rows, dtype=torch.float32).unbind(0)
     launch = chosen("long_products", Launch(block=4096, warps=8))
     _dispatch.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
                      s.stride(0), CENTRE=centre, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = cdiv(cols, launch.block)
-    shares = max(1, min(rows, launch.programs(1 << 30, device) // strips))
-    parts = torch.empty(1 + has_bias, shares, cols, dtype=torch.float32, device=device)
+    shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
+    parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
     _dispatch.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
                      parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
                      TOTAL=dtotal is not None, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)

@@ -209,7 +209,7 @@ def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in K dtypes, in one launch if these are equal."""
     kinds, count, cols = parts.shape
     written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
-    out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
+    out = [parts.new_empty(cols, dtype=written) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     block, second = 16, out[1] if kinds == 2 else None
     _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], second, count, cols, TWO=kinds == 2,

@@ -168,10 +168,10 @@ def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
     if reduction != "mean":
-        return torch.ones((), dtype=torch.float32, device=targets.device)
+        return targets.new_ones((), dtype=torch.float32)
     if _dispatch.idle(targets) or not _dispatch.runs_triton(targets):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
-    scale = torch.empty((), dtype=torch.float32, device=targets.device)
+    scale = targets.new_empty((), dtype=torch.float32)
     _dispatch.launch(total_kernel, (1,), targets.contiguous(), scale, scale, scale, len(targets), ignore_index,
                      COUNT=True, BLOCK=4096, num_warps=16)
     return scale
@@ -183,7 +183,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
         return loss
     if not _dispatch.runs_triton(loss):
         return loss.sum() * scale
-    total = torch.empty((), dtype=torch.float32, device=loss.device)
+    total = loss.new_empty(())
     _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
     return total
 
@@ -250,8 +250,7 @@ def plain_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, s
 
 def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, m and s, three tensors (N) in fp32."""
-    loss, largest, total = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(3))
-    return loss, largest, total
+    return tuple(z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(3))
 
 
 def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_index: object, label_smoothing: object,
@@ -299,7 +298,7 @@ class CrossEntropy(Function):
         if ctx.inplace and not torch.compiler.is_compiling():
             dz = logits.detach()
         else:
-            dz = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dz = logits.new_empty(logits.shape)
         gradient_op(logits, *saved, dloss.reshape(-1), scale, dz, *ctx.options)
         return dz, None, None, None, None, None
 
@@ -335,7 +334,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
         scale: one fp32 element, see `mean_scale`.
         out: where the gradient goes; the logits themselves are allowed, and overwritten.
     """
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    out = logits.new_empty(logits.shape) if out is None else out
     if logits.numel() and _dispatch.runs_triton(logits):
         loss, largest, total = _empty_rows(logits)
         launch_loss(logits, targets, loss, largest, total, ignore_index, label_smoothing, out, scale)

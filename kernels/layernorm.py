@@ -43,8 +43,8 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, m and r (N) fp32."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, r = (torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device) for _ in range(2))
+    y = x.new_empty(x.shape, dtype=dtype)
+    m, r = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
     if _dispatch.idle(x):
         return y, m, r
     w, b = w.contiguous(), None if b is None else b.contiguous()
@@ -60,7 +60,7 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
 def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
                 bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
     if not _dispatch.runs_triton(x):

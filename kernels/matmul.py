@@ -235,7 +235,7 @@ def _check(a: object, b: object, bias: object, epilogue: object, precision: obje
 def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
               fp32: bool = False) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
-    y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype, device=a.device)
+    y = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
     if _dispatch.idle(y):
         return y
     if not _dispatch.runs_triton(a):

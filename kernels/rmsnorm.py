@@ -160,7 +160,7 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mea
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
     programs = launch.programs(cdiv(rows, launch.rows), s.device)
-    parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=s.device)
+    parts = s.new_empty(1 + has_bias, programs, cols, dtype=torch.float32)
     _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
                      dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
                      SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
@@ -180,9 +180,9 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    s = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    r = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape, dtype=dtype)
+    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    r = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
     if _dispatch.idle(x):
         return y, s, r
     if not _dispatch.runs_triton(x):
@@ -197,7 +197,7 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
 def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor,
                 silu: bool) -> tuple[Tensor, Tensor]:
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
-    ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    ds = s.new_empty(s.shape)
     if _dispatch.idle(s):
         return ds, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(s):

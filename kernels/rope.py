@@ -73,7 +73,7 @@ def _check(x: object, cos: object, sin: object, *_: object) -> None:
 @_dispatch.operator("rope", _check)
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """x (…, T, D) turned by `sign` times its angles, contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):

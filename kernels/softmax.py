@@ -150,7 +150,7 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))  # all that run at once
     pieces = cdiv(cols, launch.block)
-    m, l = torch.empty(2, rows * pieces, dtype=torch.float32, device=x.device).unbind(0)  # noqa: E741
+    m, l = x.new_empty(2, rows * pieces, dtype=torch.float32).unbind(0)  # noqa: E741
     done = torch.zeros(rows, dtype=torch.int32, device=x.device)
     lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
     _dispatch.launch(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
@@ -176,7 +176,7 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
 @_dispatch.operator("softmax_forward", lambda x: check("x", x, 1))
 def forward_op(x: Tensor) -> Tensor:
     """x (…, D) → y, contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
@@ -189,7 +189,7 @@ def forward_op(x: Tensor) -> Tensor:
 @_dispatch.operator("softmax_backward")
 def backward_op(dy: Tensor, y: Tensor) -> Tensor:
     """dx from the gradient of y."""
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx = y.new_empty(y.shape)
     if _dispatch.idle(y):
         return dx
     if not _dispatch.runs_triton(y):

@@ -80,7 +80,7 @@ def _check(gate: object, up: object) -> None:
 @_dispatch.operator("swiglu_forward", _check)
 def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (…, F) → y, contiguous."""
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = gate.new_empty(gate.shape)
     if _dispatch.idle(gate):
         return y
     if not _dispatch.runs_triton(gate):
@@ -92,7 +92,7 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
 @_dispatch.operator("swiglu_backward")
 def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup), contiguous."""
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    dgate, dup = (gate.new_empty(gate.shape) for _ in range(2))
     if _dispatch.idle(gate):
         return dgate, dup
     if not _dispatch.runs_triton(gate):

@@ -71,7 +71,7 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     launch = Launch(block, max(1, 4096 // block), 4, per_sm=4)
     strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
-    parts = torch.empty(1, shares, cols, dtype=torch.float32, device=x.device)
+    parts = x.new_empty(1, shares, cols, dtype=torch.float32)
     _dispatch.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
                      BLOCK=launch.block, num_warps=launch.warps)
     return sum_columns(parts, w.dtype)[0]
@@ -85,7 +85,7 @@ def _check(x: object, w: object) -> None:
 @_dispatch.operator("weighted_sum_forward", _check)
 def forward_op(x: Tensor, w: Tensor) -> Tensor:
     """x (…, D), w (D) → y (…)."""
-    y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape[:-1])
     if _dispatch.idle(x):
         return y.zero_()
     if not _dispatch.runs_triton(x):
@@ -97,7 +97,7 @@ def forward_op(x: Tensor, w: Tensor) -> Tensor:
 @_dispatch.operator("weighted_sum_backward")
 def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(x):

@@ -247,7 +247,7 @@ def launch_delta(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     """
     batch, heads, query_count, head_dim = q.shape
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
-    delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
+    delta = q.new_empty(batch, heads, padded_count, dtype=torch.float32)
     lse2 = torch.empty_like(delta)
     rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS or dq_sum is not None else LONG_DELTA_ROWS
     launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, dlse, delta, lse2, dq_sum,

@@ -58,7 +58,7 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     shape = q.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _rows_contiguous(torch.empty_like(q))
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not _dispatch.idle(q):
         if k.numel() and _dispatch.runs_triton(q):
             _launch_forward(q, k, v, o, lse, problem)
