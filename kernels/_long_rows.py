@@ -11,7 +11,6 @@ writes dx and sums the contributions to dw and db.
 import torch
 from torch import Tensor
 
-from . import _dispatch
 from ._dispatch import cdiv, tl, triton
 from ._rows import Launch, chosen, load_fp32, store_rounded, sum_columns
 from .rmsnorm import gradient_before
@@ -138,10 +137,10 @@ def launch_long_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
     centre, has_residual = mean is not None, residual is not None
-    _dispatch.launch(long_forward_kernel, (rows,), x, residual if has_residual else x, w,
-                     bias if bias is not None else w, y, s if has_residual else y, mean if centre else r, r, cols,
-                     x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=centre, BIAS=bias is not None,
-                     RESIDUAL=has_residual, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w,
+                 bias if bias is not None else w, y, s if has_residual else y, mean if centre else r, r, cols,
+                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=centre, BIAS=bias is not None,
+                 RESIDUAL=has_residual, SILU=silu)
 
 
 def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
@@ -151,14 +150,14 @@ def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor
     centre, has_bias = mean is not None, bias_dtype is not None
     c1, c2 = s.new_empty(2, rows, dtype=torch.float32).unbind(0)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    _dispatch.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
-                     s.stride(0), CENTRE=centre, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
+                 s.stride(0), CENTRE=centre, SILU=silu)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = cdiv(cols, launch.block)
     shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
-    _dispatch.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
-                     parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
-                     TOTAL=dtotal is not None, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
+                 parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
+                 TOTAL=dtotal is not None, SILU=silu)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None

@@ -11,6 +11,7 @@ and so are the bits of the result.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,14 @@ class Launch:
     stages: int = 1
     per_sm: int = 0
 
-    def programs(self, tiles: int, device: torch.device) -> int:
-        """Size of the grid for that many tiles."""
+    def programs(self, rows: int, device: torch.device) -> int:
+        """Size of the grid for that many rows."""
+        tiles = cdiv(rows, self.rows)
         return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
+
+    def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launch a kernel with tiles of BLOCK columns; options are its other constants."""
+        _dispatch.launch(kernel, grid, *args, BLOCK=self.block, num_warps=self.warps, **options)
 
 
 def chosen(kernel: str, default: Launch) -> Launch:

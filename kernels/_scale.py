@@ -39,5 +39,4 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         return
     launch = Launch(block=4096, warps=8, per_sm=8)
     blocks = cdiv(x.numel(), launch.block)
-    _dispatch.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
-                     num_warps=launch.warps)
+    launch.start(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel())

@@ -148,10 +148,9 @@ def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total
         launch = chosen("cross_entropy", Launch(block=4096, warps=8))
     else:  # one row per multiprocessor: what it reads again is still in the L2
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
-    _dispatch.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
-                     cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
-                     SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
-                     num_warps=launch.warps)
+    launch.start(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
+                 cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
+                 SMOOTH=smoothing != 0, GRADIENT=dz is not None, VECTOR=16 // z.element_size())
 
 
 def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
@@ -160,9 +159,8 @@ def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, 
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = cdiv(cols, launch.block)
-    _dispatch.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
-                     z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
-                     BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols, z.stride(0),
+                 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing))
 
 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:

@@ -85,12 +85,9 @@ def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: f
     """Fill y from contiguous x or, with a dy, the gradient of x from that."""
     options = chosen("dropout", FLAT)
     count, cols = y.numel(), 1 if bias is None else bias.numel()
-    flags = {"GELU": gelu, "BIAS": bias is not None, "BLOCK": options.block, "num_warps": options.warps}
-    grid = (cdiv(count, options.block),)
-    if dy is None:
-        _dispatch.launch(dropout_kernel, grid, x, bias, seed, y, count, cols, *levels(p), **flags)
-    else:
-        _dispatch.launch(backward_kernel, grid, dy, x, bias, seed, y, count, cols, *levels(p), **flags)
+    kernel, read = (dropout_kernel, (x,)) if dy is None else (backward_kernel, (dy, x))
+    options.start(kernel, (cdiv(count, options.block),), *read, bias, seed, y, count, cols, *levels(p), GELU=gelu,
+                  BIAS=bias is not None)
 
 
 def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:

@@ -76,8 +76,7 @@ def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> 
     """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
     count = tensors[0].numel()
     launch = chosen(name, default)
-    _dispatch.launch(kernel, (cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
-                     num_warps=launch.warps)
+    launch.start(kernel, (cdiv(count, launch.block),), *tensors, count)
 
 
 @_dispatch.operator("add")

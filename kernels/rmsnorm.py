@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch
-from ._dispatch import cdiv, first_order, tl, triton
+from ._dispatch import first_order, tl, triton
 from ._rows import (
     DTYPES,
     as_rows,
@@ -141,11 +141,10 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
     wide = mean is None and cols > ONE_TILE // 2
     sizes = {"per_thread": 16 if wide else 32} if mean is None else {"per_thread": 64, "tile": 8192}
     launch = row_launch("rmsnorm", cols, **sizes)
-    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, residual, w, bias, y, s, mean, r, rows, cols, x.stride(0),
-                     0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
-                     BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
-                     BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, mean, r, rows, cols,
+                 x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
+                 BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
+                 STAGES=launch.stages)
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
@@ -159,11 +158,11 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mea
     has_bias = bias_dtype is not None
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
-    programs = launch.programs(cdiv(rows, launch.rows), s.device)
+    programs = launch.programs(rows, s.device)
     parts = s.new_empty(1 + has_bias, programs, cols, dtype=torch.float32)
-    _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
-                     dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
-                     SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
+                 dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
+                 SILU=silu, ROWS=launch.rows, STAGES=launch.stages)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None
 

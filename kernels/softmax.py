@@ -140,9 +140,8 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
         launch = pipelined_launch("softmax", cols, x.element_size(), x.device)
     else:
         launch = row_launch("softmax", cols, tile=1024)
-    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                     STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, y, rows, cols, x.stride(0), ROWS=launch.rows,
+                 STAGES=launch.stages)
 
 
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
@@ -153,8 +152,8 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     m, l = x.new_empty(2, rows * pieces, dtype=torch.float32).unbind(0)  # noqa: E741
     done = torch.zeros(rows, dtype=torch.int32, device=x.device)
     lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
-    _dispatch.launch(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
-                     lag, PIECES=max(2, power_of_two(pieces)), BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces, lag,
+                 PIECES=max(2, power_of_two(pieces)))
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -165,12 +164,11 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
             kernel, launch = wide_backward_kernel, Launch(block=power_of_two(cols), warps=32)
         else:
             kernel, launch = long_backward_kernel, chosen("softmax_long_backward", Launch(block=16384, warps=32))
-        _dispatch.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
+        launch.start(kernel, (rows,), dy, y, dx, cols, dy.stride(0))
         return
     launch = row_launch("softmax_backward", cols)
-    grid = (launch.programs(cdiv(rows, launch.rows), y.device),)
-    _dispatch.launch(backward_kernel, grid, dy, y, dx, rows, cols, dy.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                     STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(backward_kernel, (launch.programs(rows, y.device),), dy, y, dx, rows, cols, dy.stride(0),
+                 ROWS=launch.rows, STAGES=launch.stages)
 
 
 @_dispatch.operator("softmax_forward", lambda x: check("x", x, 1))

@@ -68,7 +68,7 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * cdiv(cols, options.block),)
     strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
-    _dispatch.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)
+    options.start(kernel, grid, *inputs, *outputs, cols, *strides)
 
 
 def _check(gate: object, up: object) -> None:

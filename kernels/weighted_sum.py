@@ -59,9 +59,8 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y."""
     rows, cols = x.shape
     block = min(2048, power_of_two(cols))
-    tile = max(1, 8192 // block)
-    _dispatch.launch(forward_kernel, (cdiv(rows, tile),), x, w, y, rows, cols, x.stride(0), ROWS=tile, BLOCK=block,
-                     num_warps=8)
+    launch = Launch(block, max(1, 8192 // block), 8)
+    launch.start(forward_kernel, (cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0), ROWS=launch.rows)
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
@@ -72,8 +71,7 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
     parts = x.new_empty(1, shares, cols, dtype=torch.float32)
-    _dispatch.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
-                     BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows)
     return sum_columns(parts, w.dtype)[0]
 
 
