@@ -228,6 +228,4 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False) -> Cost:
     """Least FLOPs and bytes of the element-wise part."""
-    count = torch.Size(shape).numel()
-    tensors = 3 if gelu and backward else 2
-    return Cost((13 if gelu else 3) * count, tensors * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 13 if gelu else 3, 3 if gelu and backward else 2)

@@ -167,11 +167,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def add_cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
     """Two inputs, one output."""
-    count = torch.Size(shape).numel()
-    return Cost(count, 3 * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 1, 3)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Of GeLU: x and y forward; dy, x and dx backward."""
-    count = torch.Size(shape).numel()
-    return Cost((20 if backward else 10) * count, (3 if backward else 2) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 20 if backward else 10, 3 if backward else 2)

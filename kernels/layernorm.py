@@ -19,14 +19,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import first_order
-from ._rows import (
-    as_rows,
-    autocast_dtype,
-    check,
-    check_positive,
-    check_width,
-    sum_over_rows,
-)
+from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, sum_over_rows
 from .cost import Cost
 from .rmsnorm import launch_backward, launch_forward, plain_backward
 
@@ -106,6 +99,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes, with a bias."""
-    count, cols = torch.Size(shape).numel(), shape[-1]
-    vectors = 2 * cols * dtype.itemsize * (2 if backward else 1) + 8 * count // max(cols, 1)
-    return Cost((12 if backward else 7) * count, (3 if backward else 2) * count * dtype.itemsize + vectors)
+    vectors = 2 * shape[-1] * dtype.itemsize * (2 if backward else 1) + 8 * torch.Size(shape[:-1]).numel()
+    return Cost.of_elements(shape, dtype, 12 if backward else 7, 3 if backward else 2) + Cost(0, vectors)

@@ -322,7 +322,6 @@ def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False,
     """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
     from .cost import Cost
 
-    count, cols = torch.Size(shape).numel(), shape[-1]
     tensors = (3 if backward else 2) + (residual if backward else 2 * residual)
-    vectors = cols * dtype.itemsize * (2 if backward else 1) + 4 * count // max(cols, 1)
-    return Cost((9 if backward else 4) * count, tensors * count * dtype.itemsize + vectors)
+    vectors = shape[-1] * dtype.itemsize * (2 if backward else 1) + 4 * torch.Size(shape[:-1]).numel()
+    return Cost.of_elements(shape, dtype, 9 if backward else 4, tensors) + Cost(0, vectors)

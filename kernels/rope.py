@@ -114,5 +114,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
     """Least FLOPs and bytes of either pass: x, y and the two tables."""
-    count = torch.Size(shape).numel()
-    return Cost(3 * count, 2 * count * dtype.itemsize + 8 * shape[-1] * shape[-2])
+    return Cost.of_elements(shape, dtype, 3, 2) + Cost(0, 8 * shape[-1] * shape[-2])

@@ -226,5 +226,4 @@ def softmax(x: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes: x and y; backward y, dy and dx."""
-    count = torch.Size(shape).numel()
-    return Cost((4 if backward else 5) * count, (3 if backward else 2) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 4 if backward else 5, 3 if backward else 2)

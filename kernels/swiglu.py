@@ -132,5 +132,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes."""
-    count = torch.Size(shape).numel()
-    return Cost((12 if backward else 6) * count, (5 if backward else 3) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 12 if backward else 6, 5 if backward else 3)
