@@ -131,32 +131,29 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
         tl.store(db_ptr + share, db, mask=inside)
 
 
-def launch_long_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
-                        silu: bool, mean: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Fill y, r and, where they are wanted, s and mean; with a mean it is LayerNorm."""
+def launch_long_forward(x, residual, w, y, s, r, eps, silu, mean=None, bias=None) -> None:
+    """Fill y, r and, where they are wanted, s and mean; all as for `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
-    centre, has_residual = mean is not None, residual is not None
-    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w,
-                 bias if bias is not None else w, y, s if has_residual else y, mean if centre else r, r, cols,
-                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=centre, BIAS=bias is not None,
-                 RESIDUAL=has_residual, SILU=silu)
+    has_residual = residual is not None
+    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias, y, s, mean, r, cols,
+                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=mean is not None,
+                 BIAS=bias is not None, RESIDUAL=has_residual, SILU=silu)
 
 
-def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
-                         ds: Tensor, silu: bool, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one."""
+def launch_long_backward(dy, dtotal, s, w, mean, r, ds, silu, bias_dtype) -> tuple[Tensor, Tensor | None]:
+    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one; all as for `rmsnorm.launch_backward`."""
     rows, cols = s.shape
     centre, has_bias = mean is not None, bias_dtype is not None
     c1, c2 = s.new_empty(2, rows, dtype=torch.float32).unbind(0)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    launch.start(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
+    launch.start(row_products_kernel, (rows,), dy, s, w, mean, r, c1, c2, cols, dy.stride(0),
                  s.stride(0), CENTRE=centre, SILU=silu)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = cdiv(cols, launch.block)
     shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
-    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
+    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean, r, c1, c2, ds,
                  parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
                  TOTAL=dtotal is not None, SILU=silu)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
