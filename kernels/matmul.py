@@ -261,14 +261,17 @@ def flops(a, b, *_, out_shape=None, **__) -> int:
 
 
 class MatMul(Function):
-    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias."""
+    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias.
+
+    Autograd casts the gradients back where autocast has cast a and b.
+    """
 
     @staticmethod
     def forward(ctx, a, b, bias=None, epilogue=None, precision="tf32x3"):
         cast = autocast(a, b)
         y = matmul_op(*cast, bias, epilogue, precision)
         ctx.save_for_backward(*cast, bias)
-        ctx.options, ctx.dtypes = (epilogue, precision), (a.dtype, b.dtype)
+        ctx.options = epilogue, precision
         return y
 
     @staticmethod
@@ -279,8 +282,8 @@ class MatMul(Function):
         g = dy
         if epilogue is not None:
             g = slope_op(dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue)
-        da = matmul_op(g, b.T, None, None, precision).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        db = matmul_op(a.T, g, None, None, precision).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        da = matmul_op(g, b.T, None, None, precision) if ctx.needs_input_grad[0] else None
+        db = matmul_op(a.T, g, None, None, precision) if ctx.needs_input_grad[1] else None
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = g.sum(0, dtype=torch.float32).to(bias.dtype)
