@@ -84,6 +84,7 @@ def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: f
                    dy: Tensor | None = None) -> None:
     """Fill y from contiguous x or, with a dy, the gradient of x from that."""
     options = chosen("dropout", FLAT)
+    bias = None if bias is None else bias.contiguous()
     count, cols = y.numel(), 1 if bias is None else bias.numel()
     kernel, read = (dropout_kernel, (x,)) if dy is None else (backward_kernel, (dy, x))
     options.start(kernel, (cdiv(count, options.block),), *read, bias, seed, y, count, cols, *levels(p), GELU=gelu,
@@ -107,7 +108,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     if not _dispatch.runs_triton(x):
         a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
         return y.copy_(torch.where(_plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0))
-    launch_dropout(x, None if bias is None else bias.contiguous(), seed, y, p, gelu)
+    launch_dropout(x, bias, seed, y, p, gelu)
     return y
 
 
@@ -124,7 +125,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: flo
             a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
             g = g * reference.gelu_slope(a)
         return dx.copy_(g)
-    launch_dropout(x.contiguous(), None if bias is None else bias.contiguous(), seed, dx, p, gelu, dy)
+    launch_dropout(x.contiguous(), bias, seed, dx, p, gelu, dy)
     return dx
 
 
