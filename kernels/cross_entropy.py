@@ -179,7 +179,7 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
     """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
     if reduction == "none":
         return loss
-    if not _dispatch.runs_triton(loss):
+    if _dispatch.idle(loss) or not _dispatch.runs_triton(loss):
         return loss.sum() * scale
     total = loss.new_empty(())
     _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
@@ -210,16 +210,15 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     check_classes(targets, z.shape[1], ignore_index)
     scale = mean_scale(targets, reduction, ignore_index)
     loss, largest, total = _empty_rows(z)
-    if _dispatch.idle(z):
-        return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
-    if _dispatch.runs_triton(z):
-        launch_loss(as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
-    else:
-        z = reference.wide(z)
-        torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
-        torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
-        loss.copy_(reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
-                                           reduction="none"))
+    if not _dispatch.idle(z):
+        if _dispatch.runs_triton(z):
+            launch_loss(as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
+        else:
+            z = reference.wide(z)
+            torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
+            torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
+            loss.copy_(reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
+                                               reduction="none"))
     return _reduced(loss, scale, reduction), largest, total, scale
 
 
