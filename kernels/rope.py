@@ -44,9 +44,7 @@ def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, length, inner, middle, hal
 
 def _three_outer(x: Tensor) -> Tensor:
     """x as (outer, middle, inner, T, D), without a copy for up to three leading dimensions."""
-    if x.dim() > 5:
-        x = x.flatten(0, x.dim() - 5)
-    return x.reshape((1,) * (5 - x.dim()) + tuple(x.shape)) if x.dim() < 5 else x
+    return x.flatten(0, x.dim() - 5) if x.dim() > 5 else x[(None,) * (5 - x.dim())]
 
 
 def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> None:
