@@ -11,9 +11,8 @@ writes dx and sums the contributions to dw and db.
 import torch
 from torch import Tensor
 
-from . import _dispatch
 from ._dispatch import cdiv, tl, triton
-from ._rows import Launch, chosen, sum_columns
+from ._rows import Launch, chosen, load_fp32, store_rounded, sum_columns
 from .rmsnorm import gradient_before
 
 
@@ -41,9 +40,9 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
     m2 = 0.0
     for start in tl.range(0, cols, BLOCK):
         inside = start + offsets < cols
-        s = tl.load(x_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32(x_ptr + start + offsets, inside)
         if RESIDUAL:
-            s += tl.load(residual_ptr + start + offsets, mask=inside, other=0.0).to(tl.float32)
+            s += load_fp32(residual_ptr + start + offsets, inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + start + offsets, rounded, mask=inside)
             s = rounded.to(tl.float32)
@@ -64,13 +63,13 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
     for piece in tl.range(0, pieces):
         columns = (pieces - 1 - piece) * BLOCK + offsets
         inside = columns < cols
-        s = tl.load((s_ptr if RESIDUAL else x_ptr) + columns, mask=inside, other=0.0).to(tl.float32)
-        y = (s - mean) * r * tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32((s_ptr if RESIDUAL else x_ptr) + columns, inside)
+        y = (s - mean) * r * load_fp32(w_ptr + columns, inside)
         if BIAS:
-            y += tl.load(b_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+            y += load_fp32(b_ptr + columns, inside)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
-        tl.store(y_ptr + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+        store_rounded(y_ptr + columns, y, inside)
 
 
 @triton.jit
@@ -88,9 +87,9 @@ def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, c
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         inside = columns < cols
-        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
-        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
+        g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
+        w = load_fp32(w_ptr + columns, inside)
         g = gradient_before(g, normed * w, SILU) * w
         c1 += g * normed
         c2 += g
@@ -106,7 +105,7 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
     """ds of BLOCK columns of every num_programs(1)-th row, and their share of dw and db."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < cols
-    w = tl.load(w_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    w = load_fp32(w_ptr + columns, inside)
     dw = tl.zeros([BLOCK], tl.float32)
     db = tl.zeros([BLOCK], tl.float32)
     for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
@@ -117,48 +116,45 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
         if CENTRE:
             mean = tl.load(mean_ptr + row)
             c2 = tl.load(c2_ptr + row)
-        normed = (tl.load(s_ptr + row * stride_s + columns, mask=inside, other=0.0).to(tl.float32) - mean) * r
-        g = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
+        normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
+        g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
         g = gradient_before(g, normed * w, SILU)
         dw += g * normed
         db += g
         ds = (g * w - normed * tl.load(c1_ptr + row) - c2) * r
         if TOTAL:
-            ds += tl.load(dtotal_ptr + row * cols + columns, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + row * cols + columns, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            ds += load_fp32(dtotal_ptr + row * cols + columns, inside)
+        store_rounded(ds_ptr + row * cols + columns, ds, inside)
     share = tl.program_id(1).to(tl.int64) * cols + columns
     tl.store(dw_ptr + share, dw, mask=inside)
     if BIAS:
         tl.store(db_ptr + share, db, mask=inside)
 
 
-def launch_long_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
-                        silu: bool, mean: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Fill y, r and, where they are wanted, s and mean; with a mean it is LayerNorm."""
+def launch_long_forward(x, residual, w, y, s, r, eps, silu, mean=None, bias=None) -> None:
+    """Fill y, r and, where they are wanted, s and mean; all as for `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
-    centre, has_residual = mean is not None, residual is not None
-    _dispatch.launch(long_forward_kernel, (rows,), x, residual if has_residual else x, w,
-                     bias if bias is not None else w, y, s if has_residual else y, mean if centre else r, r, cols,
-                     x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=centre, BIAS=bias is not None,
-                     RESIDUAL=has_residual, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    has_residual = residual is not None
+    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias, y, s, mean, r, cols,
+                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=mean is not None,
+                 BIAS=bias is not None, RESIDUAL=has_residual, SILU=silu)
 
 
-def launch_long_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
-                         ds: Tensor, silu: bool, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one."""
+def launch_long_backward(dy, dtotal, s, w, mean, r, ds, silu, bias_dtype) -> tuple[Tensor, Tensor | None]:
+    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one; all as for `rmsnorm.launch_backward`."""
     rows, cols = s.shape
-    device, centre, has_bias = s.device, mean is not None, bias_dtype is not None
-    c1, c2 = torch.empty(2, rows, dtype=torch.float32, device=device).unbind(0)
+    centre, has_bias = mean is not None, bias_dtype is not None
+    c1, c2 = s.new_empty(2, rows, dtype=torch.float32).unbind(0)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    _dispatch.launch(row_products_kernel, (rows,), dy, s, w, mean if centre else r, r, c1, c2, cols, dy.stride(0),
-                     s.stride(0), CENTRE=centre, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(row_products_kernel, (rows,), dy, s, w, mean, r, c1, c2, cols, dy.stride(0),
+                 s.stride(0), CENTRE=centre, SILU=silu)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = cdiv(cols, launch.block)
-    shares = max(1, min(rows, launch.programs(1 << 30, device) // strips))
-    parts = torch.empty(1 + has_bias, shares, cols, dtype=torch.float32, device=device)
-    _dispatch.launch(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean if centre else r, r, c1, c2, ds,
-                     parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
-                     TOTAL=dtotal is not None, SILU=silu, BLOCK=launch.block, num_warps=launch.warps)
+    shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
+    parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
+    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean, r, c1, c2, ds,
+                 parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
+                 TOTAL=dtotal is not None, SILU=silu)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None

@@ -11,6 +11,7 @@ and so are the bits of the result.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,9 +45,14 @@ class Launch:
     stages: int = 1
     per_sm: int = 0
 
-    def programs(self, tiles: int, device: torch.device) -> int:
-        """Size of the grid for that many tiles."""
+    def programs(self, rows: int, device: torch.device) -> int:
+        """Size of the grid for that many rows."""
+        tiles = cdiv(rows, self.rows)
         return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
+
+    def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        """Launch a kernel with tiles of BLOCK columns; options are its other constants."""
+        _dispatch.launch(kernel, grid, *args, BLOCK=self.block, num_warps=self.warps, **options)
 
 
 def chosen(kernel: str, default: Launch) -> Launch:
@@ -176,6 +182,18 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
+def load_fp32(pointers, inside):
+    """What lies at the pointers, in fp32; zeros where `inside` is false."""
+    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rounded(pointers, x, inside):
+    """Store x where `inside` is true, rounded to the dtype that the pointers point to."""
+    tl.store(pointers, x.to(pointers.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.constexpr, ROWS: tl.constexpr,
                       BLOCK: tl.constexpr):
     """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
@@ -190,14 +208,14 @@ def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.const
         inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
         offsets = (start + rows).to(tl.int64)[:, None] * cols + columns[None, :]
         acc += tl.load(parts_ptr + offsets, mask=inside, other=0.0)
-    tl.store(out_ptr + columns, tl.sum(acc, 0).to(out_ptr.dtype.element_ty), mask=columns < cols)
+    store_rounded(out_ptr + columns, tl.sum(acc, 0), columns < cols)
 
 
 def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in K dtypes, in one launch if these are equal."""
     kinds, count, cols = parts.shape
     written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
-    out = [torch.empty(cols, dtype=written, device=parts.device) for _ in range(kinds)]
+    out = [parts.new_empty(cols, dtype=written) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     block, second = 16, out[1] if kinds == 2 else None
     _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], second, count, cols, TWO=kinds == 2,

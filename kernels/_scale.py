@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import _dispatch
 from ._dispatch import cdiv, tl, triton
-from ._rows import Launch
+from ._rows import Launch, store_rounded
 
 
 @triton.jit
@@ -22,7 +22,7 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
             inside = offsets < count
             x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
             x = tl.where(x == 0.0, x, x * factor)
-            tl.store(x_ptr + offsets, x.to(x_ptr.dtype.element_ty), mask=inside)
+            store_rounded(x_ptr + offsets, x, inside)
 
 
 @_dispatch.operator("scale_", mutates_args=("x",), opaque=True)
@@ -39,5 +39,4 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         return
     launch = Launch(block=4096, warps=8, per_sm=8)
     blocks = cdiv(x.numel(), launch.block)
-    _dispatch.launch(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel(), BLOCK=launch.block,
-                     num_warps=launch.warps)
+    launch.start(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel())

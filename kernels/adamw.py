@@ -26,7 +26,7 @@ from torch import Tensor
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, tl, triton
-from ._rows import DTYPES
+from ._rows import DTYPES, store_rounded
 from .cost import Cost
 
 BLOCK = 2048  # elements of a program
@@ -54,7 +54,7 @@ def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps
     m = _moving_average(m, g, weight1)
     v = _moving_average(tl.minimum(v, LARGEST), tl.minimum(g * g, LARGEST), weight2)  # ∞ − ∞ would be NaN
     p = p - rate * (m / (tl.sqrt(v) / root_correction2 + eps))
-    tl.store(p_ptr + offsets, p.to(p_ptr.dtype.element_ty), mask=inside)
+    store_rounded(p_ptr + offsets, p, inside)
     tl.store(m_ptr + offsets, m, mask=inside)
     tl.store(v_ptr + offsets, v, mask=inside)
 

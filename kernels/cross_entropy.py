@@ -25,7 +25,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import KEPT, STREAMED, cdiv, first_order, tl, triton
-from ._rows import Launch, as_rows, check, check_device, chosen
+from ._rows import Launch, as_rows, check, check_device, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 REDUCTIONS = ("mean", "sum", "none")
@@ -92,10 +92,10 @@ def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_off
                 dz = tl.exp(z - m) * share
                 if SMOOTH:
                     dz -= smoothing / cols
-                tl.store(dz_ptr + columns, (dz * scale).to(dz_ptr.dtype.element_ty), mask=columns < cols)
+                store_rounded(dz_ptr + columns, dz * scale, columns < cols)
             tl.debug_barrier()  # the one column that differs is written again, after all
             dz = (tl.exp(z_target - m) * share - smoothing / cols - (1.0 - smoothing)) * scale
-            tl.store(dz_ptr + target, dz.to(dz_ptr.dtype.element_ty), mask=within)
+            store_rounded(dz_ptr + target, dz, within)
         else:
             for block in tl.range(0, blocks):
                 columns = block * BLOCK + offsets
@@ -114,11 +114,11 @@ def gradient_kernel(z_ptr, target_ptr, largest_ptr, total_ptr, upstream_ptr, sca
     kept = target != ignore_index
     scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
     scale = tl.where((target >= 0) & (target < cols), scale, float("nan"))
-    z = tl.load(z_ptr + row * stride_z + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    z = load_fp32(z_ptr + row * stride_z + columns, columns < cols)
     dz = tl.exp(z - tl.load(largest_ptr + row)) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
     dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
     dz = tl.where(kept, dz * scale, 0.0)
-    tl.store(dz_ptr + row * cols + columns, dz.to(dz_ptr.dtype.element_ty), mask=columns < cols)
+    store_rounded(dz_ptr + row * cols + columns, dz, columns < cols)
 
 
 @triton.jit
@@ -148,10 +148,9 @@ def launch_loss(z: Tensor, targets: Tensor, loss: Tensor, largest: Tensor, total
         launch = chosen("cross_entropy", Launch(block=4096, warps=8))
     else:  # one row per multiprocessor: what it reads again is still in the L2
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
-    _dispatch.launch(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
-                     cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
-                     SMOOTH=smoothing != 0, GRADIENT=dz is not None, BLOCK=launch.block, VECTOR=16 // z.element_size(),
-                     num_warps=launch.warps)
+    launch.start(loss_kernel, (launch.programs(rows, z.device),), z, targets, loss, largest, total, dz, scale, rows,
+                 cols, z.stride(0), 0 if dz is None else dz.stride(0), ignore_index, float(smoothing),
+                 SMOOTH=smoothing != 0, GRADIENT=dz is not None, VECTOR=16 // z.element_size())
 
 
 def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, upstream: Tensor, scale: Tensor,
@@ -160,18 +159,17 @@ def launch_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, 
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = cdiv(cols, launch.block)
-    _dispatch.launch(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols,
-                     z.stride(0), 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing),
-                     BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(gradient_kernel, (rows * blocks,), z, targets, largest, total, upstream, scale, dz, cols, z.stride(0),
+                 1 if upstream.numel() > 1 else 0, blocks, ignore_index, float(smoothing))
 
 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
     """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
     if reduction != "mean":
-        return torch.ones((), dtype=torch.float32, device=targets.device)
+        return targets.new_ones((), dtype=torch.float32)
     if _dispatch.idle(targets) or not _dispatch.runs_triton(targets):
         return 1.0 / (targets != ignore_index).sum().clamp(min=1).to(torch.float32)
-    scale = torch.empty((), dtype=torch.float32, device=targets.device)
+    scale = targets.new_empty((), dtype=torch.float32)
     _dispatch.launch(total_kernel, (1,), targets.contiguous(), scale, scale, scale, len(targets), ignore_index,
                      COUNT=True, BLOCK=4096, num_warps=16)
     return scale
@@ -181,9 +179,9 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
     """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
     if reduction == "none":
         return loss
-    if not _dispatch.runs_triton(loss):
+    if _dispatch.idle(loss) or not _dispatch.runs_triton(loss):
         return loss.sum() * scale
-    total = torch.empty((), dtype=torch.float32, device=loss.device)
+    total = loss.new_empty(())
     _dispatch.launch(total_kernel, (1,), loss, loss, scale, total, len(loss), 0, COUNT=False, BLOCK=4096, num_warps=16)
     return total
 
@@ -212,16 +210,15 @@ def forward_op(z: Tensor, targets: Tensor, ignore_index: int, smoothing: float,
     check_classes(targets, z.shape[1], ignore_index)
     scale = mean_scale(targets, reduction, ignore_index)
     loss, largest, total = _empty_rows(z)
-    if _dispatch.idle(z):
-        return loss if reduction == "none" else loss.sum() * scale, largest, total, scale
-    if _dispatch.runs_triton(z):
-        launch_loss(as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
-    else:
-        z = reference.wide(z)
-        torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
-        torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
-        loss.copy_(reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
-                                           reduction="none"))
+    if not _dispatch.idle(z):
+        if _dispatch.runs_triton(z):
+            launch_loss(as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing)
+        else:
+            z = reference.wide(z)
+            torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
+            torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
+            loss.copy_(reference.cross_entropy(z, targets, ignore_index=ignore_index, label_smoothing=smoothing,
+                                               reduction="none"))
     return _reduced(loss, scale, reduction), largest, total, scale
 
 
@@ -250,8 +247,7 @@ def plain_gradient(z: Tensor, targets: Tensor, largest: Tensor, total: Tensor, s
 
 def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, m and s, three tensors (N) in fp32."""
-    loss, largest, total = (torch.empty(z.shape[0], dtype=torch.float32, device=z.device) for _ in range(3))
-    return loss, largest, total
+    return tuple(z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(3))
 
 
 def check_arguments(logits_rows: int, logits: Tensor, targets: object, ignore_index: object, label_smoothing: object,
@@ -299,7 +295,7 @@ class CrossEntropy(Function):
         if ctx.inplace and not torch.compiler.is_compiling():
             dz = logits.detach()
         else:
-            dz = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+            dz = logits.new_empty(logits.shape)
         gradient_op(logits, *saved, dloss.reshape(-1), scale, dz, *ctx.options)
         return dz, None, None, None, None, None
 
@@ -335,7 +331,7 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
         scale: one fp32 element, see `mean_scale`.
         out: where the gradient goes; the logits themselves are allowed, and overwritten.
     """
-    out = torch.empty_like(logits, memory_format=torch.contiguous_format) if out is None else out
+    out = logits.new_empty(logits.shape) if out is None else out
     if logits.numel() and _dispatch.runs_triton(logits):
         loss, largest, total = _empty_rows(logits)
         launch_loss(logits, targets, loss, largest, total, ignore_index, label_smoothing, out, scale)

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import check, check_width, chosen, common_dtype, sum_over_rows
+from ._rows import check, check_width, chosen, common_dtype, load_fp32, store_rounded, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
 
@@ -47,14 +47,14 @@ def dropout_kernel(x_ptr, bias_ptr, seed_ptr, y_ptr, count, cols, threshold, sca
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+    x = load_fp32(x_ptr + offsets, inside)
     if BIAS:
-        x += tl.load(bias_ptr + offsets % cols, mask=inside, other=0.0).to(tl.float32)
+        x += load_fp32(bias_ptr + offsets % cols, inside)
     if GELU:
         x = gelu_of(x)
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
     y = tl.where(kept, x * scale, 0.0)
-    tl.store(y_ptr + offsets, y.to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y_ptr + offsets, y, inside)
 
 
 @triton.jit
@@ -64,14 +64,14 @@ def backward_kernel(dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, count, cols, thre
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
-    dx = tl.load(dy_ptr + offsets, mask=inside, other=0.0).to(tl.float32) * scale
+    dx = load_fp32(dy_ptr + offsets, inside) * scale
     if GELU:
-        x = tl.load(x_ptr + offsets, mask=inside, other=0.0).to(tl.float32)
+        x = load_fp32(x_ptr + offsets, inside)
         if BIAS:
-            x += tl.load(bias_ptr + offsets % cols, mask=inside, other=0.0).to(tl.float32)
+            x += load_fp32(bias_ptr + offsets % cols, inside)
         dx = dx * gelu_slope(x)
     kept = random_levels(tl.load(seed_ptr), first, BLOCK) >= threshold
-    tl.store(dx_ptr + offsets, tl.where(kept, dx, 0.0).to(dx_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dx_ptr + offsets, tl.where(kept, dx, 0.0), inside)
 
 
 def levels(p: float) -> tuple[int, float]:
@@ -84,13 +84,11 @@ def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: f
                    dy: Tensor | None = None) -> None:
     """Fill y from contiguous x or, with a dy, the gradient of x from that."""
     options = chosen("dropout", FLAT)
+    bias = None if bias is None else bias.contiguous()
     count, cols = y.numel(), 1 if bias is None else bias.numel()
-    flags = {"GELU": gelu, "BIAS": bias is not None, "BLOCK": options.block, "num_warps": options.warps}
-    grid = (cdiv(count, options.block),)
-    if dy is None:
-        _dispatch.launch(dropout_kernel, grid, x, bias, seed, y, count, cols, *levels(p), **flags)
-    else:
-        _dispatch.launch(backward_kernel, grid, dy, x, bias, seed, y, count, cols, *levels(p), **flags)
+    kernel, read = (dropout_kernel, (x,)) if dy is None else (backward_kernel, (dy, x))
+    options.start(kernel, (cdiv(count, options.block),), *read, bias, seed, y, count, cols, *levels(p), GELU=gelu,
+                  BIAS=bias is not None)
 
 
 def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -110,7 +108,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     if not _dispatch.runs_triton(x):
         a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
         return y.copy_(torch.where(_plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0))
-    launch_dropout(x, None if bias is None else bias.contiguous(), seed, y, p, gelu)
+    launch_dropout(x, bias, seed, y, p, gelu)
     return y
 
 
@@ -127,7 +125,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: flo
             a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
             g = g * reference.gelu_slope(a)
         return dx.copy_(g)
-    launch_dropout(x.contiguous(), None if bias is None else bias.contiguous(), seed, dx, p, gelu, dy)
+    launch_dropout(x.contiguous(), bias, seed, dx, p, gelu, dy)
     return dx
 
 
@@ -231,6 +229,4 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False) -> Cost:
     """Least FLOPs and bytes of the element-wise part."""
-    count = torch.Size(shape).numel()
-    tensors = 3 if gelu and backward else 2
-    return Cost((13 if gelu else 3) * count, tensors * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 13 if gelu else 3, 3 if gelu and backward else 2)

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import Launch, check, check_like, chosen
+from ._rows import Launch, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 # In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left in what follows.
@@ -58,8 +58,8 @@ def gelu_forward_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
     """y = GeLU(x) on one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(y_ptr + offsets, gelu_of(x).to(y_ptr.dtype.element_ty), mask=inside)
+    x = load_fp32(x_ptr + offsets, inside)
+    store_rounded(y_ptr + offsets, gelu_of(x), inside)
 
 
 @triton.jit
@@ -67,17 +67,16 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
     """dx = dy·GeLU′(x) on one block."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
-    x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
-    dy = tl.load(dy_ptr + offsets, mask=inside).to(tl.float32)
-    tl.store(dx_ptr + offsets, (dy * gelu_slope(x)).to(dx_ptr.dtype.element_ty), mask=inside)
+    x = load_fp32(x_ptr + offsets, inside)
+    dy = load_fp32(dy_ptr + offsets, inside)
+    store_rounded(dx_ptr + offsets, dy * gelu_slope(x), inside)
 
 
 def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> None:
     """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
     count = tensors[0].numel()
     launch = chosen(name, default)
-    _dispatch.launch(kernel, (cdiv(count, launch.block),), *tensors, count, BLOCK=launch.block,
-                     num_warps=launch.warps)
+    launch.start(kernel, (cdiv(count, launch.block),), *tensors, count)
 
 
 @_dispatch.operator("add")
@@ -168,11 +167,9 @@ def gelu(x: Tensor) -> Tensor:
 
 def add_cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
     """Two inputs, one output."""
-    count = torch.Size(shape).numel()
-    return Cost(count, 3 * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 1, 3)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Of GeLU: x and y forward; dy, x and dx backward."""
-    count = torch.Size(shape).numel()
-    return Cost((20 if backward else 10) * count, (3 if backward else 2) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 20 if backward else 10, 3 if backward else 2)

@@ -19,14 +19,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import first_order
-from ._rows import (
-    as_rows,
-    autocast_dtype,
-    check,
-    check_positive,
-    check_width,
-    sum_over_rows,
-)
+from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, sum_over_rows
 from .cost import Cost
 from .rmsnorm import launch_backward, launch_forward, plain_backward
 
@@ -43,8 +36,8 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, m and r (N) fp32."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, r = (torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device) for _ in range(2))
+    y = x.new_empty(x.shape, dtype=dtype)
+    m, r = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
     if _dispatch.idle(x):
         return y, m, r
     w, b = w.contiguous(), None if b is None else b.contiguous()
@@ -60,7 +53,7 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
 def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
                 bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
     if not _dispatch.runs_triton(x):
@@ -106,6 +99,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes, with a bias."""
-    count, cols = torch.Size(shape).numel(), shape[-1]
-    vectors = 2 * cols * dtype.itemsize * (2 if backward else 1) + 8 * count // max(cols, 1)
-    return Cost((12 if backward else 7) * count, (3 if backward else 2) * count * dtype.itemsize + vectors)
+    vectors = 2 * shape[-1] * dtype.itemsize * (2 if backward else 1) + 8 * torch.Size(shape[:-1]).numel()
+    return Cost.of_elements(shape, dtype, 12 if backward else 7, 3 if backward else 2) + Cost(0, vectors)

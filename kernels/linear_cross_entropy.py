@@ -69,8 +69,8 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
     if need_dw and dw_dtype != torch.float32 and x.shape[0] * x.element_size() <= 4 * x.shape[1]:
         step = max(x.shape[0], 1)  # all logits are no larger than the sum in fp32 that chunks would need
     rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
-    dx = torch.empty(x.shape if need_dx else 0, dtype=x.dtype, device=x.device)
-    dw = torch.empty(w.shape if need_dw else 0, dtype=w.dtype if rounded else torch.float32, device=x.device)
+    dx = x.new_empty(x.shape if need_dx else 0)
+    dw = w.new_empty(w.shape if need_dw else 0, dtype=w.dtype if rounded else torch.float32)
     if x.shape[0] == 0:
         dw.zero_()
     total = torch.zeros((), dtype=torch.float32, device=x.device)

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, power_of_two, tl, triton
-from ._rows import Launch, autocast, check, check_width, chosen, common_dtype
+from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, load_fp32
 from .cost import Cost
 from .elementwise import gelu_of
 
@@ -126,7 +126,7 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
             acc = tl.dot(a, b, acc)
         if BIAS:
             columns = col + tl.arange(0, BLOCK_N)
-            acc += tl.load(bias_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)[None, :]
+            acc += load_fp32(bias_ptr + columns, columns < cols)[None, :]
         # Two stores of half the width need half the shared memory, which makes room for one more stage of loads.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1])
         left, right = tl.split(halves)
@@ -235,7 +235,7 @@ def _check(a: object, b: object, bias: object, epilogue: object, precision: obje
 def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
               fp32: bool = False) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
-    y = torch.empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype, device=a.device)
+    y = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
     if _dispatch.idle(y):
         return y
     if not _dispatch.runs_triton(a):
@@ -261,14 +261,17 @@ def flops(a, b, *_, out_shape=None, **__) -> int:
 
 
 class MatMul(Function):
-    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias."""
+    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias.
+
+    Autograd casts the gradients back where autocast has cast a and b.
+    """
 
     @staticmethod
     def forward(ctx, a, b, bias=None, epilogue=None, precision="tf32x3"):
         cast = autocast(a, b)
         y = matmul_op(*cast, bias, epilogue, precision)
         ctx.save_for_backward(*cast, bias)
-        ctx.options, ctx.dtypes = (epilogue, precision), (a.dtype, b.dtype)
+        ctx.options = epilogue, precision
         return y
 
     @staticmethod
@@ -279,8 +282,8 @@ class MatMul(Function):
         g = dy
         if epilogue is not None:
             g = slope_op(dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue)
-        da = matmul_op(g, b.T, None, None, precision).to(ctx.dtypes[0]) if ctx.needs_input_grad[0] else None
-        db = matmul_op(a.T, g, None, None, precision).to(ctx.dtypes[1]) if ctx.needs_input_grad[1] else None
+        da = matmul_op(g, b.T, None, None, precision) if ctx.needs_input_grad[0] else None
+        db = matmul_op(a.T, g, None, None, precision) if ctx.needs_input_grad[1] else None
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = g.sum(0, dtype=torch.float32).to(bias.dtype)

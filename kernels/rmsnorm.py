@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from . import _dispatch
-from ._dispatch import cdiv, first_order, tl, triton
+from ._dispatch import first_order, tl, triton
 from ._rows import (
     DTYPES,
     as_rows,
@@ -30,8 +30,10 @@ from ._rows import (
     check_like,
     check_positive,
     check_width,
+    load_fp32,
     pipelined_launch,
     row_launch,
+    store_rounded,
     sum_columns,
     sum_over_rows,
 )
@@ -56,10 +58,9 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)
         out = row64[:, None] * cols + columns[None, :]
-        s = tl.load(x_ptr + row64[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        s = load_fp32(x_ptr + row64[:, None] * stride_x + columns[None, :], inside)
         if RESIDUAL:
-            s += tl.load(residual_ptr + row64[:, None] * stride_residual + columns[None, :], mask=inside,
-                         other=0.0).to(tl.float32)
+            s += load_fp32(residual_ptr + row64[:, None] * stride_residual + columns[None, :], inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + out, rounded, mask=inside)
             s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
@@ -76,7 +77,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
         if SILU:
             y = y / (1.0 + tl.exp(-y))
         tl.store(r_ptr + row, r, mask=row < rows)
-        tl.store(y_ptr + out, y.to(y_ptr.dtype.element_ty), mask=inside)
+        store_rounded(y_ptr + out, y, inside)
 
 
 @triton.jit
@@ -102,6 +103,7 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)
         out = row64[:, None] * cols + columns[None, :]
+        # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of them
         s = tl.load(s_ptr + row64[:, None] * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
@@ -119,8 +121,8 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
             ds -= (tl.sum(g, 1) / cols)[:, None]
         ds = ds * r[:, None]
         if TOTAL:
-            ds += tl.load(dtotal_ptr + out, mask=inside, other=0.0).to(tl.float32)
-        tl.store(ds_ptr + out, ds.to(ds_ptr.dtype.element_ty), mask=inside)
+            ds += load_fp32(dtotal_ptr + out, inside)
+        store_rounded(ds_ptr + out, ds, inside)
     share = tl.program_id(0).to(tl.int64) * cols + columns
     tl.store(dw_ptr + share, tl.sum(dw, 0), mask=columns < cols)
     if BIAS:
@@ -139,11 +141,10 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
     wide = mean is None and cols > ONE_TILE // 2
     sizes = {"per_thread": 16 if wide else 32} if mean is None else {"per_thread": 64, "tile": 8192}
     launch = row_launch("rmsnorm", cols, **sizes)
-    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, residual, w, bias, y, s, mean, r, rows, cols, x.stride(0),
-                     0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
-                     BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
-                     BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, mean, r, rows, cols,
+                 x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
+                 BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
+                 STAGES=launch.stages)
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
@@ -157,11 +158,11 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mea
     has_bias = bias_dtype is not None
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
-    programs = launch.programs(cdiv(rows, launch.rows), s.device)
-    parts = torch.empty(1 + has_bias, programs, cols, dtype=torch.float32, device=s.device)
-    _dispatch.launch(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
-                     dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
-                     SILU=silu, ROWS=launch.rows, BLOCK=launch.block, STAGES=launch.stages, num_warps=launch.warps)
+    programs = launch.programs(rows, s.device)
+    parts = s.new_empty(1 + has_bias, programs, cols, dtype=torch.float32)
+    launch.start(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
+                 dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
+                 SILU=silu, ROWS=launch.rows, STAGES=launch.stages)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None
 
@@ -178,9 +179,9 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
                dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
-    y = torch.empty(x.shape, dtype=dtype, device=x.device)
-    s = x.new_empty(0) if residual is None else torch.empty(x.shape, dtype=residual.dtype, device=x.device)
-    r = torch.empty(x.shape[:-1].numel(), dtype=torch.float32, device=x.device)
+    y = x.new_empty(x.shape, dtype=dtype)
+    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    r = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
     if _dispatch.idle(x):
         return y, s, r
     if not _dispatch.runs_triton(x):
@@ -195,7 +196,7 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
 def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor,
                 silu: bool) -> tuple[Tensor, Tensor]:
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
-    ds = torch.empty(s.shape, dtype=s.dtype, device=s.device)
+    ds = s.new_empty(s.shape)
     if _dispatch.idle(s):
         return ds, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(s):
@@ -321,7 +322,6 @@ def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False,
     """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
     from .cost import Cost
 
-    count, cols = torch.Size(shape).numel(), shape[-1]
     tensors = (3 if backward else 2) + (residual if backward else 2 * residual)
-    vectors = cols * dtype.itemsize * (2 if backward else 1) + 4 * count // max(cols, 1)
-    return Cost((9 if backward else 4) * count, tensors * count * dtype.itemsize + vectors)
+    vectors = shape[-1] * dtype.itemsize * (2 if backward else 1) + 4 * torch.Size(shape[:-1]).numel()
+    return Cost.of_elements(shape, dtype, 9 if backward else 4, tensors) + Cost(0, vectors)

@@ -17,7 +17,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, power_of_two, tl, triton
-from ._rows import check, check_device
+from ._rows import check, check_device, load_fp32, store_rounded
 from .cost import Cost
 
 
@@ -33,20 +33,18 @@ def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, length, inner, middle, hal
     i = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (i < half)[None, :]
     x = x_ptr + start[:, None] + i[None, :]
-    first = tl.load(x, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x + half, mask=inside, other=0.0).to(tl.float32)
+    first = load_fp32(x, inside)
+    second = load_fp32(x + half, inside)
     cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
     sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0) * sign
     y = y_ptr + row[:, None] * (2 * half) + i[None, :]
-    tl.store(y, (first * cos - second * sin).to(y_ptr.dtype.element_ty), mask=inside)
-    tl.store(y + half, (second * cos + first * sin).to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y, first * cos - second * sin, inside)
+    store_rounded(y + half, second * cos + first * sin, inside)
 
 
 def _three_outer(x: Tensor) -> Tensor:
     """x as (outer, middle, inner, T, D), without a copy for up to three leading dimensions."""
-    if x.dim() > 5:
-        x = x.flatten(0, x.dim() - 5)
-    return x.reshape((1,) * (5 - x.dim()) + tuple(x.shape)) if x.dim() < 5 else x
+    return x.flatten(0, x.dim() - 5) if x.dim() > 5 else x[(None,) * (5 - x.dim())]
 
 
 def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> None:
@@ -73,7 +71,7 @@ def _check(x: object, cos: object, sin: object, *_: object) -> None:
 @_dispatch.operator("rope", _check)
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
     """x (…, T, D) turned by `sign` times its angles, contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
@@ -114,5 +112,4 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
     """Least FLOPs and bytes of either pass: x, y and the two tables."""
-    count = torch.Size(shape).numel()
-    return Cost(3 * count, 2 * count * dtype.itemsize + 8 * shape[-1] * shape[-2])
+    return Cost.of_elements(shape, dtype, 3, 2) + Cost(0, 8 * shape[-1] * shape[-2])

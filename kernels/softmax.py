@@ -24,7 +24,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import KEPT, STREAMED, cdiv, first_order, power_of_two, tl, triton
-from ._rows import Launch, as_rows, check, chosen, pipelined_launch, row_launch
+from ._rows import Launch, as_rows, check, chosen, load_fp32, pipelined_launch, row_launch, store_rounded
 from .cost import Cost
 
 ONE_TILE = 32768
@@ -55,10 +55,10 @@ def backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.const
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)[:, None]
-        y = tl.load(y_ptr + row64 * cols + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        dy = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        y = load_fp32(y_ptr + row64 * cols + columns[None, :], inside)
+        dy = load_fp32(dy_ptr + row64 * stride_dy + columns[None, :], inside)
         dx = y * (dy - tl.sum(dy * y, 1)[:, None])
-        tl.store(dx_ptr + row64 * cols + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store_rounded(dx_ptr + row64 * cols + columns[None, :], dx, inside)
 
 
 @triton.jit
@@ -93,7 +93,7 @@ def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride
 
     largest = tl.max(m, 0)
     y = tl.exp(y.to(tl.float32) - largest) * (1.0 / tl.sum(l * tl.exp(m - largest), 0))
-    tl.store(y_ptr + late_row.to(tl.int64) * cols + late_columns, y.to(y_ptr.dtype.element_ty), mask=written)
+    store_rounded(y_ptr + late_row.to(tl.int64) * cols + late_columns, y, written)
 
 
 @triton.jit
@@ -109,7 +109,7 @@ def wide_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
     tl.debug_barrier()  # keeps the compiler from loading once and spilling
     dy = tl.load(dy_ptr, mask=inside, other=0.0, eviction_policy=STREAMED).to(tl.float32)
     dx = y.to(tl.float32) * (dy - product)
-    tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dx_ptr + row * cols + columns, dx, inside)
 
 
 @triton.jit
@@ -130,7 +130,7 @@ def long_backward_kernel(dy_ptr, y_ptr, dx_ptr, cols, stride_dy, BLOCK: tl.const
         y = tl.load(y_ptr + row * cols + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
         dy = tl.load(dy_ptr + row * stride_dy + columns, mask=columns < cols, other=0.0, eviction_policy=STREAMED)
         dx = y.to(tl.float32) * (dy.to(tl.float32) - product)
-        tl.store(dx_ptr + row * cols + columns, dx.to(dx_ptr.dtype.element_ty), mask=columns < cols)
+        store_rounded(dx_ptr + row * cols + columns, dx, columns < cols)
 
 
 def launch_forward(x: Tensor, y: Tensor) -> None:
@@ -140,9 +140,8 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
         launch = pipelined_launch("softmax", cols, x.element_size(), x.device)
     else:
         launch = row_launch("softmax", cols, tile=1024)
-    grid = (launch.programs(cdiv(rows, launch.rows), x.device),)
-    _dispatch.launch(forward_kernel, grid, x, y, rows, cols, x.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                     STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, y, rows, cols, x.stride(0), ROWS=launch.rows,
+                 STAGES=launch.stages)
 
 
 def launch_long_forward(x: Tensor, y: Tensor) -> None:
@@ -150,11 +149,11 @@ def launch_long_forward(x: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))  # all that run at once
     pieces = cdiv(cols, launch.block)
-    m, l = torch.empty(2, rows * pieces, dtype=torch.float32, device=x.device).unbind(0)  # noqa: E741
+    m, l = x.new_empty(2, rows * pieces, dtype=torch.float32).unbind(0)  # noqa: E741
     done = torch.zeros(rows, dtype=torch.int32, device=x.device)
     lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
-    _dispatch.launch(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
-                     lag, PIECES=max(2, power_of_two(pieces)), BLOCK=launch.block, num_warps=launch.warps)
+    launch.start(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces, lag,
+                 PIECES=max(2, power_of_two(pieces)))
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -165,18 +164,17 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
             kernel, launch = wide_backward_kernel, Launch(block=power_of_two(cols), warps=32)
         else:
             kernel, launch = long_backward_kernel, chosen("softmax_long_backward", Launch(block=16384, warps=32))
-        _dispatch.launch(kernel, (rows,), dy, y, dx, cols, dy.stride(0), BLOCK=launch.block, num_warps=launch.warps)
+        launch.start(kernel, (rows,), dy, y, dx, cols, dy.stride(0))
         return
     launch = row_launch("softmax_backward", cols)
-    grid = (launch.programs(cdiv(rows, launch.rows), y.device),)
-    _dispatch.launch(backward_kernel, grid, dy, y, dx, rows, cols, dy.stride(0), ROWS=launch.rows, BLOCK=launch.block,
-                     STAGES=launch.stages, num_warps=launch.warps)
+    launch.start(backward_kernel, (launch.programs(rows, y.device),), dy, y, dx, rows, cols, dy.stride(0),
+                 ROWS=launch.rows, STAGES=launch.stages)
 
 
 @_dispatch.operator("softmax_forward", lambda x: check("x", x, 1))
 def forward_op(x: Tensor) -> Tensor:
     """x (…, D) → y, contiguous."""
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
@@ -189,7 +187,7 @@ def forward_op(x: Tensor) -> Tensor:
 @_dispatch.operator("softmax_backward")
 def backward_op(dy: Tensor, y: Tensor) -> Tensor:
     """dx from the gradient of y."""
-    dx = torch.empty(y.shape, dtype=y.dtype, device=y.device)
+    dx = y.new_empty(y.shape)
     if _dispatch.idle(y):
         return dx
     if not _dispatch.runs_triton(y):
@@ -228,5 +226,4 @@ def softmax(x: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes: x and y; backward y, dy and dx."""
-    count = torch.Size(shape).numel()
-    return Cost((4 if backward else 5) * count, (3 if backward else 2) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 4 if backward else 5, 3 if backward else 2)

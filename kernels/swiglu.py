@@ -15,7 +15,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import cdiv, first_order, tl, triton
-from ._rows import Launch, as_rows, autocast, check, check_like, chosen
+from ._rows import Launch, as_rows, autocast, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
 
@@ -32,10 +32,10 @@ def forward_kernel(gate_ptr, up_ptr, y_ptr, cols, stride_gate, stride_up, BLOCK:
     """One block of one row of y, which is contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
-    gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
+    gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
+    up = load_fp32(up_ptr + row * stride_up + columns, inside)
     y = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(y_ptr + row * cols + columns, y.to(y_ptr.dtype.element_ty), mask=inside)
+    store_rounded(y_ptr + row * cols + columns, y, inside)
 
 
 @triton.jit
@@ -44,14 +44,14 @@ def backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, cols, stride_d
     """One block of one row of both gradients, which are contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
-    dy = tl.load(dy_ptr + row * stride_dy + columns, mask=inside, other=0.0).to(tl.float32)
-    gate = tl.load(gate_ptr + row * stride_gate + columns, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(up_ptr + row * stride_up + columns, mask=inside, other=0.0).to(tl.float32)
+    dy = load_fp32(dy_ptr + row * stride_dy + columns, inside)
+    gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
+    up = load_fp32(up_ptr + row * stride_up + columns, inside)
     sigmoid = 1.0 / (1.0 + tl.exp(-gate))
     out = row * cols + columns
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
-    tl.store(dgate_ptr + out, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
-    tl.store(dup_ptr + out, (dy * gate * sigmoid).to(dup_ptr.dtype.element_ty), mask=inside)
+    store_rounded(dgate_ptr + out, dgate, inside)
+    store_rounded(dup_ptr + out, dy * gate * sigmoid, inside)
 
 
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -68,7 +68,7 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * cdiv(cols, options.block),)
     strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
-    _dispatch.launch(kernel, grid, *inputs, *outputs, cols, *strides, BLOCK=options.block, num_warps=options.warps)
+    options.start(kernel, grid, *inputs, *outputs, cols, *strides)
 
 
 def _check(gate: object, up: object) -> None:
@@ -80,7 +80,7 @@ def _check(gate: object, up: object) -> None:
 @_dispatch.operator("swiglu_forward", _check)
 def forward_op(gate: Tensor, up: Tensor) -> Tensor:
     """gate, up (…, F) → y, contiguous."""
-    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    y = gate.new_empty(gate.shape)
     if _dispatch.idle(gate):
         return y
     if not _dispatch.runs_triton(gate):
@@ -92,7 +92,7 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
 @_dispatch.operator("swiglu_backward")
 def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     """(dgate, dup), contiguous."""
-    dgate, dup = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    dgate, dup = (gate.new_empty(gate.shape) for _ in range(2))
     if _dispatch.idle(gate):
         return dgate, dup
     if not _dispatch.runs_triton(gate):
@@ -132,5 +132,4 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes."""
-    count = torch.Size(shape).numel()
-    return Cost((12 if backward else 6) * count, (5 if backward else 3) * count * dtype.itemsize)
+    return Cost.of_elements(shape, dtype, 12 if backward else 6, 5 if backward else 3)

@@ -16,7 +16,7 @@ from torch.autograd import Function
 
 from . import _dispatch, reference
 from ._dispatch import STREAMED, cdiv, first_order, power_of_two, tl, triton
-from ._rows import Launch, as_rows, check, check_width, sum_columns, sum_over_rows
+from ._rows import Launch, as_rows, check, check_width, load_fp32, store_rounded, sum_columns, sum_over_rows
 from .cost import Cost
 
 
@@ -31,9 +31,9 @@ def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0,
                     eviction_policy=STREAMED).to(tl.float32)
-        w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)
+        w = load_fp32(w_ptr + columns, columns < cols)
         acc += x * w[None, :]
-    tl.store(y_ptr + row, tl.sum(acc, 1).to(y_ptr.dtype.element_ty), mask=row < rows)
+    store_rounded(y_ptr + row, tl.sum(acc, 1), row < rows)
 
 
 @triton.jit
@@ -41,16 +41,16 @@ def backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, parts_ptr, rows, cols, stride_
                     BLOCK: tl.constexpr):
     """BLOCK columns of dx for every num_programs(1)-th tile of rows, and their share of dw."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0).to(tl.float32)
+    w = load_fp32(w_ptr + columns, columns < cols)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
     for tile in tl.range(tl.program_id(1), tl.cdiv(rows, ROWS), tl.num_programs(1)):
         row = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        dy = tl.load(dy_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        dy = load_fp32(dy_ptr + row, row < rows)
+        x = load_fp32(x_ptr + row[:, None] * stride_x + columns[None, :], inside)
         dw += dy[:, None] * x
         dx = dy[:, None] * w[None, :]
-        tl.store(dx_ptr + row[:, None] * cols + columns[None, :], dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        store_rounded(dx_ptr + row[:, None] * cols + columns[None, :], dx, inside)
     share = tl.program_id(1).to(tl.int64) * cols + columns
     tl.store(parts_ptr + share, tl.sum(dw, 0), mask=columns < cols)
 
@@ -59,9 +59,8 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     """Fill y."""
     rows, cols = x.shape
     block = min(2048, power_of_two(cols))
-    tile = max(1, 8192 // block)
-    _dispatch.launch(forward_kernel, (cdiv(rows, tile),), x, w, y, rows, cols, x.stride(0), ROWS=tile, BLOCK=block,
-                     num_warps=8)
+    launch = Launch(block, max(1, 8192 // block), 8)
+    launch.start(forward_kernel, (cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0), ROWS=launch.rows)
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
@@ -71,9 +70,8 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     launch = Launch(block, max(1, 4096 // block), 4, per_sm=4)
     strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
-    parts = torch.empty(1, shares, cols, dtype=torch.float32, device=x.device)
-    _dispatch.launch(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows,
-                     BLOCK=launch.block, num_warps=launch.warps)
+    parts = x.new_empty(1, shares, cols, dtype=torch.float32)
+    launch.start(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows)
     return sum_columns(parts, w.dtype)[0]
 
 
@@ -85,7 +83,7 @@ def _check(x: object, w: object) -> None:
 @_dispatch.operator("weighted_sum_forward", _check)
 def forward_op(x: Tensor, w: Tensor) -> Tensor:
     """x (…, D), w (D) → y (…)."""
-    y = torch.empty(x.shape[:-1], dtype=x.dtype, device=x.device)
+    y = x.new_empty(x.shape[:-1])
     if _dispatch.idle(x):
         return y.zero_()
     if not _dispatch.runs_triton(x):
@@ -97,7 +95,7 @@ def forward_op(x: Tensor, w: Tensor) -> Tensor:
 @_dispatch.operator("weighted_sum_backward")
 def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """(dx, dw)."""
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(x):

@@ -45,6 +45,7 @@ from .ranges import (
     scales,
     schedule,
     store_rows,
+    strides,
     tile_range,
     variant,
     visible,
@@ -160,7 +161,7 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_des
         delta_rows = Rows(delta_ptr + stats, 1, delta_desc, 0, stats)
         lse2_rows = Rows(lse2_ptr + stats, 1, lse2_desc, 0, stats)
         for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
-            if phase == 1 or V.has_doc or (phase == 0 and V.has_lo) or (phase == 2 and (V.has_hi or V.ragged)):
+            if V.visited[phase]:
                 dk, dv = _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, stops[phase],
                                        stops[phase + 1], scale_log2, cap, phase != 1, V)
 
@@ -220,7 +221,7 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, 
 
     dq = tl.zeros(q.shape, tl.float32)
     for phase in tl.static_range(3):
-        if phase == 1 or V.has_doc or (phase == 0 and V.has_lo) or (phase == 2 and (V.has_hi or V.ragged)):
+        if V.visited[phase]:
             dq = _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, stops[phase], stops[phase + 1], scale_log2,
                             cap, phase != 1, V)
 
@@ -247,11 +248,11 @@ def launch_delta(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     """
     batch, heads, query_count, head_dim = q.shape
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
-    delta = torch.empty((batch, heads, padded_count), dtype=torch.float32, device=q.device)
+    delta = q.new_empty(batch, heads, padded_count, dtype=torch.float32)
     lse2 = torch.empty_like(delta)
     rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS or dq_sum is not None else LONG_DELTA_ROWS
     launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, dlse, delta, lse2, dq_sum,
-           *o.stride()[:3], *do.stride()[:3], heads, query_count, padded_count,
+           *strides(o, do), heads, query_count, padded_count,
            HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=rows)
     return Saved(q, k, v, do, delta, lse2)
 
@@ -265,7 +266,7 @@ def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Ti
         TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if tile.tma else None for x in (delta, lse2))
     launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads,),
            q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, *documents(problem),
-           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dk.stride()[:3], *dv.stride()[:3],
+           *strides(q, k, v, do, dk, dv),
            kv_heads, q.shape[1] // kv_heads, q.shape[2], key_count, lse2.shape[2], problem.hi, problem.lo,
            *scales(problem), batch * kv_heads, V=variant(problem, tile, head_dim, q.shape[2], keys=True),
            num_warps=tile.warps, num_stages=tile.stages)
@@ -278,7 +279,7 @@ def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
     tile, (k_desc, v_desc) = described("dq", tile, k, v)
     launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
            q, k, v, do, delta, lse2, k_desc, v_desc, dq, *documents(problem),
-           *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *do.stride()[:3], *dq.stride()[:3],
+           *strides(q, k, v, do, dq),
            heads, heads // k.shape[1], query_count, k.shape[2], lse2.shape[2], problem.lo, problem.hi, *scales(problem),
            batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False),
            num_warps=tile.warps, num_stages=tile.stages)

@@ -38,6 +38,7 @@ from .ranges import (
     scales,
     schedule,
     store_rows,
+    strides,
     tile_range,
     variant,
     visible,
@@ -98,7 +99,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
     row_sum = tl.zeros(rows.shape, tl.float32)
     row_max = tl.full(rows.shape, float("-inf"), tl.float32)
     for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
-        if phase == 1 or V.has_doc or (phase == 0 and V.has_lo) or (phase == 2 and (V.has_hi or V.ragged)):
+        if V.visited[phase]:
             acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, stops[phase],
                                                stops[phase + 1], scale_log2, cap, phase != 1, V)
 
@@ -117,7 +118,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     launch(
         forward_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
         q, k, v, k_desc, v_desc, o, lse, *documents(problem),
-        *q.stride()[:3], *k.stride()[:3], *v.stride()[:3], *o.stride()[:3],
+        *strides(q, k, v, o),
         heads, heads // k.shape[1], query_count, k.shape[2], problem.lo, problem.hi, *scales(problem)[1:],
         batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False),
         num_warps=tile.warps, num_stages=tile.stages)

@@ -31,10 +31,8 @@ class FlashAttention2(Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, deterministic=None, softcap=None, return_lse=False):
-        options = is_causal, scale, window, alignment, precision, softcap
-        q, k, v = _begin(ctx, (q, k, v), options, document_ids, deterministic, return_lse)
+    def forward(ctx, *arguments):
+        q, k, v, return_lse = _begin(ctx, *arguments)
         o, lse = ops.forward_op(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse)
         return (o, lse) if return_lse else o
@@ -48,13 +46,14 @@ class FlashAttention2(Function):
         return *grads, *[None] * 9
 
 
-def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor | None,
-           deterministic: bool | None, return_lse: bool, dtypes: tuple[torch.dtype, ...] | None = None) -> tuple:
-    """q, k and v as autocast wants them, and in ctx what the operators are given besides.
+def _begin(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
+           document_ids=None, deterministic=None, softcap=None, return_lse=False, *, dtypes=None):
+    """q, k and v as autocast wants them and return_lse, and in ctx what the operators are given besides.
 
     Checks what the operator does not, and with documents all; for `dtypes` all, too.
     """
-    cast = autocast(*inputs)
+    options = is_causal, scale, window, alignment, precision, softcap
+    cast = autocast(q, k, v)
     if document_ids is not None or dtypes:
         check_call(*cast, *options, dtypes=dtypes or DTYPES)
     if not isinstance(return_lse, bool):
@@ -64,21 +63,18 @@ def _begin(ctx, inputs: tuple[Tensor, ...], options: tuple, document_ids: Tensor
         check_documents(*cast[:2], document_ids)
         document_ids = document_ids if document_ids.dim() == 3 else document_bounds(document_ids)
     ctx.options = *options, document_ids
-    return cast
+    return *cast, return_lse
 
 
 class FlashAttention2PyTorch(Function):
     """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
 
     @staticmethod
-    def forward(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-                document_ids=None, deterministic=None, softcap=None, return_lse=False):
-        options = is_causal, scale, window, alignment, precision, softcap
-        cast = _begin(ctx, (q, k, v), options, document_ids, deterministic, return_lse,
-                      (*DTYPES, torch.float64))
-        o, lse = tiled.forward(*ops.four_d(*cast), ops.problem_of(*cast[:2], *ctx.options))
+    def forward(ctx, *arguments):
+        q, k, v, return_lse = _begin(ctx, *arguments, dtypes=(*DTYPES, torch.float64))
+        o, lse = tiled.forward(*ops.four_d(q, k, v), ops.problem_of(q, k, *ctx.options))
         o, lse = o.view(q.shape), lse.view(q.shape[:-1])
-        ctx.save_for_backward(*cast, o, lse)
+        ctx.save_for_backward(q, k, v, o, lse)
         return (o, lse) if return_lse else o
 
     @staticmethod

@@ -58,13 +58,12 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     shape = q.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _rows_contiguous(torch.empty_like(q))
-    lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
+    lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not _dispatch.idle(q):
         if k.numel() and _dispatch.runs_triton(q):
             _launch_forward(q, k, v, o, lse, problem)
         else:
-            for out, made in zip((o, lse), tiled.forward(q, k, v, problem), strict=True):
-                out.copy_(made)
+            torch._foreach_copy_((o, lse), tiled.forward(q, k, v, problem))
     return o.view(shape), lse.view(shape[:-1])
 
 
@@ -99,8 +98,7 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
         for grad in grads:
             grad.zero_()
     elif not _dispatch.runs_triton(q):
-        for grad, made in zip(grads, tiled.backward(q, k, v, o, lse, do, dlse, problem), strict=True):
-            grad.copy_(made)
+        torch._foreach_copy_(grads, tiled.backward(q, k, v, o, lse, do, dlse, problem))
     else:
         _launch_backward(q, k, v, o, lse, do, dlse, grads, problem, deterministic)
     return tuple(grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))

@@ -123,7 +123,24 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
                dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
     _check_inputs(q, k, v, dtypes)
-    _check_options(causal, window, alignment, precision, scale, softcap, q.shape[-1])
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}")
+    if isinstance(window, bool) or not isinstance(window, int | torch.SymInt | None):
+        raise TypeError(f"window must be an int or None, got {window!r}")
+    if window is not None and window < 0:
+        raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
+    for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
+        if value not in allowed:
+            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
+            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
+                             f"or None for {default}")
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    if softcap is not None and factor / softcap > LARGEST_SCALE:
+        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
+                         f"{LARGEST_SCALE:.1e} times")
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -145,28 +162,6 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ..
         raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be equal")
     if q.dim() == 4 and q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
         raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
-
-
-def _check_options(causal: bool, window: int | None, alignment: str, precision: str, scale: float | None,
-                   softcap: float | None, head_dim: int) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}")
-    if isinstance(window, bool) or not isinstance(window, int | torch.SymInt | None):
-        raise TypeError(f"window must be an int or None, got {window!r}")
-    if window is not None and window < 0:
-        raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
-    for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
-            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
-                             f"or None for {default}")
-    factor = head_dim**-0.5 if scale is None else scale
-    if softcap is not None and factor / softcap > LARGEST_SCALE:
-        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
-                         f"{LARGEST_SCALE:.1e} times")
 
 
 def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:

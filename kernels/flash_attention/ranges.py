@@ -53,6 +53,11 @@ class Variant:
     precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
     tma: bool
 
+    @property
+    def visited(self) -> tuple[bool, bool, bool]:
+        """Which of the three sweeps over tiles there are: those cut by the mask, full ones, those cut by the mask."""
+        return self.has_lo or self.has_doc, True, self.has_hi or self.ragged or self.has_doc
+
 
 # Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
 Rows = namedtuple("Rows", "base stride desc batch head")
@@ -88,6 +93,11 @@ def scales(problem: Problem) -> tuple[float, float, float]:
     if problem.softcap is None:
         return problem.scale, problem.scale * LOG2_E.value, 0.0
     return problem.scale, problem.softcap * LOG2_E.value, problem.scale / problem.softcap
+
+
+def strides(*tensors: Tensor) -> list[int]:
+    """Of batches, heads and rows of (B, H, T, D) tensors, one tensor after the other."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def documents(problem: Problem) -> tuple[Tensor, Tensor] | tuple[None, None]:
