@@ -270,10 +270,10 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
 def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, tiles, scale,
                 HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
     """dQ = scale · its sum in fp32: 64 rows and 64 columns, one of PARTS, as `_add_dq` has put them into memory."""
-    place = tl.program_id(0)
+    place = tl.cast(tl.program_id(0), tl.int64)  # the interpreter counts with Python integers
     offsets = tl.arange(0, 4096)
     inside = place % PARTS * 64 + offsets // 512 * 8 < HEAD_DIM
-    total = tl.load(sum_ptr + place.to(tl.int64) * 4096 + offsets, mask=inside, other=0.0)
+    total = tl.load(sum_ptr + place * 4096 + offsets, mask=inside, other=0.0)
     total = tl.reshape(total, (8, 4, 8, 4, 2, 2)).permute(1, 4, 2, 0, 3, 5).reshape(64, 64)
     rows = place // PARTS % tiles * 64 + tl.arange(0, 64)
     columns = place % PARTS * 64 + tl.arange(0, 64)

@@ -148,6 +148,37 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
     assert (dk == kv_group // each).all() and (dv == 2 * kv_group // each).all()
 
 
+def as_added(dq):
+    """(B, H, T, D) → the sum of dQ in memory as the one-pass kernel leaves it, in tiles of 64 x 64."""
+    tiles = dq.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).flatten(0, 3)
+    return tiles.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256).contiguous()
+
+
+@pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+def test_sums_of_dq_are_cleared_and_put_in_order_wherever_they_go(head_dim):
+    """Of 70 rows; batches lie 2³¹ elements apart in all."""
+    from kernels.flash_attention.backward import launch_delta
+    from kernels.flash_attention.hopper_backward import cast_kernel
+
+    batch, heads, columns = 17, 1, configs.block_d(head_dim)
+    exact = torch.randn(batch, heads, 128, columns)
+    total = as_added(exact)
+    dq = torch.empty_strided((batch, heads, 70, head_dim), (2**27, 2**20, columns, 1), dtype=torch.float16)
+
+    def cast():
+        _dispatch.launch(cast_kernel, (batch * heads * 2 * (columns // 64),), total, dq, *dq.stride()[:3], heads, 70, 2,
+                         0.5, HEAD_DIM=head_dim, PARTS=columns // 64)
+
+    cast()
+    assert torch.equal(dq, (0.5 * exact[:, :, :70, :head_dim]).half())
+    total.fill_(torch.nan)
+    q = torch.zeros(batch, heads, 70, head_dim, dtype=torch.float16)
+    launch_delta(q, q, q, q, torch.zeros(batch, heads, 70), q, total)
+    cast()
+    assert (dq == 0).all()
+
+
 def test_the_operators_launch_what_serves_says(monkeypatch):
     """The backward only where nothing asks for bits that are the same in every run, or these are."""
     launched, hoppers = [], ["hopper.launch_forward", "hopper.launch_backward"]

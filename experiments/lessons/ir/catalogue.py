@@ -176,10 +176,10 @@ def _flash_attention() -> None:
     backward.launch_dkdv(saved, q, q, problem, tiles.dkdv)
     backward.launch_dq(saved, q, problem, tiles.dq)
     if hopper.installed():
-        q = e(4, 16, 4096, 128)
-        lse = e(*q.shape[:-1], dtype=F)
-        hopper.launch_forward(q, q, q, q, lse, problem)
-        hopper.launch_backward(q, q, q, q, lse, q, q, q, q, problem)
+        for head_dim in (128, 256):
+            q = e(4, 16, 4096, head_dim)
+            hopper.launch_forward(q, q, q, q, lse, problem)
+            hopper.launch_backward(q, q, q, q, lse, q, q, q, q, problem)
 
 
 def _attention_steps() -> None:
