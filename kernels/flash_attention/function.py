@@ -108,8 +108,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
         document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
             equal ids. Or what `document_bounds` made of them, or of cu_seqlens, once for all layers.
         deterministic: True for gradients that are bit-identical from run to run. False takes the fastest kernels, whose
-            sums of dQ may come in any order, so that its last bits change (those for Hopper do that; o, dk and dv are
-            bit-identical always). None follows `torch.use_deterministic_algorithms`.
+            sums of dQ may come in any order, so that its last bits change (those for Hopper do that up to D = 128; o,
+            dk and dv are bit-identical always). None follows `torch.use_deterministic_algorithms`.
         softcap: caps scores smoothly: s becomes softcap · tanh(s / softcap), as in Gemma 2. The Triton kernels take
             such calls on every GPU.
         return_lse: whether to return the log-sum-exp of the scores too, differentiable.

@@ -1,9 +1,10 @@
-"""Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py.
+"""Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py
+and, for head dims above 128, hopper_wide.py.
 
-`serves` is the rule, which a deterministic backward does not ask, `SERVED` the rule in words, which `distlab doctor`
-says. What is not taken runs on the Triton kernels, with the same results: windows and packed documents, whose rows see
-keys between two borders where these kernels know only the upper one; softcap; other head dims; fp32; calls too short to
-fill the GPU.
+`serves` is the rule, which a deterministic backward asks only where `adds_in_any_order` is false, `SERVED` the rule in
+words, which `distlab doctor` says. What is not taken runs on the Triton kernels, with the same results: windows and
+packed documents, whose rows see keys between two borders where these kernels know only the upper one; softcap; other
+head dims; fp32; calls too short to fill the GPU.
 """
 
 import functools
@@ -27,7 +28,7 @@ SERVED = (
 # 256, and loses to Triton's where each multiprocessor gets but one.
 LEAST_ROWS, LEAST_ROWS_64 = 2**14, 2**16
 DTYPES = (torch.float16, torch.bfloat16)
-KEYS = 128  # of a program of the backward
+KEYS = 128  # of a program of the one-pass backward
 # Of the forward, by the columns of its tiles: consumers, of 64 queries each, keys of a tile, buffers of K and V.
 FORWARD = {64: (4, 64, 3), 128: (2, 128, 2), 256: (2, 64, 2)}
 LOG2_E = 1.4426950408889634

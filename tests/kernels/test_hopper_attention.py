@@ -223,6 +223,6 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
             assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
 
 
-SPILLS = {("hopper_backward_kernel", 64): 216, ("hopper_backward_kernel", 80): 112,
+SPILLS = {("hopper_backward_kernel", 64): 224, ("hopper_backward_kernel", 80): 112,
           ("hopper_backward_kernel", 128): 112, ("hopper_forward_kernel", 64): 140,
           ("hopper_forward_kernel", 80): 32, ("hopper_forward_kernel", 128): 32, ("hopper_forward_kernel", 256): 8}
