@@ -60,6 +60,16 @@ else:
     triton = _Absent()
     tl = _Absent()
 
+if installed() and not interpreted():
+    from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+else:
+
+    def gdc_wait() -> None:
+        """Wait until the kernel before has ended, where this one was launched with `launch_pdl=True`."""
+
+    def gdc_launch_dependents() -> None:
+        """Let such a kernel start, as soon as all programs of this one have called this."""
+
 # Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a kernel only reads,
 # since lines that other kernels wrote are then not pushed out to memory while it runs; kernels that write as much as
 # they read were 1 to 3 % slower with it. KEPT: this program will read the line once more.

@@ -29,7 +29,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._dispatch import cdiv, launch
+from .._dispatch import cdiv, gdc_launch_dependents, launch
 from .configs import MAX_COORDINATE, Tile, block_d
 from .options import Problem
 from .products import product
@@ -66,6 +66,8 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_p
     Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there.
     Also clears the B · H · padded_count rows of BLOCK_D elements at dq_sum_ptr, unless that is None.
     """
+    if dq_sum_ptr is not None:
+        gdc_launch_dependents()
     tiles = padded_count // BLOCK_M  # one grid dimension: only the first may exceed 65,535
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = tl.program_id(0) // tiles

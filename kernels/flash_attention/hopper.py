@@ -124,6 +124,16 @@ def dealt_evenly(heads: int, query_count: int, key_count: int, hi: int, programs
     return max(dealt) * programs < UNEVEN * sum(work) * heads
 
 
+def tiles_cut(key_count: int, hi: int, square: bool = False) -> int:
+    """Which tiles may have keys that some query does not see: 0 none, 1 each program's first, 2 any.
+
+    A program of the backward sees the diagonal in its first tile alone if its tiles are `square` and of one head.
+    """
+    if key_count % KEYS == 0 and hi + 1 >= key_count:
+        return 0
+    return 1 if square and key_count % KEYS == hi % KEYS == 0 else 2
+
+
 def _order(q: Tensor, k: Tensor, hi: int, queries: int, keys: int) -> tuple[int, int]:
     """Programs of a forward, and how many heads' longest tiles come first."""
     (batch, heads, query_count, _), key_bytes = q.shape, 2 * k.numel() * k.element_size()
@@ -149,7 +159,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
         hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, keys), _descriptor(v, keys), _descriptor(o, 64), lse,
         heads, batch * heads, heads // k.shape[1], query_count, key_count, hi, group, problem.scale * LOG2_E,
-        CONSUMERS=consumers, STAGES=stages, num_warps=4)
+        CONSUMERS=consumers, STAGES=stages, CUT=tiles_cut(key_count, hi) > 0, num_warps=4)
 
 
 def _group(q: Tensor) -> int:
@@ -176,15 +186,16 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     rows = [_descriptor(q, queries), _descriptor(k, 64), _descriptor(v, 64), _descriptor(do, queries)]
     read = [*rows, _descriptor(saved.lse2, queries), _descriptor(saved.delta, queries)]
     written = [_descriptor(x, 64) for x in parts]
-    sizes = query_count, key_count, saved.lse2.shape[2], key_count if problem.band[1] is None else problem.hi
-    others = *sizes, _group(q), problem.scale, problem.scale * LOG2_E
+    hi = key_count if problem.band[1] is None else problem.hi
+    others = query_count, key_count, saved.lse2.shape[2], hi, _group(q), problem.scale, problem.scale * LOG2_E
     programs = batch * heads // each * cdiv(key_count, KEYS if one_pass else 64)
     if one_pass:
         _dispatch.launch(hopper_backward_kernel, (programs,), *read, _descriptor(dq_sum, 16), *written, heads, kv_group,
-                         each, *others, num_warps=4)
+                         each, *others, CUT=tiles_cut(key_count, hi, queries == KEYS and each == 1), num_warps=4,
+                         launch_pdl=True)
         tiles, wide = saved.lse2.shape[2] // 64, columns // 64
         _dispatch.launch(cast_kernel, (batch * heads * tiles * wide,), dq_sum, dq, *dq.stride()[:3], heads, query_count,
-                         tiles, problem.scale, HEAD_DIM=head_dim, PARTS=wide, num_warps=4)
+                         tiles, problem.scale, HEAD_DIM=head_dim, PARTS=wide, num_warps=4, launch_pdl=True)
     else:
         _dispatch.launch(hopper_dkdv_kernel, (programs,), *read, *written, heads, kv_group, each, *others, num_warps=4)
         _dispatch.launch(hopper_dq_kernel, (cdiv(query_count, 128) * batch * heads,), *rows, _descriptor(dq, 64),

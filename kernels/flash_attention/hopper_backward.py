@@ -25,6 +25,10 @@ dQ of a tile waits for a step, because it needs dS of both consumers: so they do
 and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued before dQ is stored: the store overlaps
 it. dS has two buffers: `ds_full` says that both consumers have written one, `ds_free` that both have read it.
 
+A mask may CUT no tile, the first of a program (D = 64, one query head), or any: there is no code for it in the others,
+which leaves them registers. A kernel starts while the one before it ends, and waits for it where it reads what that
+wrote (`gdc_wait`).
+
 Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
 the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240 that `setmaxnreg` leaves.
 Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16 each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
@@ -50,6 +54,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from .._dispatch import gdc_launch_dependents, gdc_wait
 from .hopper_forward import Ring, barriers, copy_out, placed, ring
 
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
@@ -79,6 +84,8 @@ def load_queries(given):
         stats = (batch * heads + head) * padded_count + row
         q.acquire(j, q_desc.block_type.nbytes + lse2_desc.block_type.nbytes)
         q.copy(j, q_desc, batch, head, row)
+        if j == 0:
+            gdc_wait()  # for Δ, LSE and the cleared sum of dQ
         tma.async_copy_global_to_shared(lse2_desc, [stats], q.full.index(j % STAGES), lse2.index(j % STAGES))
         if j == 0:
             for i in gl.static_range(v.stages):
@@ -118,7 +125,7 @@ def _add_dq(dq, dq_desc, dq_tiles, head, row, padded_count, W: gl.constexpr, QUE
 
 @gluon.jit
 def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head, last_row, more, first_seen, masked,
-          scale_log2, W: gl.constexpr, FIRST: gl.constexpr):
+          scale_log2, W: gl.constexpr, CUT: gl.constexpr, FIRST: gl.constexpr):
     """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
     k, v, q = operands
     do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start = others
@@ -133,9 +140,10 @@ def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head
         mbarrier.wait(start.index(0), 0)  # half a step behind the other consumer
     dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
-    if masked:
-        queries = row + gl.arange(0, QUERIES, COLUMN)
-        pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
+    if CUT == 2 or (CUT == 1 and FIRST):
+        if masked:
+            queries = row + gl.arange(0, QUERIES, COLUMN)
+            pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
     dpt = warpgroup_mma_wait(0, deps=[dpt])
     dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
@@ -172,7 +180,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head
 
 
 @gluon.jit
-def _consumer(given, operands, others, W: gl.constexpr):
+def _consumer(given, operands, others, W: gl.constexpr, CUT: gl.constexpr):
     """All products for 64 keys, the W-th of the program."""
     (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles, padded_count,
      scale, scale_log2) = given
@@ -207,32 +215,40 @@ def _consumer(given, operands, others, W: gl.constexpr):
         row, head = first_query, last_head + 1
     if total > 0:
         st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, others, padded_count, last_row, last_head, last_row,
-                           total > 1, first_seen, last_row < masked, scale_log2, W, True)
+                           total > 1, first_seen, last_row < masked, scale_log2, W, CUT, True)
     for j in range(1, total):
         st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head, last_row,
-                           j + 1 < total, first_seen, row < masked, scale_log2, W, False)
+                           j + 1 < total, first_seen, row < masked, scale_log2, W, CUT, False)
         last_head, last_row = head, row
         row += QUERIES
         if row >= end:
             row, head = first_query, head + 1
+    # dV leaves before the last dQ, dK with it; at D = 128 that costs the loop registers
+    EARLY: gl.constexpr = D == 64
     if total > 0:
         _, _, _, ds, ds_full, dq_tiles, _, _ = others
         b = (total - 1) & 1
+        if EARLY:
+            copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
         mbarrier.wait(ds_full.index(b), ((total - 1) // 2) & 1)
         dq = _issue_dq(b, k, ds, W)
-        tma.store_wait(0)
+        tma.store_wait(EARLY)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(dq, dq_desc, dq_tiles, last_head, last_row, padded_count, W, QUERIES)
-    tma.store_wait(0)
-    copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
-    tma.store_wait(0)
-    copy_out(dk_desc, batch, part, key0, v.tile(W), dk * scale)
+        tma.store_wait(EARLY)
+        if EARLY:
+            copy_out(dk_desc, batch, part, key0, v.tile(W), dk * scale)
+    if total == 0 or not EARLY:
+        copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
+        tma.store_wait(0)
+        copy_out(dk_desc, batch, part, key0, v.tile(W), dk * scale)
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["heads", "kv_group", "each", "query_count", "key_count", "padded_count", "hi", "group"])
 def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-                           heads, kv_group, each, query_count, key_count, padded_count, hi, group, scale, scale_log2):
+                           heads, kv_group, each, query_count, key_count, padded_count, hi, group, scale, scale_log2,
+                           CUT: gl.constexpr):
     """One program: what `each` query heads give to dK and dV of 128 keys, and to dQ / scale; long tiles come first."""
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     k = ring(k_desc, 2, 2)
@@ -248,6 +264,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     ds_full, ds_free, start = barriers(2, 2), barriers(2, 2), barriers(1, 1)
     fence_async_shared()
+    gdc_launch_dependents()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
     parts = heads // each
     place, tile = placed(gl.program_id(0), key_tiles, gl.num_programs(0) // key_tiles, group)
@@ -262,7 +279,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start)
     to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
                first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
-    gl.warp_specialize([(_consumer, (given, operands, others, 0)), (_consumer, (given, operands, others, 1)),
+    gl.warp_specialize([(_consumer, (given, operands, others, 0, CUT)), (_consumer, (given, operands, others, 1, CUT)),
                         (load_queries, (to_load,))], [4, 1], [240, 24])
 
 
@@ -270,6 +287,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
 def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, tiles, scale,
                 HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
     """dQ = scale · its sum in fp32: 64 rows and 64 columns, one of PARTS, as `_add_dq` has put them into memory."""
+    gdc_wait()
     place = tl.cast(tl.program_id(0), tl.int64)  # the interpreter counts with Python integers
     offsets = tl.arange(0, 4096)
     inside = place % PARTS * 64 + offsets // 512 * 8 < HEAD_DIM

@@ -18,9 +18,10 @@ S of the next tile is issued before P·V of this one, and the softmax runs while
 
 Which queries: a program of one tile would have nothing to do while it starts, waits for its first loads and stores its
 last result. So a grid of one program per multiprocessor takes tile after tile, and the producer loads the next turn's
-Q, K and V meanwhile; O therefore has a buffer of its own. Turns go there and back over the programs, which pairs long
-tiles with short ones. The longest tiles of `group` heads come first, then the shorter ones: of all heads, for an even
-end, or of one, so that programs share what the L2 holds (hopper.py says when, and when each tile has its own program).
+Q, K and V meanwhile; O therefore has a buffer of its own, and Q two. Turns go there and back over the programs, which
+pairs long tiles with short ones. The longest tiles of `group` heads come first, then the shorter ones: of all heads,
+for an even end, or of one, so that programs share what the L2 holds (hopper.py says when, and when each tile has its
+own program).
 
 How many consumers: D = 64 multiplies half as much as D = 128 for as many exponentials, so two consumers leave the
 tensor cores idle more than half of the time. Four with tiles of 64 keys fit the registers, and share what is loaded
@@ -28,8 +29,9 @@ among twice the queries; a consumer passes over tiles behind the last key that i
 
 Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two elements to a
 register), so 160 of 240 at D = 128, 176 at D = 256 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
-Shared memory: Q and O 2·64·D·CONSUMERS, K and V 2·KEYS·D·STAGES each, in bytes: 192 KiB at D = 128, 112 KiB at D = 64.
-At D = 256 tiles have 64 keys, and O takes the place of Q: 192 KiB.
+Shared memory, in bytes: O 2·64·D·CONSUMERS, Q twice that, K and V 2·KEYS·D·STAGES each: 224 KiB at D = 128, 144 KiB at
+D = 64. At D = 256 tiles have 64 keys, and O takes the place of the only Q: 192 KiB. Where a mask may CUT no tile, there
+is no code for it.
 
 TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
 written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
@@ -185,9 +187,13 @@ def _producer(given, sizes, turns, CONSUMERS: gl.constexpr):
 def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
     """One step of the online softmax: (P, row maxima, row sums, factor of what was summed so far)."""
     if MASKED:
-        cols = first_key + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+        cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         end = gl.minimum(rows + hi + 1, key_count)
-        s = gl.where(cols[None, :] < end[:, None], s, float("-inf"))
+        if s.shape[1] == 128:  # what depends on the thread stands on one side: the other is constants of its elements
+            seen = (cols & ~6)[None, :] < (end - first_key)[:, None] - (cols & 6)[None, :]
+        else:
+            seen = (first_key + cols)[None, :] < end[:, None]
+        s = gl.where(seen, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     if MASKED:  # a row that has seen no key yet: any finite shift keeps exp2(-inf - shift) = 0
@@ -217,7 +223,7 @@ def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key
 
 
 @gluon.jit
-def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
+def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr):
     """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
     o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
     heads, _batch_heads, query_count, key_count, hi, _group = sizes
@@ -247,20 +253,21 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
             read += tiles - seen
             tiles = seen
         k.wait_full(read)
-        q_tile = q.tile(W)
+        q_tile = q.tile(turn * CONSUMERS + W)
         zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
         s = warpgroup_mma(q_tile, k.tile(read).permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
         k.release(read)
         p, row_max, row_sum, _shrink = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count,
-                                                hi, True)
-        # tiles that some row does not see whole
-        masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
-        masked = gl.maximum(masked, 1)
-        for j in range(1, masked):
-            left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-            acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
-                                             (tiles - 1 - j) * KEYS, key_count, hi, True)
+                                                hi, CUT)
+        masked = gl.to_tensor(1)
+        if CUT:  # tiles that some row does not see whole
+            masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
+            masked = gl.maximum(masked, 1)
+            for j in range(1, masked):
+                left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+                acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
+                                                 (tiles - 1 - j) * KEYS, key_count, hi, True)
         # carried from loop to loop, P in 16 bits would be taken apart and put together again in each step
         left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
         for j in range(masked, tiles):
@@ -290,23 +297,27 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads", "batch_heads", "kv_group", "query_count", "key_count", "hi", "group"])
 def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_heads, kv_group, query_count, key_count,
-                          hi, group, scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr):
+                          hi, group, scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr):
     """One program: O and LSE of CONSUMERS · 64 queries of one head in each of its turns."""
-    q = ring(q_desc, CONSUMERS, 1)
+    D: gl.constexpr = o_desc.block_type.shape[3]
+    q = ring(q_desc, CONSUMERS if D == 256 else 2 * CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
     v = ring(v_desc, STAGES, CONSUMERS)
     o_tiles = q.tiles
-    if o_desc.block_type.shape[3] < 256:
-        o_tiles = gl.allocate_shared_memory(o_desc.dtype, q.tiles.shape, q.tiles.layout)
+    if D < 256:
+        o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, QUERIES, D], q.tiles.layout)
     fence_async_shared()
     turns = _turns((query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES) * batch_heads)
     sizes = (heads, batch_heads, query_count, key_count, hi, group)
     given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2)
     to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group)
     if CONSUMERS == 2:
-        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 2)), (_consumer, (given, sizes, turns, 1, 2)),
+        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 2, CUT)),
+                            (_consumer, (given, sizes, turns, 1, 2, CUT)),
                             (_producer, (to_load, sizes, turns, 2))], [4, 1], [240, 24])
     else:
-        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 4)), (_consumer, (given, sizes, turns, 1, 4)),
-                            (_consumer, (given, sizes, turns, 2, 4)), (_consumer, (given, sizes, turns, 3, 4)),
+        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 4, CUT)),
+                            (_consumer, (given, sizes, turns, 1, 4, CUT)),
+                            (_consumer, (given, sizes, turns, 2, 4, CUT)),
+                            (_consumer, (given, sizes, turns, 3, 4, CUT)),
                             (_producer, (to_load, sizes, turns, 4))], [4, 4, 4, 1], [112, 112, 112, 24])

@@ -84,9 +84,9 @@ rmsnorm.launch_backward(long, long, long, w, None, stat, long, False, None)
 rmsnorm.launch_backward(long, None, long, w, stat, stat, long, False, F)
 """
 HOPPER = """
-for dtype in (H, torch.float16):
-    q, k = (e(2, heads, 1000, {}, dtype=dtype) for heads in (4, 2))
-    lse, problem = e(2, 4, 1000, dtype=F), Problem((None, 0), 0.125)
+for dtype, length, heads, hi in ((H, 1000, 2, 0), (torch.float16, 1000, 2, 0), (H, 1024, 4, 0), (H, 1024, 4, None)):
+    q, k = (e(2, count, length, {}, dtype=dtype) for count in (4, heads))
+    lse, problem = e(2, 4, length, dtype=F), Problem((None, hi), 0.125)
     hopper.launch_forward(q, k, k, q, lse, problem)
     hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
 """

@@ -84,6 +84,14 @@ def test_key_lengths(key_count, head_dim):
         check_beside_eager(tensors, causal=causal, alignment="bottom-right")
 
 
+@pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
+@pytest.mark.parametrize("queries, keys", [(384, 640), (640, 384), (256, 256)])
+def test_whole_tiles(queries, keys, alignment):
+    """Where the mask is left out of all tiles but a program's first, or of all."""
+    for causal in (False, True):
+        check_beside_eager(inputs(1, 2, 2, queries, keys, 64, torch.bfloat16), causal=causal, alignment=alignment)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @every_head_dim
 def test_accuracy_beside_sdpa(head_dim, dtype):
