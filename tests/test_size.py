@@ -19,7 +19,7 @@ LIMITS = {  # thousands of code tokens; a row may be lowered with the code, and 
     "docs": 1.7,  # drawings of the pages
     "examples": 4,  # strategies.py: six strategies in one file
     "experiments": 84.9,  # pipelines; muon; contention; fp8; forms of kernels and CUDA C++, 4.6; a layer of Llama, 1
-    "kernels": 59.9,  # nn: the operations as modules; float8_linear; heads of 192 and 256; attention by what a mask cuts
+    "kernels": 59.9,  # nn: the operations as modules; float8_linear; heads of 192 and 256; masks that cut nothing
     "launch": 7.4,  # groups, short help and hints for misspelt words; sample asks and exports
     "setup.py": 1,
     "source": 319,  # three axes, 15; check, Muon, contention, 8; pages, runs, kernels.nn, 5; tutorials, forms, 5
