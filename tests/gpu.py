@@ -22,6 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ATTENTION = "tests/kernels/test_flash_attention_gpu.py::test"
 LARGE = [f"{ATTENTION}_more_than_two_to_the_31_elements", f"{ATTENTION}_accuracy_of_long_calls_in_fp32_beside_sdpa"]
 ALONE = ["tests/measure", "tests/experiments/test_attention_sweep.py", "tests/comm/test_context.py", *LARGE]
+HOPPER = "tests/kernels/test_hopper_attention_gpu.py"
 # As many processes as 80 GB have room for.
 SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
@@ -31,7 +32,10 @@ NOTHING_SELECTED = 5
 def lanes(gpus: int) -> list[list[list[str]]]:
     """For each GPU the arguments of pytest's runs on it, one after the other."""
     alone = ["-m", "gpu and not multigpu", *ALONE]
-    return [[SHARING, alone]] if gpus == 1 else [[SHARING], [alone, SEVERAL]]
+    if gpus == 1:
+        return [[SHARING, alone]]
+    sharing = [SHARING] if gpus < 4 else [[*SHARING, HOPPER], [*SHARING, f"--deselect={HOPPER}"]]
+    return [*([each] for each in sharing), [alone, SEVERAL]]
 
 
 def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
@@ -42,7 +46,7 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if arguments[: len(SEVERAL)] != SEVERAL:
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1").split(",")[gpu]
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--dist", "worksteal", f"--junitxml={report}"]
