@@ -49,8 +49,9 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "-q", "-rfE", "--durations=9", "--dist", "worksteal"]
-        code = subprocess.run([*command, f"--junitxml={report}", *arguments], cwd=ROOT, env=environment, check=False).returncode
+        options = ["-q", "-rfE", "--durations=9", "--dist", "worksteal", f"--junitxml={report}", *arguments]
+        command = [sys.executable, "-m", "pytest", *options]
+        code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         counts = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {"errors": 1}
     return code, Counter({name: int(counts.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
 
