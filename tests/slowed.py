@@ -2,8 +2,8 @@
 
     python -m tests.slowed [--out FOLDER]
 
-Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 2 ms in a gradient hook, with one of 10 µs, and as
-it is again. A command and no test: what two cores do beside it decides on the times. Exit code 1 if the 2 ms are not
+Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 2 ms after the last bucket, with one of 10 µs, and
+as it is again. A command and no test: what two cores do beside it decides on the times. Exit code 1 if the 2 ms are not
 found, or if anything else is.
 """
 
@@ -25,14 +25,13 @@ RUNS = {"as_it_is": 0.0, "slower_2ms": 2e-3, "slower_10us": 10e-6, "again": 0.0}
 
 
 class Slowed(BucketedDDP):
-    """Sleeps in the hook of the parameter whose gradient comes last."""
+    """Sleeps when all messages have come: before, a host whose messages are slow would hide it."""
 
     sleep_s = 0.0
 
-    def _gradient_ready(self, index: int) -> None:
-        if index == 0:
-            time.sleep(self.sleep_s)
-        super()._gradient_ready(index)
+    def _synchronize(self) -> None:
+        super()._synchronize()
+        time.sleep(self.sleep_s)
 
 
 def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
