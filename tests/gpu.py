@@ -27,6 +27,7 @@ HOPPER = "tests/kernels/test_hopper_attention_gpu.py"
 SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
 NOTHING_SELECTED = 5
+STUCK = ["-o", "faulthandler_timeout=90"]  # where a test is after so many seconds: a kernel that waits for ever
 
 
 def lanes(gpus: int) -> list[list[list[str]]]:
@@ -49,7 +50,7 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
         environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-rfE", "--durations=9", "--dist", "worksteal", f"--junitxml={report}", *arguments]
+        options = ["-q", "-rfE", "--durations=9", "--dist", "worksteal", f"--junitxml={report}", *STUCK, *arguments]
         command = [sys.executable, "-m", "pytest", *options]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         counts = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {"errors": 1}

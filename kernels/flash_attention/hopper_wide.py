@@ -51,7 +51,7 @@ def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free
     first_seen = first_key - hi + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([ROWS, 256], gl.float32, SUM_LAYOUT)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
-    own.wait_full(0)
+    own.wait_full(0, pred=total >= W)  # V is loaded with the first tile
     scored.wait_full(0, pred=total > 0)
     s = warpgroup_mma(own.tile(0), scored.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=[s])
