@@ -45,6 +45,7 @@ from .ranges import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
+LEAST = tl.constexpr(-3e38)  # the maximum of no scores: finite, so that exp2 of -inf minus it is 0
 
 
 @triton.jit
@@ -62,12 +63,8 @@ def _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, first, last, scal
         if MASKED:
             s = tl.where(visible(mask, (start + offs_n)[None, :], V), s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
-        if MASKED:  # a row that has seen no key yet: any finite shift keeps exp2(-inf - shift) = 0
-            shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-        else:
-            shift = new_max
-        p = tl.exp2(s * scale_log2 - shift[:, None])
-        shrink = tl.exp2(row_max - shift)
+        p = tl.exp2(s * scale_log2 - new_max[:, None])
+        shrink = tl.exp2(row_max - new_max)
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
@@ -97,7 +94,7 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, doc_firs
 
     acc = tl.zeros(q.shape, tl.float32)
     row_sum = tl.zeros(rows.shape, tl.float32)
-    row_max = tl.full(rows.shape, float("-inf"), tl.float32)
+    row_max = tl.full(rows.shape, LEAST, tl.float32)
     for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
         if V.visited[phase]:
             acc, row_sum, row_max = _walk_keys(acc, row_sum, row_max, q, k_rows, v_rows, mask, stops[phase],

@@ -51,6 +51,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
+# The maximum of no scores: finite, so that exp2 of -inf minus it is 0; a power of 2, so that its product is exact.
+LEAST = gl.constexpr(-(2.0**64))
 QUERIES = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 
 
@@ -196,8 +198,6 @@ def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MA
         s = gl.where(seen, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
-    if MASKED:  # a row that has seen no key yet: any finite shift keeps exp2(-inf - shift) = 0
-        shift = gl.where(new_max == float("-inf"), 0.0, shift)
     p = gl.exp2(s * scale_log2 - shift[:, None])
     shrink = gl.exp2(row_max * scale_log2 - shift)
     return p, new_max, row_sum * shrink + gl.sum(p, 1), shrink
@@ -239,7 +239,7 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT
         row0 = first_query + W * QUERIES
         rows = row0 + gl.arange(0, QUERIES, ROW)
         acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
-        row_max = gl.full([QUERIES], float("-inf"), gl.float32, ROW)
+        row_max = gl.full([QUERIES], LEAST, gl.float32, ROW)
         row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
         q.wait_full(turn * CONSUMERS + W)
         if CONSUMERS * QUERIES > KEYS:  # the tiles that only other consumers see

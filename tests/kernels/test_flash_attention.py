@@ -156,6 +156,15 @@ def test_gradients_of_rows_without_a_key_are_zero_whatever_comes_for_their_log_s
     assert (dq[dlse.isnan()] == 0).all() and all(x.isfinite().all() for x in (dq, dk, dv))
 
 
+@BOTH
+@pytest.mark.parametrize("spoilt", [slice(0, 70), slice(70, 200)], ids=["first", "last"])
+def test_keys_whose_scores_are_minus_infinity_count_nothing(function, spoilt):
+    """Whole tiles of them, too."""
+    q, k, v, _ = inputs(1, 1, 1, 20, 200, 16)
+    q, k[:, :, spoilt] = q.abs() + 1, float("-inf")
+    near(apply(function)(q, k, v), F.scaled_dot_product_attention(q, k, v), 2e-5)
+
+
 # RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

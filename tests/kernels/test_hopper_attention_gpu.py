@@ -146,6 +146,16 @@ def test_large_inputs_and_those_that_are_not_finite(head_dim):
 
 
 @every_head_dim
+def test_keys_whose_scores_are_minus_infinity(head_dim):
+    """Whole tiles of them, where a program begins: the other keys decide."""
+    q, k, v, _ = inputs(1, 2, 2, 384, 384, head_dim, torch.bfloat16)
+    q, k[:, :, 128:] = q.abs() + 1, float("-inf")
+    for causal in (False, True):
+        exact = attention(q.float(), k.float(), v.float(), causal=causal)
+        near(flash_attention(q, k, v, causal=causal), exact, 2e-2)
+
+
+@every_head_dim
 def test_a_hundred_repeats(head_dim):
     """None hangs; o, dk and dv are bit-identical, dq is too where it is asked for, and above 128 columns."""
     tensors = inputs(2, 4, 2, 1000, 1000, head_dim, torch.bfloat16)
