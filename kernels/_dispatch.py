@@ -104,11 +104,7 @@ def check_runs(device: torch.device) -> None:
 
 PRETENDED_SMS = 132  # of an H100
 _pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
-
-
-@functools.cache
-def _properties(index: int | None) -> Any:
-    return torch.cuda.get_device_properties(index)
+_properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def multiprocessors(device: torch.device) -> int:
@@ -143,6 +139,7 @@ def compile_only() -> Iterator[list[Any]]:
     """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
     global compiled
     compiled = []
+    forget()
     try:
         yield compiled
     finally:
@@ -207,7 +204,7 @@ def forced(**choices: Any) -> Iterator[None]:
 
 def programs() -> list[str]:
     """Return the source of every program there is."""
-    return [f"# {name}\n{found.__doc__}" for name, kept in _kept.items() for found in kept.values() if found]
+    return [f"# {name}\n{found.__doc__}" for name, kept in _kept.items() for found in {*kept.values()} if found]
 
 
 def discard() -> None:
@@ -231,11 +228,8 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
         return
     run = kernel[grid] if _thread.recorder is None else functools.partial(_thread.recorder.launch, kernel, grid)
     tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
-    device = next((x.device for x in tensors if isinstance(x, Tensor)), None)
-    if device is not None and device.type == "cuda" and device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):  # Triton launches on torch's current device, wherever the tensors are
-            run(*args, **options)
-    else:
+    index = next((x.get_device() for x in tensors if isinstance(x, Tensor)), -1)  # -1 is a CPU's
+    with torch.cuda.device(index):  # Triton launches on torch's current device, wherever the tensors are
         run(*args, **options)
 
 
@@ -261,8 +255,7 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
 
         @functools.wraps(function)
         def from_torch(*args: Any) -> Any:
-            repeated = recorder()
-            return repeated.run(function, check, kept, args, function) if repeated else function(*args)
+            return recorder().run(function, check, kept, args, function) if recorder() else function(*args)
 
         def looks(*args: Any) -> Any:
             with within(looks=True):
@@ -283,15 +276,16 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return to_torch(*args)
-            if torch._C._len_torch_dispatch_stack():
-                inside = _thread.recorder is not None  # an operator that calls another
-                return (function if inside else to_torch)(*args)
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            program = kept.get(len(args))
+            if program is not None and program.fits(*args):  # which no call under a mode or a transform does
+                result = program(*args)
+            elif _thread.recorder is not None:  # an operator that calls another
+                return function(*args)
+            elif (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+                  or not recorder()):
                 return to_torch(*args)
-            repeated = recorder()
-            if not repeated:
-                return to_torch(*args)
-            result = repeated.run(function, check, kept, args, to_torch)
+            else:
+                result = recorder().run(function, check, kept, args, to_torch)
             for position in mutated:
                 torch.autograd.graph.increment_version(args[position])
             return result
@@ -313,23 +307,33 @@ def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types:
         return function(*args, **kwargs)
 
 
-def first_order(backward: Callable) -> Callable:
-    """For the `backward` of an autograd Function whose gradients cannot be differentiated: refuses create_graph=True.
+class Function(torch.autograd.Function):
+    """An autograd Function whose gradients cannot be differentiated: `backward` refuses create_graph=True.
 
     torch's `once_differentiable` returns such gradients with a graph that ends in an error, but only if the upstream
     gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
     to its inputs, never meets that error. So this refuses at once.
 
+    `apply` does without what torch does in Python before each call for Functions with `setup_context`.
+
     Raises:
-        RuntimeError: from the decorated function, when it is called to make a graph.
+        RuntimeError: from `backward`, when it is called to make a graph.
     """
 
-    @functools.wraps(backward)
-    def wrapper(ctx: Any, *upstream: Tensor | None) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
-            name = type(ctx).__name__.removesuffix("Backward")
-            raise RuntimeError(f"{name} was called with create_graph=True, but the gradient of its gradient is not "
-                               "defined: write it in torch's own operations where that is needed")
-        return backward(ctx, *upstream)
+    def __init_subclass__(cls) -> None:
+        backward = cls.backward
 
-    return wrapper
+        @functools.wraps(backward)
+        def first_order(ctx: Any, *upstream: Tensor | None) -> Any:
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
+                raise RuntimeError(f"{cls.__name__} was called with create_graph=True, but the gradient of its "
+                                   "gradient is not defined: write it in torch's own operations where that is needed")
+            return backward(ctx, *upstream)
+
+        cls.backward = staticmethod(first_order)
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Call `forward`; `backward` then has its place in the graph."""
+        ordinary = torch._C._are_functorch_transforms_active()
+        return super(Function if ordinary else torch.autograd.Function, cls).apply(*args)

@@ -4,14 +4,17 @@ What an operator of `_dispatch` does with one set of shapes, strides, dtypes, al
 written down as a program: its allocations, its calls of torch, its launches of compiled kernels, straight on. Later
 calls run that; `_dispatch.programs()` shows them:
 
-    def program(t0, t1):
-        t2 = empty((2048, 2560), (2560, 1), dtype=c1, device=c2)
-        t3 = empty((2048,), (1,), dtype=c3, device=c2)
-        c4(2048, 1, 1, stream(0), *c5, t0.data_ptr(), None, t1.data_ptr(), t2.data_ptr(), None, t3.data_ptr(), …)
+    def fits(t0, o1, t1, o3):
+        return same(t0, t1) and t0.data_ptr() & 15 == 0 and o1 is c6 and t1.data_ptr() & 15 == 0 and o3 is c7
+    def program(t0, o1, t1, o3):
+        t2 = empty((2048, 2560), (2560, 1), c1)
+        t3 = empty((2048,), (1,), c2)
+        c3(2048, 1, 1, stream(0), *c4, t0.data_ptr(), None, t1.data_ptr(), t2.data_ptr(), None, t3.data_ptr(), …)
         return (t2, t3)
 
-Reading a tensor's value, and whatever else cannot be repeated blindly, is noticed while recording; such calls have no
-program and run as written every time.
+`fits` says whether a call is one for this program. Only that of the program that ran last is asked, since most calls
+are like the one before; others are looked up by a description. Reading a tensor's value, and whatever else cannot be
+repeated blindly, is noticed while recording; such calls have no program and run as written every time.
 
 Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch and of Triton that
 are not public.
@@ -26,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import guards
 from torch.nn import Parameter
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -42,55 +46,50 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
     Args:
         function: the operator as written.
         check: called with the arguments before anything is done with such for the first time, unless None.
-        kept: description of a call → its program, or None where it has none; filled here.
+        kept: description of a call → its program, or None where it has none; number of arguments → the program that ran
+            last with so many; filled here.
         args: of the call.
         otherwise: called with them instead where a program could not read some tensor.
     """
     if _dispatch.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
         return function(*args)
-    tensors, key = [], []
+    key = []
     for x in args:
         kind = type(x)
         # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
         # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
         if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
-            tensors.append(x)
-            key += x.shape, x.stride(), x.dtype, x.device, address & 15
+            key += x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad, x.is_inference()
         elif kind in OPTIONS:
             key += kind, x
         else:  # or a subclass of Tensor, or nothing that is allowed
             return otherwise(*args)
     program = kept.get(tuple(key))
     if program is None:
-        return _written(function, check, kept, args, tensors, tuple(key))
-    first = tensors[0]
-    if first.is_cuda and first.get_device() != torch.cuda.current_device():
-        with torch.cuda.device(first.device):
-            return program(*tensors)
-    if program.calls_torch and torch.is_autocast_enabled(first.device.type):  # what was recorded has been cast
-        with torch.autocast(first.device.type, enabled=False):
-            return program(*tensors)
-    return program(*tensors)
+        return _written(function, check, kept, args, tuple(key))
+    kept[len(args)] = program
+    device = program.device
+    with torch.cuda.device(-1 if device.index is None else device):
+        if program.calls_torch and torch.is_autocast_enabled(device.type):  # what was recorded has been cast
+            with torch.autocast(device.type, enabled=False):
+                return program(*args)
+        return program(*args)
 
 
-def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, tensors: list[Tensor],
-             key: tuple) -> Any:
+def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, key: tuple) -> Any:
     """Call the function as it is written; recorded, if calls of this description are new and can have a program."""
     if check is not None:
         check(*args)
-    device = tensors[0].device
+    recorder = _Recorder(args)
+    device = recorder.device
     if key in kept or not (device.type == "cuda" or _dispatch.interpreted()):
         return function(*args)
-    # A tensor given twice is two inputs: the next call with this key may give two tensors.
-    args = [x.detach() if isinstance(x, Tensor) else x for x in args]
-    recorder = _Recorder([x for x in args if isinstance(x, Tensor)])
-    here = torch.cuda.device(device.index if device.type == "cuda" else -1)
-    with here, recorder, _dispatch.within(recorder=recorder):
-        result = function(*args)
+    with torch.cuda.device(-1 if device.index is None else device), recorder, _dispatch.within(recorder=recorder):
+        result = function(*recorder.args)
     if not recorder.discarded:
         if len(kept) >= MOST_PROGRAMS:
             kept.clear()
-        kept[key] = recorder.program(result)
+        kept[key] = recorder.program(result, args)
     return result
 
 
@@ -106,16 +105,19 @@ class _Root(NamedTuple):
 class _Recorder(TorchDispatchMode):
     """Writes down as lines of Python what happens while it is active; the inputs are t0, t1, …, results follow them."""
 
-    def __init__(self, inputs: list[Tensor]) -> None:
+    def __init__(self, args: tuple) -> None:
         super().__init__()
         self.lines: list[str] = []
-        self.constants: dict[str, Any] = {"empty": torch.empty_strided}
+        self.constants: dict[str, Any] = {}
         self.roots: list[_Root] = []  # of which the others are views
         # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's number; offset)
         self.places: dict[int, tuple[weakref.ref, int, int]] = {}
         self.last_use: dict[int, int] = {}  # number of a root → line
         self.repeatable, self.discarded, self.calls_torch = True, False, False
-        self.inputs, self.device = [self._new(tensor) for tensor in inputs], inputs[0].device
+        # A tensor given twice is two inputs: the next call with this key may give two tensors.
+        self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
+        self.names = [self._new(x) if isinstance(x, Tensor) else f"o{i}" for i, x in enumerate(self.args)]
+        self.device, self.given = next(x.device for x in args if isinstance(x, Tensor)), len(self.roots)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **kwargs or {})
@@ -127,8 +129,9 @@ class _Recorder(TorchDispatchMode):
             for view in made:
                 self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address
         elif func.overloadpacket.__name__ in ALLOCATIONS:
-            options = f"dtype={self._constant(result.dtype)}, device={self._constant(result.device)}"
-            self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {options})")
+            self.repeatable &= result.device == self.device
+            dtype = self._constant(result.dtype)
+            self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {dtype})")
         else:
             given = [self.expression(x) for x in args]
             given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
@@ -146,9 +149,7 @@ class _Recorder(TorchDispatchMode):
         return f"t{len(self.roots) - 1}"
 
     def _constant(self, value: Any) -> str:
-        alike = torch.device, torch.dtype
-        name = next((n for n, x in self.constants.items() if x is value or (type(x) in alike and x == value)),
-                    f"c{len(self.constants)}")
+        name = next((n for n, x in self.constants.items() if x is value), f"c{len(self.constants)}")
         self.constants[name] = value
         return name
 
@@ -221,21 +222,40 @@ class _Recorder(TorchDispatchMode):
         number, offset = self._place(tensor)
         return f"t{number}.data_ptr()" + (f" + {offset}" if offset else "")
 
-    def program(self, result: Any) -> Callable | None:
-        """Return a function of the inputs, its source in its docstring, that makes `result` in this call; or None."""
+    def _fits(self, args: tuple) -> str:
+        """The condition that other arguments are such as these."""
+        given = [x for x in args if isinstance(x, Tensor)]
+        self.constants["same"] = guards.TensorGuards(*given, dynamic_dims_sizes=[[*x.shape] for x in given],
+                                                     dynamic_dims_strides=[[*x.stride()] for x in given]).check
+        conditions = [f"same({', '.join(name for name in self.names if name[0] == 't')})"]
+        if self.device.type == "cuda":
+            self.constants["current"] = torch._C._cuda_getDevice
+            conditions.append(f"current() == {self.device.index}")
+        if self.calls_torch:
+            conditions.append(f"not {self._constant(torch.is_autocast_enabled)}({self.device.type!r})")
+        for name, x in zip(self.names, args, strict=True):
+            conditions.append(f"{name}.data_ptr() & 15 == {x.data_ptr() & 15}" if isinstance(x, Tensor)
+                              else f"{name} is {self._constant(x)}")
+        return " and ".join(conditions)
+
+    def program(self, result: Any, args: tuple) -> Callable | None:
+        """Return a function of `args`, its source in its docstring, that makes `result` in this call; or None."""
         several = isinstance(result, list | tuple)
         returned = ", ".join(self.expression(x) for x in (result if several else [result]))
         if not self.repeatable:
             return None
         lines = []
         for number, line in enumerate(self.lines):
-            done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= len(self.inputs)]
+            done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= self.given]
             lines += [line, *([f"del {', '.join(done)}"] if done else [])]  # freed as early as by the function
         lines.append(f"return ({returned},)" if several else f"return {returned}")
-        source = "\n    ".join([f"def program({', '.join(self.inputs)}):", *lines])
+        given = ", ".join(self.names)
+        source = "\n    ".join([f"def fits({given}):", f"return {self._fits(args)}\ndef program({given}):", *lines])
+        self.constants["empty"] = getattr(guards, f"_empty_strided_{self.device.type}")
         exec(source, self.constants)
         made = self.constants["program"]
-        made.__doc__, made.calls_torch = source, self.calls_torch
+        made.__doc__, made.fits = source, self.constants["fits"]
+        made.device, made.calls_torch = self.device, self.calls_torch
         return made
 
 

@@ -237,12 +237,12 @@ class AdamW(torch.optim.Optimizer):
 
     def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
         """Step one kind of parameters: those of one group, device and pair of dtypes, at the same step."""
-        parameters, gradients, first, second = columns
+        parameters = columns[0]
         if _dispatch.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
-            gradients = [g.resolve_neg().contiguous() for g in gradients]
-            launch_adamw([parameters, gradients, first, second], self._addresses[kind], step, self._tables, **options)
+            columns[1] = [g.resolve_neg().contiguous() for g in columns[1]]
+            launch_adamw(columns, self._addresses[kind], step, self._tables, **options)
             return
-        for p, g, m, v in zip(parameters, gradients, first, second, strict=True):
+        for p, g, m, v in zip(*columns, strict=True):
             reference.adamw_(p, g, m, v, step, **options)
 
 

@@ -9,11 +9,10 @@ FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own'
 import torch
 from torch import Tensor
 
-from . import _dispatch
+from . import _dispatch, reference
 from ._dispatch import cdiv, tl, triton
 
 BLOCK = 2048
-WARPS = 4
 
 
 @triton.jit
@@ -48,25 +47,22 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         raise ValueError(f"strides {own.stride()} and {others.stride()}: own and each row must be contiguous")
     if own.numel() == 0:
         return
-    double = own.dtype == torch.float64
     if not _dispatch.runs_triton(own):
-        wide = torch.float64 if double else torch.float32
-        total = own.to(wide)
+        total = reference.wide(own)
         for other in others:
-            total = total + other.to(wide)
+            total = total + other
         own.copy_(total * scale)
         return
-    grid = (cdiv(own.numel(), BLOCK),)
     _dispatch.launch(
         average_kernel,
-        grid,
+        (cdiv(own.numel(), BLOCK),),
         own,
         others,
         others.stride(0),
         own.numel(),
         SCALE=scale,
         OTHERS=len(others),
-        SUM=tl.float64 if double else tl.float32,
+        SUM=tl.float64 if own.dtype == torch.float64 else tl.float32,
         BLOCK=BLOCK,
-        num_warps=WARPS,
+        num_warps=4,
     )

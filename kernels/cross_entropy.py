@@ -21,10 +21,9 @@ where a check would make the host wait, its row's loss and gradient are NaN. Not
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, cdiv, first_order, tl, triton
+from ._dispatch import KEPT, STREAMED, Function, cdiv, tl, triton
 from ._rows import Launch, as_rows, check, check_device, chosen, load_fp32, store_rounded
 from .cost import Cost
 
@@ -289,7 +288,6 @@ class CrossEntropy(Function):
         return loss
 
     @staticmethod
-    @first_order
     def backward(ctx, dloss):
         logits, *saved, scale = ctx.saved_tensors
         if ctx.inplace and not torch.compiler.is_compiling():
@@ -343,4 +341,4 @@ def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_
 def cost(shape: tuple[int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes of one pass: the logits; backward also their gradient."""
     count = torch.Size(shape).numel()
-    return Cost(5 * count, (2 if backward else 1) * count * dtype.itemsize + 20 * shape[0])
+    return Cost(5 * count, (1 + backward) * count * dtype.itemsize + 20 * shape[0])

@@ -14,10 +14,9 @@ Source: Srivastava et al., Dropout (2014); Salmon et al., Parallel Random Number
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import cdiv, first_order, tl, triton
+from ._dispatch import Function, cdiv, tl, triton
 from ._rows import check, check_width, chosen, common_dtype, load_fp32, store_rounded, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
@@ -98,6 +97,10 @@ def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
     return drawn >= levels(p)[0]
 
 
+def _plain_sum(x: Tensor, bias: Tensor | None) -> Tensor:
+    return reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
+
+
 @_dispatch.operator("dropout_forward", opaque=True)
 def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
     """y, contiguous, in x's dtype."""
@@ -106,7 +109,7 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
-        a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
+        a = _plain_sum(x, bias)
         return y.copy_(torch.where(_plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0))
     launch_dropout(x, bias, seed, y, p, gelu)
     return y
@@ -122,7 +125,7 @@ def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: flo
     if not _dispatch.runs_triton(dy):
         g = torch.where(_plain_mask(dy, seed, p), reference.wide(dy) * levels(p)[1], 0.0)
         if gelu:
-            a = reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
+            a = _plain_sum(x, bias)
             g = g * reference.gelu_slope(a)
         return dx.copy_(g)
     launch_dropout(x.contiguous(), bias, seed, dx, p, gelu, dy)
@@ -158,7 +161,6 @@ class Dropout(Function):
         return forward_op(x, None, seed, p, False)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         (seed,) = ctx.saved_tensors
         return backward_op(dy, dy, None, seed, ctx.p, False), None, None
@@ -174,7 +176,6 @@ class GeLUDropout(Function):
         return forward_op(x, bias, seed, p, True)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, bias, seed = ctx.saved_tensors
         dx = backward_op(dy, x, bias, seed, ctx.p, True)

@@ -21,11 +21,10 @@ Source: Micikevicius et al., FP8 Formats for Deep Learning (2022).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._dispatch import Function, cdiv, power_of_two, tl, triton
 from ._rows import autocast, check
 from .cost import Cost
 
@@ -149,7 +148,6 @@ class Float8Linear(Function):
         return y.view(*x.shape[:-1], w.shape[0])
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         dx, dw = backward_op(dy.reshape(-1, dy.shape[-1]), *ctx.saved_tensors, ctx.dw_dtype)
         return dx.view(*dy.shape[:-1], dx.shape[-1]), dw

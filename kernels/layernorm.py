@@ -15,10 +15,9 @@ Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import first_order
+from ._dispatch import Function
 from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, sum_over_rows
 from .cost import Cost
 from .rmsnorm import launch_backward, launch_forward, plain_backward
@@ -34,28 +33,31 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 
 @_dispatch.operator("layer_norm_forward", _check)
 def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
-               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (…, D) → y in `dtype`, m and r (N) fp32."""
+               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x (…, D) → y in `dtype`, m and r as (2, N) fp32."""
     y = x.new_empty(x.shape, dtype=dtype)
-    m, r = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
+    stats = x.new_empty(2, x.shape[:-1].numel(), dtype=torch.float32)
     if _dispatch.idle(x):
-        return y, m, r
+        return y, stats
+    m, r = stats.unbind(0)
     w, b = w.contiguous(), None if b is None else b.contiguous()
     if not _dispatch.runs_triton(x):
         x32 = reference.wide(x)
+        m.copy_(x32.mean(-1).flatten())
         r.copy_(torch.rsqrt(x32.var(-1, correction=0) + eps).flatten())
-        return y.copy_(reference.layer_norm(x32, w, b, eps)), m.copy_(x32.mean(-1).flatten()), r
+        return y.copy_(reference.layer_norm(x32, w, b, eps)), stats
     launch_forward(as_rows(x), None, w, y, y, r, eps, False, m, b)
-    return y, m, r
+    return y, stats
 
 
 @_dispatch.operator("layer_norm_backward")
-def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
+def backward_op(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor,
                 bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
     dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
+    m, r = stats.unbind(0)
     if not _dispatch.runs_triton(x):
         db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
         return *plain_backward(dy, None, x, w, m, r), db
@@ -68,13 +70,12 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias=None, eps=1e-5):
-        y, m, r = forward_op(x, weight, bias, eps, autocast_dtype(x))
-        ctx.save_for_backward(x, weight, m, r)
+        y, stats = forward_op(x, weight, bias, eps, autocast_dtype(x))
+        ctx.save_for_backward(x, weight, stats)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         dx, dw, db = backward_op(dy, *ctx.saved_tensors, ctx.bias_dtype)
         return dx, dw, None if ctx.bias_dtype is None else db, None
@@ -99,5 +100,5 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes, with a bias."""
-    vectors = 2 * shape[-1] * dtype.itemsize * (2 if backward else 1) + 8 * torch.Size(shape[:-1]).numel()
-    return Cost.of_elements(shape, dtype, 12 if backward else 7, 3 if backward else 2) + Cost(0, vectors)
+    vectors = 2 * shape[-1] * dtype.itemsize * (1 + backward) + 8 * torch.Size(shape[:-1]).numel()
+    return Cost.of_elements(shape, dtype, 12 if backward else 7, 2 + backward) + Cost(0, vectors)

@@ -28,11 +28,10 @@ Source: the idea of gradients in the forward: Liger Kernel (Hsu et al. 2024).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._dispatch import first_order
+from ._dispatch import Function
 from ._rows import check, common_dtype
 from ._scale import scale_
 from .cost import Cost
@@ -129,7 +128,6 @@ class LinearCrossEntropy(Function):
         return loss
 
     @staticmethod
-    @first_order
     def backward(ctx, dloss):
         grads, ctx.gradients = ctx.gradients, None
         if grads is None:

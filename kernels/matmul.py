@@ -20,11 +20,10 @@ import functools
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch, reference
-from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._dispatch import Function, cdiv, power_of_two, tl, triton
 from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, load_fp32
 from .cost import Cost
 from .elementwise import gelu_of
@@ -275,7 +274,6 @@ class MatMul(Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         a, b, bias = ctx.saved_tensors
         epilogue, precision = ctx.options
@@ -310,7 +308,5 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes for (M, K, N); backward is two matmuls."""
     rows, depth, cols = shape
-    elements = rows * depth + depth * cols + rows * cols
-    if backward:
-        return Cost(4 * rows * depth * cols, (2 * elements - rows * cols) * dtype.itemsize)
-    return Cost(2 * rows * depth * cols, elements * dtype.itemsize)
+    passes, inputs = 1 + backward, rows * depth + depth * cols
+    return Cost(2 * passes * rows * depth * cols, (passes * inputs + rows * cols) * dtype.itemsize)

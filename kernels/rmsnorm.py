@@ -18,10 +18,9 @@ Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch
-from ._dispatch import first_order, tl, triton
+from ._dispatch import Function, tl, triton
 from ._rows import (
     DTYPES,
     as_rows,
@@ -242,7 +241,6 @@ class RMSNorm(Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
         return *backward_op(dy, None, x, weight, r, False), None
@@ -261,7 +259,6 @@ class RMSNormPyTorch(Function):
         return y.to(autocast_dtype(x))
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
         return *plain_backward(dy, None, x, weight, None, r), None
@@ -281,7 +278,6 @@ class AddRMSNorm(Function):
         return y, s
 
     @staticmethod
-    @first_order
     def backward(ctx, dy, dtotal):
         s, weight, r = ctx.saved_tensors
         if dy is None:
@@ -322,6 +318,6 @@ def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False,
     """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
     from .cost import Cost
 
-    tensors = (3 if backward else 2) + (residual if backward else 2 * residual)
-    vectors = shape[-1] * dtype.itemsize * (2 if backward else 1) + 4 * torch.Size(shape[:-1]).numel()
+    tensors = 2 + backward + residual * (2 - backward)
+    vectors = shape[-1] * dtype.itemsize * (1 + backward) + 4 * torch.Size(shape[:-1]).numel()
     return Cost.of_elements(shape, dtype, 9 if backward else 4, tensors) + Cost(0, vectors)

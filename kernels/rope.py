@@ -13,10 +13,9 @@ Source: Su et al., RoFormer (2021); pairs are halves of a head, the form of GPT-
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import cdiv, first_order, power_of_two, tl, triton
+from ._dispatch import Function, cdiv, power_of_two, tl, triton
 from ._rows import check, check_device, load_fp32, store_rounded
 from .cost import Cost
 
@@ -92,7 +91,6 @@ class RoPE(Function):
         return rope_op(x, cos, sin, 1.0)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         return rope_op(dy, *ctx.saved_tensors, -1.0), None, None
 

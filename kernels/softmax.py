@@ -20,10 +20,9 @@ Source: Milakov & Gimelshein, Online normalizer calculation for softmax (2018).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, cdiv, first_order, power_of_two, tl, triton
+from ._dispatch import KEPT, STREAMED, Function, cdiv, power_of_two, tl, triton
 from ._rows import Launch, as_rows, check, chosen, load_fp32, pipelined_launch, row_launch, store_rounded
 from .cost import Cost
 
@@ -207,7 +206,6 @@ class Softmax(Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         return backward_op(dy, *ctx.saved_tensors)
 
@@ -226,4 +224,4 @@ def softmax(x: Tensor) -> Tensor:
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
     """Least FLOPs and bytes: x and y; backward y, dy and dx."""
-    return Cost.of_elements(shape, dtype, 4 if backward else 5, 3 if backward else 2)
+    return Cost.of_elements(shape, dtype, 5 - backward, 2 + backward)

@@ -11,10 +11,9 @@ Source: Shazeer, GLU Variants Improve Transformer (2020).
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import cdiv, first_order, tl, triton
+from ._dispatch import Function, cdiv, tl, triton
 from ._rows import Launch, as_rows, autocast, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
@@ -113,7 +112,6 @@ class SwiGLU(Function):
         return forward_op(gate, up)
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         return backward_op(dy, *ctx.saved_tensors)
 

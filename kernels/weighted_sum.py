@@ -12,10 +12,9 @@ column beyond the first tile that is never visited is the classic mistake here.
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from . import _dispatch, reference
-from ._dispatch import STREAMED, cdiv, first_order, power_of_two, tl, triton
+from ._dispatch import STREAMED, Function, cdiv, power_of_two, tl, triton
 from ._rows import Launch, as_rows, check, check_width, load_fp32, store_rounded, sum_columns, sum_over_rows
 from .cost import Cost
 
@@ -114,7 +113,6 @@ class WeightedSum(Function):
         return y
 
     @staticmethod
-    @first_order
     def backward(ctx, dy):
         return backward_op(dy, *ctx.saved_tensors)
 
@@ -132,5 +130,4 @@ def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) 
     """Least FLOPs and bytes."""
     count, cols = torch.Size(shape).numel(), shape[-1]
     rows = count // max(cols, 1)
-    tensors, vectors = (2, 2) if backward else (1, 1)
-    return Cost((3 if backward else 2) * count, (tensors * count + vectors * cols + rows) * dtype.itemsize)
+    return Cost((2 + backward) * count, ((1 + backward) * (count + cols) + rows) * dtype.itemsize)

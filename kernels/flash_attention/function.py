@@ -10,9 +10,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from .._dispatch import first_order
+from .._dispatch import Function
 from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled
@@ -38,7 +37,6 @@ class FlashAttention2(Function):
         return (o, lse) if return_lse else o
 
     @staticmethod
-    @first_order
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
         do = do if do.dtype is o.dtype else do.to(o.dtype)
@@ -78,7 +76,6 @@ class FlashAttention2PyTorch(Function):
         return (o, lse) if return_lse else o
 
     @staticmethod
-    @first_order
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
         problem = ops.problem_of(q, k, *ctx.options)

@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import kernels
@@ -128,9 +129,28 @@ def test_autocast_does_not_cast_again_what_a_plan_repeats():
             return x @ x
 
     x = draw(8, 8)
+    results = [product(x) for _ in range(3)]
     with torch.autocast(DEVICE, torch.bfloat16):
-        results = [product(x) for _ in range(3)]
+        results += [product(x) for _ in range(3)]
     assert all(y.dtype == torch.float32 and torch.equal(y, x @ x) for y in results)
+
+
+class Seen(TorchDispatchMode):
+    """The name of the last operator that was called."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.name = func.name()
+        return func(*args, **kwargs or {})
+
+
+def test_a_plan_is_not_for_calls_under_a_mode_or_a_transform():
+    x = draw(4, 8)
+    expected = [softmax(x) for _ in range(3)]
+    with Seen() as seen:
+        y = softmax(x)
+    assert torch.equal(y, expected[2]) and seen.name == "distlab_kernels::softmax_forward"
+    with pytest.raises(RuntimeError, match="setup_context"):
+        torch.func.grad(lambda x: softmax(x).sum())(x)
 
 
 def test_forced_launches_are_not_those_of_earlier_plans():
