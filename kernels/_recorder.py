@@ -58,6 +58,7 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         kind = type(x)
         # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
         # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
+        # The last two are for `fits`, which compares them too.
         if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
             key += x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad, x.is_inference()
         elif kind in OPTIONS:
