@@ -130,12 +130,13 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
         nonlocal last
         fn = build(variant, shape, device)
         whole = partial(both, fn, *case)
-        metrics: dict[str, Any] = errors(whole(), expected, shape)  # the first call, which compiles what has to be
-        others = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
-        with peak_memory(device) as memory:
-            o = fn(*case[:3])
-            before = allocated_bytes(device)
-            torch.autograd.grad(o, case[:3], case[3])
+        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread drops gradients a little later
+            metrics: dict[str, Any] = errors(whole(), expected, shape)  # the first call compiles what has to be
+            others = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+            with peak_memory(device) as memory:
+                o = fn(*case[:3])
+                before = allocated_bytes(device)
+                torch.autograd.grad(o, case[:3], case[3])
         del o  # it keeps nodes of the inputs, and these the stream that they were made on: no graph could be captured
         graphs = {}
         if others is not None:

@@ -276,14 +276,14 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return to_torch(*args)
-            program = kept.get(len(args))
-            if program is not None and program.fits(*args):  # which no call under a mode or a transform does
-                result = program(*args)
-            elif _thread.recorder is not None:  # an operator that calls another
+            if _thread.recorder is not None:  # an operator that calls another
                 return function(*args)
-            elif (torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-                  or not recorder()):
+            elsewhere = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
+            if elsewhere or not recorder():
                 return to_torch(*args)
+            program = kept.get(len(args))
+            if program is not None and program.fits(*args):
+                result = program(*args)
             else:
                 result = recorder().run(function, check, kept, args, to_torch)
             for position in mutated:
@@ -314,8 +314,6 @@ class Function(torch.autograd.Function):
     gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
     to its inputs, never meets that error. So this refuses at once.
 
-    `apply` does without what torch does in Python before each call for Functions with `setup_context`.
-
     Raises:
         RuntimeError: from `backward`, when it is called to make a graph.
     """
@@ -332,8 +330,9 @@ class Function(torch.autograd.Function):
 
         cls.backward = staticmethod(first_order)
 
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Call `forward`; `backward` then has its place in the graph."""
-        ordinary = torch._C._are_functorch_transforms_active()
-        return super(Function if ordinary else torch.autograd.Function, cls).apply(*args)
+
+def apply(function: type, *args: Any) -> Any:
+    """`function.apply(*args)`, without what torch does before in Python for Functions with `setup_context`."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return function.apply(*args)
+    return super(torch.autograd.Function, function).apply(*args)

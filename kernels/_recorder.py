@@ -47,7 +47,7 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         function: the operator as written.
         check: called with the arguments before anything is done with such for the first time, unless None.
         kept: description of a call → its program, or None where it has none; number of arguments → the program that ran
-            last with so many; filled here.
+            last with so many, if it calls nothing of torch's; filled here.
         args: of the call.
         otherwise: called with them instead where a program could not read some tensor.
     """
@@ -68,11 +68,11 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
     program = kept.get(tuple(key))
     if program is None:
         return _written(function, check, kept, args, tuple(key))
-    kept[len(args)] = program
-    device = program.device
-    with torch.cuda.device(-1 if device.index is None else device):
-        if program.calls_torch and torch.is_autocast_enabled(device.type):  # what was recorded has been cast
-            with torch.autocast(device.type, enabled=False):
+    with torch.cuda.device(program.index):
+        if not program.calls_torch:
+            kept[len(args)] = program
+        elif torch.is_autocast_enabled(program.kind):  # what was recorded has been cast
+            with torch.autocast(program.kind, enabled=False):
                 return program(*args)
         return program(*args)
 
@@ -82,10 +82,9 @@ def _written(function: Callable, check: Callable | None, kept: dict, args: tuple
     if check is not None:
         check(*args)
     recorder = _Recorder(args)
-    device = recorder.device
-    if key in kept or not (device.type == "cuda" or _dispatch.interpreted()):
+    if key in kept or not (recorder.kind == "cuda" or _dispatch.interpreted()):
         return function(*args)
-    with torch.cuda.device(-1 if device.index is None else device), recorder, _dispatch.within(recorder=recorder):
+    with torch.cuda.device(recorder.index), recorder, _dispatch.within(recorder=recorder):
         result = function(*recorder.args)
     if not recorder.discarded:
         if len(kept) >= MOST_PROGRAMS:
@@ -118,7 +117,8 @@ class _Recorder(TorchDispatchMode):
         # A tensor given twice is two inputs: the next call with this key may give two tensors.
         self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
         self.names = [self._new(x) if isinstance(x, Tensor) else f"o{i}" for i, x in enumerate(self.args)]
-        self.device, self.given = next(x.device for x in args if isinstance(x, Tensor)), len(self.roots)
+        first = next(x for x in args if isinstance(x, Tensor))
+        self.kind, self.index, self.given = first.device.type, first.get_device(), len(self.roots)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **kwargs or {})
@@ -130,7 +130,7 @@ class _Recorder(TorchDispatchMode):
             for view in made:
                 self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address
         elif func.overloadpacket.__name__ in ALLOCATIONS:
-            self.repeatable &= result.device == self.device
+            self.repeatable &= result.get_device() == self.index
             dtype = self._constant(result.dtype)
             self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {dtype})")
         else:
@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):
         run = compiled.run
         inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
         index = torch.cuda.current_device()
-        self.repeatable &= index == self.device.index and not (run.global_scratch_size or run.profile_scratch_size)
+        self.repeatable &= index == self.index and not (run.global_scratch_size or run.profile_scratch_size)
         encodings = iter(inside.get("tensordesc_meta", ()))
         given = []
         for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
@@ -229,11 +229,8 @@ class _Recorder(TorchDispatchMode):
         self.constants["same"] = guards.TensorGuards(*given, dynamic_dims_sizes=[[*x.shape] for x in given],
                                                      dynamic_dims_strides=[[*x.stride()] for x in given]).check
         conditions = [f"same({', '.join(name for name in self.names if name[0] == 't')})"]
-        if self.device.type == "cuda":
-            self.constants["current"] = torch._C._cuda_getDevice
-            conditions.append(f"current() == {self.device.index}")
-        if self.calls_torch:
-            conditions.append(f"not {self._constant(torch.is_autocast_enabled)}({self.device.type!r})")
+        if self.kind == "cuda":
+            conditions.append(f"{self._constant(torch._C._cuda_getDevice)}() == {self.index}")
         for name, x in zip(self.names, args, strict=True):
             conditions.append(f"{name}.data_ptr() & 15 == {x.data_ptr() & 15}" if isinstance(x, Tensor)
                               else f"{name} is {self._constant(x)}")
@@ -252,11 +249,11 @@ class _Recorder(TorchDispatchMode):
         lines.append(f"return ({returned},)" if several else f"return {returned}")
         given = ", ".join(self.names)
         source = "\n    ".join([f"def fits({given}):", f"return {self._fits(args)}\ndef program({given}):", *lines])
-        self.constants["empty"] = getattr(guards, f"_empty_strided_{self.device.type}")
+        self.constants["empty"] = getattr(guards, f"_empty_strided_{self.kind}")
         exec(source, self.constants)
         made = self.constants["program"]
         made.__doc__, made.fits = source, self.constants["fits"]
-        made.device, made.calls_torch = self.device, self.calls_torch
+        made.kind, made.index, made.calls_torch = self.kind, self.index, self.calls_torch
         return made
 
 

@@ -217,7 +217,7 @@ def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
     written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
     out = [parts.new_empty(cols, dtype=written) for _ in range(kinds)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
-    block, second = 16, out[1] if kinds == 2 else None
-    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], second, count, cols, TWO=kinds == 2,
-                     ROWS=64, BLOCK=block, num_warps=4)
+    block = 16
+    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], out[1] if kinds == 2 else None,
+                     count, cols, TWO=kinds == 2, ROWS=64, BLOCK=block, num_warps=4)
     return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]

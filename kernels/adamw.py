@@ -113,7 +113,7 @@ def factors(step: int, *, lr: float, betas: tuple[float, float], eps: float, wei
 
     step counts from 1; the rest are AdamW's options.
     """
-    lr, first, second = float(lr), float(betas[0]), float(betas[1])
+    lr, first, second = map(float, (lr, *betas))
     weights = (1 - beta if beta > 0.5 else -beta for beta in (first, second))
     return [lr * float(weight_decay), *weights, float(eps), lr / (1 - first**step), math.sqrt(1 - second**step)]
 
@@ -140,8 +140,8 @@ def _check_options(options: dict) -> None:
     betas = options["betas"]
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise ValueError(f"betas is {betas!r}; allowed: two numbers from 0 to below 1")
-    for name, value, end in (("lr", options["lr"], math.inf), ("eps", options["eps"], math.inf),
-                             ("weight_decay", options["weight_decay"], math.inf), *(("betas", b, 1) for b in betas)):
+    others = [(name, options[name], math.inf) for name in ("lr", "eps", "weight_decay")]
+    for name, value, end in (*others, *(("betas", beta, 1) for beta in betas)):
         if not isinstance(value, Real) or isinstance(value, bool):
             raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: a Python number"
                             + " each" * (name == "betas"))

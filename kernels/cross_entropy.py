@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, Function, cdiv, tl, triton
+from ._dispatch import KEPT, STREAMED, Function, apply, cdiv, tl, triton
 from ._rows import Launch, as_rows, check, check_device, chosen, load_fp32, store_rounded
 from .cost import Cost
 
@@ -318,7 +318,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, 
     """
     if not torch.is_grad_enabled() and isinstance(logits, Tensor):
         logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted
-    return CrossEntropy.apply(logits, targets, ignore_index, label_smoothing, reduction, inplace_backward)
+    return apply(CrossEntropy, logits, targets, ignore_index, label_smoothing, reduction, inplace_backward)
 
 
 def loss_and_gradient(logits: Tensor, targets: Tensor, scale: Tensor, *, ignore_index: int = -100,

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import Function, cdiv, tl, triton
+from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import check, check_width, chosen, common_dtype, load_fp32, store_rounded, sum_over_rows
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
@@ -199,7 +199,7 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     """
     check("x", x)
     _check_p(p)
-    return Dropout.apply(x, _seed_tensor(seed, x.device), float(p)) if training and levels(p)[0] else x
+    return apply(Dropout, x, _seed_tensor(seed, x.device), float(p)) if training and levels(p)[0] else x
 
 
 def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p: float = 0.1, *,
@@ -225,7 +225,7 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
     if bias is not None:
         check_width("bias", bias, "weight.T", weight.T)
     _check_p(p)
-    return GeLUDropout.apply(F.linear(x, weight), bias, _seed_tensor(seed, x.device), float(p) if training else 0.0)
+    return apply(GeLUDropout, F.linear(x, weight), bias, _seed_tensor(seed, x.device), float(p) if training else 0.0)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False) -> Cost:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import Function, cdiv, tl, triton
+from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import Launch, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
@@ -151,7 +151,7 @@ def add(x: Tensor, y: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return Add.apply(x, y)
+    return apply(Add, x, y)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def gelu(x: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return GeLU.apply(x)
+    return apply(GeLU, x)
 
 
 def add_cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._dispatch import Function, cdiv, power_of_two, tl, triton
+from ._dispatch import Function, apply, cdiv, power_of_two, tl, triton
 from ._rows import autocast, check
 from .cost import Cost
 
@@ -170,7 +170,7 @@ def float8_linear(x: Tensor, w: Tensor) -> Tensor:
     for name, size in {"rows of x": x.shape[:-1].numel(), "K": x.shape[-1], "N": w.shape[0]}.items():
         if size % MULTIPLE:
             raise ValueError(f"{name} = {size}: fp8's tensor cores take multiples of {MULTIPLE}")
-    return Float8Linear.apply(x, w)
+    return apply(Float8Linear, x, w)
 
 
 @register_flop_formula(torch.ops.distlab_kernels.float8_linear)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import Function
+from ._dispatch import Function, apply
 from ._rows import as_rows, autocast_dtype, check, check_positive, check_width, sum_over_rows
 from .cost import Cost
 from .rmsnorm import launch_backward, launch_forward, plain_backward
@@ -95,7 +95,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return LayerNorm.apply(x, weight, bias, eps)
+    return apply(LayerNorm, x, weight, bias, eps)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:

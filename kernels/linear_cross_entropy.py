@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch
-from ._dispatch import Function
+from ._dispatch import Function, apply
 from ._rows import check, common_dtype
 from ._scale import scale_
 from .cost import Cost
@@ -162,7 +162,7 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
     """
     if not torch.is_grad_enabled() and isinstance(x, Tensor) and isinstance(weight, Tensor):
         x, weight = x.detach(), weight.detach()  # inside the Function nobody could tell that no gradient is wanted
-    return LinearCrossEntropy.apply(x, weight, targets, ignore_index, label_smoothing, reduction, chunk_bytes)
+    return apply(LinearCrossEntropy, x, weight, targets, ignore_index, label_smoothing, reduction, chunk_bytes)
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype) -> Cost:

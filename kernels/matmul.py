@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from . import _dispatch, reference
-from ._dispatch import Function, cdiv, power_of_two, tl, triton
+from ._dispatch import Function, apply, cdiv, power_of_two, tl, triton
 from ._rows import Launch, autocast, check, check_width, chosen, common_dtype, load_fp32
 from .cost import Cost
 from .elementwise import gelu_of
@@ -302,7 +302,7 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return MatMul.apply(a, b, bias, epilogue, precision)
+    return apply(MatMul, a, b, bias, epilogue, precision)
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:

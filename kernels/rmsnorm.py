@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import Function, tl, triton
+from ._dispatch import Function, apply, tl, triton
 from ._rows import (
     DTYPES,
     as_rows,
@@ -256,7 +256,8 @@ class RMSNormPyTorch(Function):
         check_positive("eps", eps)
         y, r = _plain_forward(x, weight, eps, False)
         ctx.save_for_backward(x, weight, r)
-        return y.to(autocast_dtype(x))
+        # A copy: torch 2.11's compiler loses the gradient where `to` returns y itself.
+        return y.to(autocast_dtype(x), copy=True)
 
     @staticmethod
     def backward(ctx, dy):
@@ -301,7 +302,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return RMSNorm.apply(x, weight, eps)
+    return apply(RMSNorm, x, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
@@ -310,7 +311,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
 
     One pass over memory instead of three or four; arguments and errors as for `rms_norm`.
     """
-    return AddRMSNorm.apply(x, residual, weight, eps, activation)
+    return apply(AddRMSNorm, x, residual, weight, eps, activation)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import Function, cdiv, power_of_two, tl, triton
+from ._dispatch import Function, apply, cdiv, power_of_two, tl, triton
 from ._rows import check, check_device, load_fp32, store_rounded
 from .cost import Cost
 
@@ -105,7 +105,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return RoPE.apply(x, cos, sin)
+    return apply(RoPE, x, cos, sin)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:

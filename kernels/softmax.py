@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import KEPT, STREAMED, Function, cdiv, power_of_two, tl, triton
+from ._dispatch import KEPT, STREAMED, Function, apply, cdiv, power_of_two, tl, triton
 from ._rows import Launch, as_rows, check, chosen, load_fp32, pipelined_launch, row_launch, store_rounded
 from .cost import Cost
 
@@ -219,7 +219,7 @@ def softmax(x: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return Softmax.apply(x)
+    return apply(Softmax, x)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import Function, cdiv, tl, triton
+from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import Launch, as_rows, autocast, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
@@ -125,7 +125,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return SwiGLU.apply(gate, up)
+    return apply(SwiGLU, gate, up)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:

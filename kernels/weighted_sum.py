@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import _dispatch, reference
-from ._dispatch import STREAMED, Function, cdiv, power_of_two, tl, triton
+from ._dispatch import STREAMED, Function, apply, cdiv, power_of_two, tl, triton
 from ._rows import Launch, as_rows, check, check_width, load_fp32, store_rounded, sum_columns, sum_over_rows
 from .cost import Cost
 
@@ -123,7 +123,7 @@ def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
     """
-    return WeightedSum.apply(x, weight)
+    return apply(WeightedSum, x, weight)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from .._dispatch import Function
+from .._dispatch import Function, apply
 from .._rows import autocast
 from ..cost import Cost
 from . import ops, tiled
@@ -121,8 +121,8 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
     devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
-    return FlashAttention2.apply(q, k, v, causal, scale, window, alignment, precision, document_ids,
-                                 deterministic, softcap, return_lse)
+    return apply(FlashAttention2, q, k, v, causal, scale, window, alignment, precision, document_ids,
+                 deterministic, softcap, return_lse)
 
 
 _PLAIN = (None, None, "bottom-right", "emulated", None, None)  # no scale, window, softcap or documents
