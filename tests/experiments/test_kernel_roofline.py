@@ -143,7 +143,8 @@ def keep(function, check, kept, args, key):
 
 x = torch.randn(8, 64)
 with mock.patch.object(_recorder, "_written", keep):
-    softmax.forward_op(x)
+    for _ in range(3):
+        softmax.forward_op(x)
 assert any(_dispatch._kept.values())
 with compile_for(90), mock.patch.object(_dispatch, "runs_triton", lambda x: True):
     print(spills(lambda: softmax.forward_op(x))["registers"])

@@ -86,10 +86,12 @@ def test_key_lengths(key_count, head_dim):
 
 @pytest.mark.parametrize("alignment", ["top-left", "bottom-right"])
 @pytest.mark.parametrize("queries, keys", [(384, 640), (640, 384), (256, 256)])
-def test_whole_tiles(queries, keys, alignment):
-    """Where the mask is left out of all tiles but a program's first, or of all."""
+@every_head_dim
+def test_whole_tiles(head_dim, queries, keys, alignment):
+    """Where the mask is left out of all tiles but a program's first, or of all; and keys that no query sees."""
     for causal in (False, True):
-        check_beside_eager(inputs(1, 2, 2, queries, keys, 64, torch.bfloat16), causal=causal, alignment=alignment)
+        tensors = inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16)
+        check_beside_eager(tensors, causal=causal, alignment=alignment)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -149,7 +151,7 @@ def test_large_inputs_and_those_that_are_not_finite(head_dim):
 def test_keys_whose_scores_are_minus_infinity(head_dim):
     """Whole tiles of them, where a program begins: the other keys decide."""
     q, k, v, _ = inputs(1, 2, 2, 384, 384, head_dim, torch.bfloat16)
-    q, k[:, :, 128:] = q.abs() + 1, float("-inf")
+    q, k[:, :, 128:] = q.abs() + 1, -torch.inf
     for causal in (False, True):
         exact = attention(q.float(), k.float(), v.float(), causal=causal)
         near(flash_attention(q, k, v, causal=causal), exact, 2e-2)
