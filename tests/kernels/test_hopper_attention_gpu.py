@@ -90,8 +90,7 @@ def test_key_lengths(key_count, head_dim):
 def test_whole_tiles(head_dim, queries, keys, alignment):
     """Where the mask is left out of all tiles but a program's first, or of all; and keys that no query sees."""
     for causal in (False, True):
-        tensors = inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16)
-        check_beside_eager(tensors, causal=causal, alignment=alignment)
+        check_beside_eager(inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16), causal=causal, alignment=alignment)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
