@@ -76,6 +76,7 @@ def serves(direction: str, q: Tensor, k: Tensor, v: Tensor, problem: Problem, *m
     return (
         q.shape[-1] in HEAD_DIMS and q.dtype in DTYPES and problem.band[0] is None
         and problem.bounds is None and problem.softcap is None
+        and problem.scale < 2**63  # beyond, hopper_forward.py's maximum of no scores times it were infinite
         and owned.shape[0] * owned.shape[1] * owned.shape[2] >= least
         and max(padded_rows, q.shape[2] + k.shape[2] + KEYS) < configs.MAX_COORDINATE
         and all(configs.tma_strides(x) for x in (q, k, v, *more))

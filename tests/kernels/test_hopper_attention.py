@@ -51,7 +51,7 @@ LEFT = {
     "softcap": (LONG, {"problem": Problem((None, 0), 0.125, softcap=30.0)}),
     "fp32": (tensor(2, 32, 4096, 128, dtype=torch.float32), {}),
     "head dim 72": (tensor(2, 32, 4096, 72), {}),
-    "head dim 160": (tensor(2, 32, 4096, 160), {}),
+    "scale": (LONG, {"problem": Problem(CAUSAL.band, 1e19)}),
     "too few rows for a GPU": (tensor(1, 1, 8192, 128), {}),
     "expanded": (tensor(2, 1, 4096, 128).expand(2, 32, 4096, 128), {}),
     "rows 264 bytes apart": (tensor(2, 32, 4096, 132)[..., :128], {}),
