@@ -33,31 +33,28 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 
 @_dispatch.operator("layer_norm_forward", _check)
 def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
-               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x (…, D) → y in `dtype`, m and r as (2, N) fp32."""
+               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (…, D) → y in `dtype`, m and r (N) fp32."""
     y = x.new_empty(x.shape, dtype=dtype)
-    stats = x.new_empty(2, x.shape[:-1].numel(), dtype=torch.float32)
+    m, r = (x.new_empty(x.shape[:-1].numel(), dtype=torch.float32) for _ in range(2))
     if _dispatch.idle(x):
-        return y, stats
-    m, r = stats.unbind(0)
+        return y, m, r
     w, b = w.contiguous(), None if b is None else b.contiguous()
     if not _dispatch.runs_triton(x):
         x32 = reference.wide(x)
-        m.copy_(x32.mean(-1).flatten())
         r.copy_(torch.rsqrt(x32.var(-1, correction=0) + eps).flatten())
-        return y.copy_(reference.layer_norm(x32, w, b, eps)), stats
+        return y.copy_(reference.layer_norm(x32, w, b, eps)), m.copy_(x32.mean(-1).flatten()), r
     launch_forward(as_rows(x), None, w, y, y, r, eps, False, m, b)
-    return y, stats
+    return y, m, r
 
 
 @_dispatch.operator("layer_norm_backward")
-def backward_op(dy: Tensor, x: Tensor, w: Tensor, stats: Tensor,
+def backward_op(dy: Tensor, x: Tensor, w: Tensor, m: Tensor, r: Tensor,
                 bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
     dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
-    m, r = stats.unbind(0)
     if not _dispatch.runs_triton(x):
         db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
         return *plain_backward(dy, None, x, w, m, r), db
@@ -70,8 +67,8 @@ class LayerNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias=None, eps=1e-5):
-        y, stats = forward_op(x, weight, bias, eps, autocast_dtype(x))
-        ctx.save_for_backward(x, weight, stats)
+        y, m, r = forward_op(x, weight, bias, eps, autocast_dtype(x))
+        ctx.save_for_backward(x, weight, m, r)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
