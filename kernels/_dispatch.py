@@ -57,7 +57,8 @@ else:
         def __getattr__(self, name: str):
             return lambda function=None, **options: function if function is not None else (lambda f: f)
 
-    triton = tl = _Absent()
+    triton = _Absent()
+    tl = _Absent()
 
 if installed() and not interpreted():
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait

@@ -195,8 +195,8 @@ class _Recorder(TorchDispatchMode):
         # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
         run = compiled.run
         inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
-        scratch = run.global_scratch_size or run.profile_scratch_size
-        self.repeatable &= torch.cuda.current_device() == self.index and not scratch
+        index = torch.cuda.current_device()
+        self.repeatable &= index == self.index and not (run.global_scratch_size or run.profile_scratch_size)
         encodings = iter(inside.get("tensordesc_meta", ()))
         given = []
         for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
@@ -217,7 +217,7 @@ class _Recorder(TorchDispatchMode):
             fixed += None, None, compiled.packed_metadata, None, None, None
         launcher = self._constant(inside.get("launcher", run.launch))
         first = ", ".join(map(str, sizes))
-        self.lines.append(f"{launcher}({first}, stream({self.index}), *{self._constant(fixed)}, {arguments})")
+        self.lines.append(f"{launcher}({first}, stream({index}), *{self._constant(fixed)}, {arguments})")
 
     def _address(self, tensor: Tensor) -> str:
         number, offset = self._place(tensor)

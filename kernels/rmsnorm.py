@@ -176,20 +176,19 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 
 @_dispatch.operator("rms_norm_forward", _check)
 def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
-               dtype: torch.dtype) -> list[Tensor]:
-    """x (…, D) → y in `dtype`, r (N) fp32 and, with a residual, s."""
-    y, r = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
-    s = y if residual is None else residual.new_empty(x.shape)
-    made = [y, r] if residual is None else [y, r, s]
+               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
+    y = x.new_empty(x.shape, dtype=dtype)
+    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
+    r = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
     if _dispatch.idle(x):
-        return made
+        return y, s, r
     if not _dispatch.runs_triton(x):
         normed, plain_r = _plain_forward(x if residual is None else s.copy_(x + residual), w, eps, silu)
-        torch._foreach_copy_([y, r], [normed, plain_r.flatten()])
-        return made
+        return y.copy_(normed), s, r.copy_(plain_r.flatten())
     residual = None if residual is None else as_rows(residual)
     launch_forward(as_rows(x), residual, w.contiguous(), y, s, r, eps, silu)
-    return made
+    return y, s, r
 
 
 @_dispatch.operator("rms_norm_backward")
@@ -237,7 +236,7 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
-        y, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
+        y, _, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
         ctx.save_for_backward(x, weight, r)
         return y
 
@@ -273,7 +272,7 @@ class AddRMSNorm(Function):
     def forward(ctx, x, residual, weight, eps=1e-5, activation=None):
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
-        y, r, s = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
+        y, s, r = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
         ctx.save_for_backward(s, weight, r)
         ctx.silu = activation == "silu"
         ctx.set_materialize_grads(False)
