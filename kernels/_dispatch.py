@@ -57,8 +57,7 @@ else:
         def __getattr__(self, name: str):
             return lambda function=None, **options: function if function is not None else (lambda f: f)
 
-    triton = _Absent()
-    tl = _Absent()
+    triton = tl = _Absent()
 
 if installed() and not interpreted():
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -276,15 +275,14 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return to_torch(*args)
-            if _thread.recorder is not None:  # an operator that calls another
-                return function(*args)
-            elsewhere = torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active()
-            if elsewhere or not recorder():
-                return to_torch(*args)
+            if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+                recorded = _thread.recorder is not None  # then another operator calls this one
+                return function(*args) if recorded else to_torch(*args)
             program = kept.get(len(args))
-            if program is not None and program.fits(*args):
-                result = program(*args)
-            else:
+            result = program(False, *args) if program else NotImplemented
+            if result is NotImplemented:
+                if not recorder():
+                    return to_torch(*args)
                 result = recorder().run(function, check, kept, args, to_torch)
             for position in mutated:
                 torch.autograd.graph.increment_version(args[position])

@@ -25,9 +25,9 @@ def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
 
 
 @triton.jit
-def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_ptr, cols, stride_x,
-                        stride_residual, eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-                        SILU: tl.constexpr, BLOCK: tl.constexpr):
+def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, cols, stride_x, stride_residual,
+                        eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
+                        BLOCK: tl.constexpr):
     """One row per program; CENTRE makes it LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -56,7 +56,7 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
     r = tl.rsqrt(m2 / cols + eps)
     tl.store(r_ptr + row, r)
     if CENTRE:
-        tl.store(mean_ptr + row, mean)
+        tl.store(r_ptr + tl.num_programs(0) + row, mean)
     if RESIDUAL:
         tl.debug_barrier()  # other threads of this program wrote what is read now
     pieces = tl.cdiv(cols, BLOCK)
@@ -73,15 +73,15 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_pt
 
 
 @triton.jit
-def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, cols, stride_dy, stride_s,
-                        CENTRE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """Per row c1 = mean(w·g·ŝ) and c2 = mean(w·g), the latter for LayerNorm only."""
+def row_products_kernel(dy_ptr, s_ptr, w_ptr, r_ptr, c_ptr, cols, stride_dy, stride_s, CENTRE: tl.constexpr,
+                        SILU: tl.constexpr, BLOCK: tl.constexpr):
+    """c: of all rows mean(w·g·ŝ), and for LayerNorm then of all rows mean(w·g)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     r = tl.load(r_ptr + row)
     mean = 0.0
     if CENTRE:
-        mean = tl.load(mean_ptr + row)
+        mean = tl.load(r_ptr + tl.num_programs(0) + row)
     c1 = tl.zeros([BLOCK], tl.float32)
     c2 = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
@@ -93,15 +93,15 @@ def row_products_kernel(dy_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, c
         g = gradient_before(g, normed * w, SILU) * w
         c1 += g * normed
         c2 += g
-    tl.store(c1_ptr + row, tl.sum(c1, 0) / cols)
+    tl.store(c_ptr + row, tl.sum(c1, 0) / cols)
     if CENTRE:
-        tl.store(c2_ptr + row, tl.sum(c2, 0) / cols)
+        tl.store(c_ptr + tl.num_programs(0) + row, tl.sum(c2, 0) / cols)
 
 
 @triton.jit
-def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_ptr, c2_ptr, ds_ptr, dw_ptr, db_ptr,
-                        rows, cols, stride_dy, stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr,
-                        TOTAL: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy,
+                        stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
+                        BLOCK: tl.constexpr):
     """ds of BLOCK columns of every num_programs(1)-th row, and their share of dw and db."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = columns < cols
@@ -114,47 +114,46 @@ def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, c1_pt
         mean = 0.0
         c2 = 0.0
         if CENTRE:
-            mean = tl.load(mean_ptr + row)
-            c2 = tl.load(c2_ptr + row)
+            mean = tl.load(r_ptr + rows + row)
+            c2 = tl.load(c_ptr + rows + row)
         normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
         g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
         g = gradient_before(g, normed * w, SILU)
         dw += g * normed
         db += g
-        ds = (g * w - normed * tl.load(c1_ptr + row) - c2) * r
+        ds = (g * w - normed * tl.load(c_ptr + row) - c2) * r
         if TOTAL:
             ds += load_fp32(dtotal_ptr + row * cols + columns, inside)
         store_rounded(ds_ptr + row * cols + columns, ds, inside)
-    share = tl.program_id(1).to(tl.int64) * cols + columns
-    tl.store(dw_ptr + share, dw, mask=inside)
+    share = parts_ptr + tl.program_id(1).to(tl.int64) * cols + columns
+    tl.store(share, dw, mask=inside)
     if BIAS:
-        tl.store(db_ptr + share, db, mask=inside)
+        tl.store(share + tl.num_programs(1).to(tl.int64) * cols, db, mask=inside)
 
 
-def launch_long_forward(x, residual, w, y, s, r, eps, silu, mean=None, bias=None) -> None:
-    """Fill y, r and, where they are wanted, s and mean; all as for `rmsnorm.launch_forward`."""
+def launch_long_forward(x, residual, w, y, s, r, eps, silu, bias=None) -> None:
+    """Fill y, r and with a residual s; all as for `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
     has_residual = residual is not None
-    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias, y, s, mean, r, cols,
-                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=mean is not None,
+    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias, y, s, r, cols,
+                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=r.dim() == 2,
                  BIAS=bias is not None, RESIDUAL=has_residual, SILU=silu)
 
 
-def launch_long_backward(dy, dtotal, s, w, mean, r, ds, silu, bias_dtype) -> tuple[Tensor, Tensor | None]:
+def launch_long_backward(dy, dtotal, s, w, r, ds, silu, bias_dtype) -> tuple[Tensor, Tensor | None]:
     """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one; all as for `rmsnorm.launch_backward`."""
     rows, cols = s.shape
-    centre, has_bias = mean is not None, bias_dtype is not None
-    c1, c2 = s.new_empty(2, rows, dtype=torch.float32).unbind(0)
+    centre, has_bias = r.dim() == 2, bias_dtype is not None
+    c = s.new_empty(1 + centre, rows, dtype=torch.float32)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    launch.start(row_products_kernel, (rows,), dy, s, w, mean, r, c1, c2, cols, dy.stride(0),
-                 s.stride(0), CENTRE=centre, SILU=silu)
+    launch.start(row_products_kernel, (rows,), dy, s, w, r, c, cols, dy.stride(0), s.stride(0),
+                 CENTRE=centre, SILU=silu)
     launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
     strips = cdiv(cols, launch.block)
     shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
-    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, mean, r, c1, c2, ds,
-                 parts[0], parts[-1], rows, cols, dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias,
-                 TOTAL=dtotal is not None, SILU=silu)
+    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, r, c, ds, parts, rows, cols,
+                 dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias, TOTAL=dtotal is not None, SILU=silu)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None

@@ -4,17 +4,21 @@ What an operator of `_dispatch` does with one set of shapes, strides, dtypes, al
 written down as a program: its allocations, its calls of torch, its launches of compiled kernels, straight on. Later
 calls run that; `_dispatch.programs()` shows them:
 
-    def fits(t0, o1, t1, o3):
-        return same(t0, t1) and t0.data_ptr() & 15 == 0 and o1 is c6 and t1.data_ptr() & 15 == 0 and o3 is c7
-    def program(t0, o1, t1, o3):
+    def program(known, t0, o1, t1, o3):
+        if not (known or same(t0, t1) and o1 is c6 and o3 is c7):
+            return NotImplemented
+        a0 = t0.data_ptr()
+        a1 = t1.data_ptr()
+        if not (known or (a0 | a1) & 15 == 0):
+            return NotImplemented
         t2 = empty((2048, 2560), (2560, 1), c1)
         t3 = empty((2048,), (1,), c2)
-        c3(2048, 1, 1, stream(0), *c4, t0.data_ptr(), None, t1.data_ptr(), t2.data_ptr(), None, t3.data_ptr(), …)
+        c3(2048, 1, 1, stream(0), *c4, a0, None, a1, t2.data_ptr(), None, t3.data_ptr(), …)
         return (t2, t3)
 
-`fits` says whether a call is one for this program. Only that of the program that ran last is asked, since most calls
-are like the one before; others are looked up by a description. Reading a tensor's value, and whatever else cannot be
-repeated blindly, is noticed while recording; such calls have no program and run as written every time.
+Without `known` a program sees for itself whether a call is one for it. Only that which ran last is asked so, since
+most calls are like the one before; others are looked up by a description. Reading a tensor's value, and whatever else
+cannot be repeated blindly, is noticed while recording; such calls have no program and run as written every time.
 
 Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch and of Triton that
 are not public.
@@ -58,7 +62,7 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         kind = type(x)
         # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
         # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
-        # The last two are for `fits`, which compares them too.
+        # The last two are for `same`, which compares them too.
         if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
             key += x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad, x.is_inference()
         elif kind in OPTIONS:
@@ -73,8 +77,8 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
             kept[len(args)] = program
         elif torch.is_autocast_enabled(program.kind):  # what was recorded has been cast
             with torch.autocast(program.kind, enabled=False):
-                return program(*args)
-        return program(*args)
+                return program(True, *args)
+        return program(True, *args)
 
 
 def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, key: tuple) -> Any:
@@ -195,8 +199,8 @@ class _Recorder(TorchDispatchMode):
         # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
         run = compiled.run
         inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
-        index = torch.cuda.current_device()
-        self.repeatable &= index == self.index and not (run.global_scratch_size or run.profile_scratch_size)
+        scratch = run.global_scratch_size or run.profile_scratch_size
+        self.repeatable &= torch.cuda.current_device() == self.index and not scratch
         encodings = iter(inside.get("tensordesc_meta", ()))
         given = []
         for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
@@ -217,23 +221,23 @@ class _Recorder(TorchDispatchMode):
             fixed += None, None, compiled.packed_metadata, None, None, None
         launcher = self._constant(inside.get("launcher", run.launch))
         first = ", ".join(map(str, sizes))
-        self.lines.append(f"{launcher}({first}, stream({index}), *{self._constant(fixed)}, {arguments})")
+        self.lines.append(f"{launcher}({first}, stream({self.index}), *{self._constant(fixed)}, {arguments})")
 
     def _address(self, tensor: Tensor) -> str:
         number, offset = self._place(tensor)
-        return f"t{number}.data_ptr()" + (f" + {offset}" if offset else "")
+        address = f"a{number}" if number < self.given else f"t{number}.data_ptr()"
+        return address + (f" + {offset}" if offset else "")
 
-    def _fits(self, args: tuple) -> str:
-        """The condition that other arguments are such as these."""
+    def _alike(self, args: tuple) -> str:
+        """The condition that other arguments are such as these, but for their addresses."""
         given = [x for x in args if isinstance(x, Tensor)]
         self.constants["same"] = guards.TensorGuards(*given, dynamic_dims_sizes=[[*x.shape] for x in given],
                                                      dynamic_dims_strides=[[*x.stride()] for x in given]).check
-        conditions = [f"same({', '.join(name for name in self.names if name[0] == 't')})"]
+        conditions = [f"same({', '.join(f't{number}' for number in range(self.given))})"]
         if self.kind == "cuda":
             conditions.append(f"{self._constant(torch._C._cuda_getDevice)}() == {self.index}")
-        for name, x in zip(self.names, args, strict=True):
-            conditions.append(f"{name}.data_ptr() & 15 == {x.data_ptr() & 15}" if isinstance(x, Tensor)
-                              else f"{name} is {self._constant(x)}")
+        options = zip(self.names, args, strict=True)
+        conditions += [f"{name} is {self._constant(x)}" for name, x in options if not isinstance(x, Tensor)]
         return " and ".join(conditions)
 
     def program(self, result: Any, args: tuple) -> Callable | None:
@@ -242,17 +246,19 @@ class _Recorder(TorchDispatchMode):
         returned = ", ".join(self.expression(x) for x in (result if several else [result]))
         if not self.repeatable:
             return None
-        lines = []
+        addresses = [f"a{number}" for number in range(self.given)]
+        lines = [f"if not (known or {self._alike(args)}):", "    return NotImplemented"]
+        lines += [f"a{number} = t{number}.data_ptr()" for number in range(self.given)]
+        lines += [f"if not (known or ({' | '.join(addresses)}) & 15 == 0):", "    return NotImplemented"]
         for number, line in enumerate(self.lines):
             done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= self.given]
             lines += [line, *([f"del {', '.join(done)}"] if done else [])]  # freed as early as by the function
         lines.append(f"return ({returned},)" if several else f"return {returned}")
-        given = ", ".join(self.names)
-        source = "\n    ".join([f"def fits({given}):", f"return {self._fits(args)}\ndef program({given}):", *lines])
+        source = "\n    ".join([f"def program({', '.join(['known', *self.names])}):", *lines])
         self.constants["empty"] = getattr(guards, f"_empty_strided_{self.kind}")
         exec(source, self.constants)
         made = self.constants["program"]
-        made.__doc__, made.fits = source, self.constants["fits"]
+        made.__doc__ = source
         made.kind, made.index, made.calls_torch = self.kind, self.index, self.calls_torch
         return made
 

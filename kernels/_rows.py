@@ -149,6 +149,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
     """Return the results' dtype: autocast's where it is on, else x's. Meta knows no autocast; fp64 stays."""
     if not isinstance(x, Tensor):
         return torch.float32  # the operator's check says what is wrong
+    if not torch._C._is_any_autocast_enabled():
+        return x.dtype
     device = x.device.type
     if device == "meta" or x.dtype not in DTYPES or not torch.is_autocast_enabled(device):
         return x.dtype

@@ -30,6 +30,7 @@ from ._rows import DTYPES, store_rounded
 from .cost import Cost
 
 BLOCK = 2048  # elements of a program
+MOMENTS = ("exp_avg", "exp_avg_sq")
 LARGEST = tl.constexpr(torch.finfo(torch.float32).max)
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
@@ -208,7 +209,7 @@ class AdamW(torch.optim.Optimizer):
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, mine, strict=True):
-            for name in ("exp_avg", "exp_avg_sq") if key in state_dict["state"] else ():
+            for name in MOMENTS if key in state_dict["state"] else ():
                 self.state[p][name] = state_dict["state"][key][name].to(p.device, torch.float32, copy=True)
 
     def __setstate__(self, state: dict) -> None:
@@ -228,9 +229,8 @@ class AdamW(torch.optim.Optimizer):
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state["exp_avg"], state["exp_avg_sq"] = (
-                torch.zeros(p.shape, dtype=torch.float32, device=p.device) for _ in range(2))
-        for name in ("exp_avg", "exp_avg_sq"):  # a state set from outside may have another dtype
+            state |= {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name in MOMENTS}
+        for name in MOMENTS:  # a state set from outside may have another dtype
             if state[name].dtype != torch.float32 or not state[name].is_contiguous():
                 state[name] = state[name].to(torch.float32).contiguous()
         return state

@@ -9,9 +9,9 @@ FLOPs: about 4 per element forward, 9 backward.
 Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's dtype or autocast's.
 
 Rows stay in registers from their one load to their one store; longer ones are read twice, in `_long_rows.py`. CENTRE
-makes the kernels LayerNorm's. Beside a row of more than half of ONE_TILE columns w does not stay, so that a
-multiprocessor has room for two. Backward: a fixed number of programs walk over the rows, so that each sums its
-contribution to dw and db in registers and writes it once, for `sum_columns`.
+makes the kernels LayerNorm's, whose means follow the rows' r in one tensor. Beside a row of more than half of ONE_TILE
+columns w does not stay, so that a multiprocessor has room for two. Backward: a fixed number of programs walk over the
+rows, so that each sums its contribution to dw and db in registers and writes it once, for `sum_columns`.
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -42,8 +42,8 @@ ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side 
 
 
 @triton.jit
-def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_ptr, rows, cols, stride_x,
-                   stride_residual, eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
+def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual,
+                   eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
                    SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
                    STAGES: tl.constexpr):
     """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
@@ -66,7 +66,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, mean_ptr, r_
         if CENTRE:
             mean = tl.sum(s, 1) / cols
             s = tl.where(inside, s - mean[:, None], 0.0)  # columns beyond the row must not count in the variance
-            tl.store(mean_ptr + row, mean, mask=row < rows)
+            tl.store(r_ptr + rows + row, mean, mask=row < rows)
         r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
         if WIDE:
             w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
@@ -89,8 +89,8 @@ def gradient_before(g, u, SILU: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, dw_ptr, db_ptr, rows, cols, stride_dy,
-                    stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
+def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
+                    CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Tiles of ROWS rows, and this program's share of dw and db as one row of each; TOTAL: s itself has a gradient."""
     columns = tl.arange(0, BLOCK)
@@ -107,7 +107,7 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
         g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
         if CENTRE:
-            s -= tl.load(mean_ptr + row, mask=row < rows, other=0.0)[:, None]
+            s -= tl.load(r_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
         normed = s * r[:, None]
         w32 = w.to(tl.float32)[None, :]
         g = gradient_before(g, normed * w32, SILU)
@@ -122,45 +122,49 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, mean_ptr, r_ptr, ds_ptr, d
         if TOTAL:
             ds += load_fp32(dtotal_ptr + out, inside)
         store_rounded(ds_ptr + out, ds, inside)
-    share = tl.program_id(0).to(tl.int64) * cols + columns
-    tl.store(dw_ptr + share, tl.sum(dw, 0), mask=columns < cols)
+    share = parts_ptr + tl.program_id(0).to(tl.int64) * cols + columns
+    tl.store(share, tl.sum(dw, 0), mask=columns < cols)
     if BIAS:
-        tl.store(db_ptr + share, tl.sum(db, 0), mask=columns < cols)
+        tl.store(share + tl.num_programs(0).to(tl.int64) * cols, tl.sum(db, 0), mask=columns < cols)
 
 
 def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
-                   silu: bool, mean: Tensor | None = None, bias: Tensor | None = None) -> None:
-    """Fill y, r, with a residual s, and for LayerNorm mean. Inputs have contiguous rows, outputs are contiguous."""
+                   silu: bool, bias: Tensor | None = None) -> None:
+    """Fill y, r and with a residual s. Inputs have contiguous rows, outputs are contiguous.
+
+    r is (N), for LayerNorm (2, N): the means are its second row.
+    """
     rows, cols = x.shape
+    centre = r.dim() == 2
     if cols > ONE_TILE:
         from ._long_rows import launch_long_forward
 
-        launch_long_forward(x, residual, w, y, s, r, eps, silu, mean, bias)
+        launch_long_forward(x, residual, w, y, s, r, eps, silu, bias)
         return
-    wide = mean is None and cols > ONE_TILE // 2
-    sizes = {"per_thread": 16 if wide else 32} if mean is None else {"per_thread": 64, "tile": 8192}
+    wide = not centre and cols > ONE_TILE // 2
+    sizes = {"per_thread": 16 if wide else 32} if not centre else {"per_thread": 64, "tile": 8192}
     launch = row_launch("rmsnorm", cols, **sizes)
-    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, mean, r, rows, cols,
-                 x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=mean is not None,
+    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, r, rows, cols,
+                 x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=centre,
                  BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
                  STAGES=launch.stages)
 
 
-def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
-                    ds: Tensor, silu: bool, bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
-    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one."""
+def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor, silu: bool,
+                    bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+    """Fill ds; r as `launch_forward` left it. Returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
     if cols > ONE_TILE_BACKWARD:
         from ._long_rows import launch_long_backward
 
-        return launch_long_backward(dy, dtotal, s, w, mean, r, ds, silu, bias_dtype)
+        return launch_long_backward(dy, dtotal, s, w, r, ds, silu, bias_dtype)
     has_bias = bias_dtype is not None
     itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
     launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
     programs = launch.programs(rows, s.device)
     parts = s.new_empty(1 + has_bias, programs, cols, dtype=torch.float32)
-    launch.start(backward_kernel, (programs,), dy, dtotal, s, w, mean, r, ds, parts[0], parts[-1], rows, cols,
-                 dy.stride(0), s.stride(0), CENTRE=mean is not None, BIAS=has_bias, TOTAL=dtotal is not None,
+    launch.start(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0),
+                 s.stride(0), CENTRE=r.dim() == 2, BIAS=has_bias, TOTAL=dtotal is not None,
                  SILU=silu, ROWS=launch.rows, STAGES=launch.stages)
     dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
     return dw, db[0] if has_bias else None
@@ -176,19 +180,20 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 
 @_dispatch.operator("rms_norm_forward", _check)
 def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
-               dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """x (…, D) → y in `dtype`, s (empty without a residual), r (N) fp32."""
-    y = x.new_empty(x.shape, dtype=dtype)
-    s = x.new_empty(0) if residual is None else residual.new_empty(x.shape)
-    r = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+               dtype: torch.dtype) -> list[Tensor]:
+    """x (…, D) → y in `dtype`, r (N) fp32 and, with a residual, s."""
+    y, r = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    s = y if residual is None else residual.new_empty(x.shape)
+    made = [y, r] if residual is None else [y, r, s]
     if _dispatch.idle(x):
-        return y, s, r
+        return made
     if not _dispatch.runs_triton(x):
         normed, plain_r = _plain_forward(x if residual is None else s.copy_(x + residual), w, eps, silu)
-        return y.copy_(normed), s, r.copy_(plain_r.flatten())
+        torch._foreach_copy_([y, r], [normed, plain_r.flatten()])
+        return made
     residual = None if residual is None else as_rows(residual)
     launch_forward(as_rows(x), residual, w.contiguous(), y, s, r, eps, silu)
-    return y, s, r
+    return made
 
 
 @_dispatch.operator("rms_norm_backward")
@@ -201,7 +206,7 @@ def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tens
     if not _dispatch.runs_triton(s):
         return plain_backward(dy, dtotal, s, w, None, r, silu)
     dtotal = None if dtotal is None else dtotal.contiguous()
-    dw, _ = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), None, r, ds, silu, None)
+    dw, _ = launch_backward(as_rows(dy), dtotal, as_rows(s), w.contiguous(), r, ds, silu, None)
     return ds, dw
 
 
@@ -236,7 +241,7 @@ class RMSNorm(Function):
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
-        y, _, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
+        y, r = forward_op(x, None, weight, eps, False, autocast_dtype(x))
         ctx.save_for_backward(x, weight, r)
         return y
 
@@ -272,7 +277,7 @@ class AddRMSNorm(Function):
     def forward(ctx, x, residual, weight, eps=1e-5, activation=None):
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
-        y, s, r = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
+        y, r, s = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
         ctx.save_for_backward(s, weight, r)
         ctx.silu = activation == "silu"
         ctx.set_materialize_grads(False)

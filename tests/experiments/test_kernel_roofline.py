@@ -139,7 +139,7 @@ from kernels._compile import compile_for
 
 def keep(function, check, kept, args, key):
     kept[key] = lambda *args: None  # what the recorder writes down reaches no launch of Triton's
-    kept[key].calls_torch, kept[key].index, kept[key].fits = False, -1, lambda *args: True
+    kept[key].calls_torch, kept[key].index = False, -1
 
 x = torch.randn(8, 64)
 with mock.patch.object(_recorder, "_written", keep):

@@ -79,9 +79,9 @@ matmul.launch_pointers(f, f, None, f, None, "tf32x3")
 matmul.launch_pointers(f, e(D, 256, dtype=F), None, e(D, 256, dtype=F), "rms_norm", "tf32x3")
 """
 NORMS = """
-rmsnorm.launch_backward(longer, None, longer, e(8192), None, stat, longer, False, None)
-rmsnorm.launch_backward(long, long, long, w, None, stat, long, False, None)
-rmsnorm.launch_backward(long, None, long, w, stat, stat, long, False, F)
+rmsnorm.launch_backward(longer, None, longer, e(8192), stat, longer, False, None)
+rmsnorm.launch_backward(long, long, long, w, stat, long, False, None)
+rmsnorm.launch_backward(long, None, long, w, e(2, N, dtype=F), long, False, F)
 """
 HOPPER = """
 for dtype, length, heads, hi in ((H, 1000, 2, 0), (torch.float16, 1000, 2, 0), (H, 1024, 4, 0), (H, 1024, 4, None)):
