@@ -276,8 +276,8 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             if torch.compiler.is_compiling():
                 return to_torch(*args)
             if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-                recorded = _thread.recorder is not None  # then another operator calls this one
-                return function(*args) if recorded else to_torch(*args)
+                # The recorder is a mode, too: then another operator calls this one.
+                return (function if _thread.recorder else to_torch)(*args)
             program = kept.get(len(args))
             result = program(False, *args) if program else NotImplemented
             if result is NotImplemented:

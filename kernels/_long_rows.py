@@ -4,15 +4,15 @@ Forward: one program per row walks over it once for the statistics and once more
 that were read last are still in the cache. The variance of LayerNorm merges the moments of the chunks (Chan et al.
 1979, the parallel form of Welford's recurrence), which does not cancel as Σx² − (Σx)²/n does.
 
-Backward: a first kernel computes each row's two sums; a second one, whose programs own some columns of many rows,
-writes dx and sums the contributions to dw and db.
+Backward: a first kernel computes each row's two means, which `rmsnorm.backward_kernel`, whose programs own some columns
+of many rows then, reads.
 """
 
 import torch
 from torch import Tensor
 
-from ._dispatch import cdiv, tl, triton
-from ._rows import Launch, chosen, load_fp32, store_rounded, sum_columns
+from ._dispatch import tl, triton
+from ._rows import Launch, chosen, load_fp32, store_rounded
 from .rmsnorm import gradient_before
 
 
@@ -26,12 +26,10 @@ def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
 
 @triton.jit
 def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, cols, stride_x, stride_residual,
-                        eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, SILU: tl.constexpr,
-                        BLOCK: tl.constexpr):
+                        eps, CENTRE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
     """One row per program; CENTRE makes it LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
-    residual_ptr += row * stride_residual
     y_ptr += row * cols
     s_ptr += row * cols
     offsets = tl.arange(0, BLOCK)
@@ -41,8 +39,8 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, 
     for start in tl.range(0, cols, BLOCK):
         inside = start + offsets < cols
         s = load_fp32(x_ptr + start + offsets, inside)
-        if RESIDUAL:
-            s += load_fp32(residual_ptr + start + offsets, inside)
+        if residual_ptr is not None:
+            s += load_fp32(residual_ptr + row * stride_residual + start + offsets, inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + start + offsets, rounded, mask=inside)
             s = rounded.to(tl.float32)
@@ -57,15 +55,15 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, 
     tl.store(r_ptr + row, r)
     if CENTRE:
         tl.store(r_ptr + tl.num_programs(0) + row, mean)
-    if RESIDUAL:
+    if residual_ptr is not None:
         tl.debug_barrier()  # other threads of this program wrote what is read now
     pieces = tl.cdiv(cols, BLOCK)
     for piece in tl.range(0, pieces):
         columns = (pieces - 1 - piece) * BLOCK + offsets
         inside = columns < cols
-        s = load_fp32((s_ptr if RESIDUAL else x_ptr) + columns, inside)
+        s = load_fp32((x_ptr if residual_ptr is None else s_ptr) + columns, inside)
         y = (s - mean) * r * load_fp32(w_ptr + columns, inside)
-        if BIAS:
+        if b_ptr is not None:
             y += load_fp32(b_ptr + columns, inside)
         if SILU:
             y = y / (1.0 + tl.exp(-y))
@@ -75,7 +73,7 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, 
 @triton.jit
 def row_products_kernel(dy_ptr, s_ptr, w_ptr, r_ptr, c_ptr, cols, stride_dy, stride_s, CENTRE: tl.constexpr,
                         SILU: tl.constexpr, BLOCK: tl.constexpr):
-    """c: of all rows mean(w·g·ŝ), and for LayerNorm then of all rows mean(w·g)."""
+    """c: of each row mean(w·g·ŝ), and for LayerNorm then of each row mean(w·g)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     r = tl.load(r_ptr + row)
@@ -98,62 +96,20 @@ def row_products_kernel(dy_ptr, s_ptr, w_ptr, r_ptr, c_ptr, cols, stride_dy, str
         tl.store(c_ptr + tl.num_programs(0) + row, tl.sum(c2, 0) / cols)
 
 
-@triton.jit
-def column_strip_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy,
-                        stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
-                        BLOCK: tl.constexpr):
-    """ds of BLOCK columns of every num_programs(1)-th row, and their share of dw and db."""
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < cols
-    w = load_fp32(w_ptr + columns, inside)
-    dw = tl.zeros([BLOCK], tl.float32)
-    db = tl.zeros([BLOCK], tl.float32)
-    for index in tl.range(tl.program_id(1), rows, tl.num_programs(1)):
-        row = tl.cast(index, tl.int64)  # the interpreter counts with Python integers
-        r = tl.load(r_ptr + row)
-        mean = 0.0
-        c2 = 0.0
-        if CENTRE:
-            mean = tl.load(r_ptr + rows + row)
-            c2 = tl.load(c_ptr + rows + row)
-        normed = (load_fp32(s_ptr + row * stride_s + columns, inside) - mean) * r
-        g = load_fp32(dy_ptr + row * stride_dy + columns, inside)
-        g = gradient_before(g, normed * w, SILU)
-        dw += g * normed
-        db += g
-        ds = (g * w - normed * tl.load(c_ptr + row) - c2) * r
-        if TOTAL:
-            ds += load_fp32(dtotal_ptr + row * cols + columns, inside)
-        store_rounded(ds_ptr + row * cols + columns, ds, inside)
-    share = parts_ptr + tl.program_id(1).to(tl.int64) * cols + columns
-    tl.store(share, dw, mask=inside)
-    if BIAS:
-        tl.store(share + tl.num_programs(1).to(tl.int64) * cols, db, mask=inside)
-
-
 def launch_long_forward(x, residual, w, y, s, r, eps, silu, bias=None) -> None:
     """Fill y, r and with a residual s; all as for `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
-    has_residual = residual is not None
-    launch.start(long_forward_kernel, (rows,), x, residual if has_residual else x, w, bias, y, s, r, cols,
-                 x.stride(0), residual.stride(0) if has_residual else 0, eps, CENTRE=r.dim() == 2,
-                 BIAS=bias is not None, RESIDUAL=has_residual, SILU=silu)
+    launch.start(long_forward_kernel, (rows,), x, residual, w, bias, y, s, r, cols, x.stride(0),
+                 0 if residual is None else residual.stride(0), eps, CENTRE=r.dim() == 2, SILU=silu)
 
 
-def launch_long_backward(dy, dtotal, s, w, r, ds, silu, bias_dtype) -> tuple[Tensor, Tensor | None]:
-    """Fill ds; returns dw in w's dtype and db in bias_dtype, if there is one; all as for `rmsnorm.launch_backward`."""
+def launch_products(dy, s, w, r, silu) -> Tensor:
+    """Per row mean(w·g·ŝ), (1, N), for LayerNorm with mean(w·g) as (2, N); all as for `rmsnorm.launch_backward`."""
     rows, cols = s.shape
-    centre, has_bias = r.dim() == 2, bias_dtype is not None
+    centre = r.dim() == 2
     c = s.new_empty(1 + centre, rows, dtype=torch.float32)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    launch.start(row_products_kernel, (rows,), dy, s, w, r, c, cols, dy.stride(0), s.stride(0),
-                 CENTRE=centre, SILU=silu)
-    launch = chosen("long_strips", Launch(block=2048, warps=4, per_sm=6))
-    strips = cdiv(cols, launch.block)
-    shares = max(1, min(rows, launch.programs(1 << 30, s.device) // strips))
-    parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
-    launch.start(column_strip_kernel, (strips, shares), dy, dtotal, s, w, r, c, ds, parts, rows, cols,
-                 dy.stride(0), s.stride(0), CENTRE=centre, BIAS=has_bias, TOTAL=dtotal is not None, SILU=silu)
-    dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
-    return dw, db[0] if has_bias else None
+    launch.start(row_products_kernel, (rows,), dy, s, w, r, c, cols, dy.stride(0), s.stride(0), CENTRE=centre,
+                 SILU=silu)
+    return c

@@ -196,13 +196,9 @@ def store_rounded(pointers, x, inside):
 
 
 @triton.jit
-def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.constexpr, ROWS: tl.constexpr,
-                      BLOCK: tl.constexpr):
+def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
     parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
-    if TWO:
-        if tl.program_id(1) == 1:
-            out_ptr = second_ptr
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -210,16 +206,18 @@ def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, TWO: tl.const
         inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
         offsets = (start + rows).to(tl.int64)[:, None] * cols + columns[None, :]
         acc += tl.load(parts_ptr + offsets, mask=inside, other=0.0)
-    store_rounded(out_ptr + columns, tl.sum(acc, 0), columns < cols)
+    if tl.program_id(1) == 0:
+        store_rounded(out_ptr + columns, tl.sum(acc, 0), columns < cols)
+    elif second_ptr is not None:
+        store_rounded(second_ptr + columns, tl.sum(acc, 0), columns < cols)
 
 
-def sum_columns(parts: Tensor, *dtypes: torch.dtype) -> list[Tensor]:
-    """parts (K, P, columns) fp32, K 1 or 2 → K vectors (columns) in K dtypes, in one launch if these are equal."""
+def sum_columns(parts: Tensor, first: torch.dtype, second: torch.dtype | None = None) -> list[Tensor | None]:
+    """parts (K, P, columns) fp32, K 1 or 2 → two vectors (columns) in these dtypes, in one launch; or one and None."""
     kinds, count, cols = parts.shape
-    written = dtypes[0] if dtypes[0] == dtypes[-1] else torch.float32
-    out = [parts.new_empty(cols, dtype=written) for _ in range(kinds)]
+    out = [None if dtype is None else parts.new_empty(cols, dtype=dtype) for dtype in (first, second)]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     block = 16
-    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, out[0], out[1] if kinds == 2 else None,
-                     count, cols, TWO=kinds == 2, ROWS=64, BLOCK=block, num_warps=4)
-    return [x.to(dtype) for x, dtype in zip(out, dtypes, strict=True)]
+    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, *out, count, cols, ROWS=64, BLOCK=block,
+                     num_warps=4)
+    return out

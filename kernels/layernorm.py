@@ -74,8 +74,9 @@ class LayerNorm(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        dx, dw, db = backward_op(dy, *ctx.saved_tensors, ctx.bias_dtype)
-        return dx, dw, None if ctx.bias_dtype is None else db, None
+        dtype = ctx.bias_dtype
+        dx, dw, db = backward_op(dy, *ctx.saved_tensors, dtype)
+        return dx, dw, None if dtype is None else db, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

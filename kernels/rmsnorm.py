@@ -11,7 +11,8 @@ Saved for backward: s (x itself where there is no residual), w, r. Statistics in
 Rows stay in registers from their one load to their one store; longer ones are read twice, in `_long_rows.py`. CENTRE
 makes the kernels LayerNorm's, whose means follow the rows' r in one tensor. Beside a row of more than half of ONE_TILE
 columns w does not stay, so that a multiprocessor has room for two. Backward: a fixed number of programs walk over the
-rows, so that each sums its contribution to dw and db in registers and writes it once, for `sum_columns`.
+rows, so that each sums its contribution to dw and db in registers and writes it once, for `sum_columns`. A few rows
+take one launch: some programs compute ds, the others read all rows of some columns once more for dw and db.
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -20,15 +21,17 @@ import torch
 from torch import Tensor
 
 from . import _dispatch
-from ._dispatch import Function, apply, tl, triton
+from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import (
     DTYPES,
+    Launch,
     as_rows,
     autocast_dtype,
     check,
     check_like,
     check_positive,
     check_width,
+    chosen,
     load_fp32,
     pipelined_launch,
     row_launch,
@@ -39,18 +42,20 @@ from ._rows import (
 
 ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
 ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side by side
+# Up to which, of s, reading twice takes less than a second launch: where the L2 has what is read again.
+FEW_ROWS, FEW_COLUMNS, FEW_BYTES = 2048, 4096, 11 << 20
+STRIP = 16  # columns, 32 bytes of half precision
 
 
 @triton.jit
 def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual,
-                   eps, CENTRE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr,
-                   SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
-                   STAGES: tl.constexpr):
+                   eps, CENTRE: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
+                   BLOCK: tl.constexpr, STAGES: tl.constexpr):
     """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
     columns = tl.arange(0, BLOCK)
     if not WIDE:
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    if BIAS:
+    if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=columns < cols, other=0.0)
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
@@ -58,7 +63,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
         row64 = row.to(tl.int64)
         out = row64[:, None] * cols + columns[None, :]
         s = load_fp32(x_ptr + row64[:, None] * stride_x + columns[None, :], inside)
-        if RESIDUAL:
+        if residual_ptr is not None:
             s += load_fp32(residual_ptr + row64[:, None] * stride_residual + columns[None, :], inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + out, rounded, mask=inside)
@@ -71,7 +76,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
         if WIDE:
             w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
         y = s * r[:, None] * w.to(tl.float32)[None, :]
-        if BIAS:
+        if b_ptr is not None:
             y += b.to(tl.float32)[None, :]
         if SILU:
             y = y / (1.0 + tl.exp(-y))
@@ -89,15 +94,17 @@ def gradient_before(g, u, SILU: tl.constexpr):
 
 
 @triton.jit
-def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
-                    CENTRE: tl.constexpr, BIAS: tl.constexpr, TOTAL: tl.constexpr, SILU: tl.constexpr,
-                    ROWS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """Tiles of ROWS rows, and this program's share of dw and db as one row of each; TOTAL: s itself has a gradient."""
-    columns = tl.arange(0, BLOCK)
+def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr, columns, first, step, rows, cols,
+         stride_dy, stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DS: tl.constexpr,
+         SUMS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+    """These columns of every step-th tile of ROWS rows: with DS their ds, with SUMS their share of dw and db.
+
+    The columns are whole rows, unless rows' means of w·g·ŝ and w·g are at c.
+    """
     w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
-    dw = tl.zeros([ROWS, BLOCK], tl.float32)
-    db = tl.zeros([ROWS, BLOCK], tl.float32)
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    dw = tl.zeros([ROWS, columns.shape[0]], tl.float32)
+    db = tl.zeros([ROWS, columns.shape[0]], tl.float32)
+    for tile in tl.range(first, tl.cdiv(rows, ROWS), step, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)
@@ -111,21 +118,51 @@ def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, parts_ptr, 
         normed = s * r[:, None]
         w32 = w.to(tl.float32)[None, :]
         g = gradient_before(g, normed * w32, SILU)
-        dw += g * normed
+        if SUMS:
+            dw += g * normed
+            if BIAS:
+                db += g
+        if DS:
+            g = g * w32  # 0 beyond the row, where normed need not be
+            mean = tl.sum(g * normed, 1) / cols if c_ptr is None else tl.load(c_ptr + row, mask=row < rows)
+            ds = g - normed * mean[:, None]
+            if CENTRE:
+                mean = tl.sum(g, 1) / cols if c_ptr is None else tl.load(c_ptr + rows + row, mask=row < rows)
+                ds -= mean[:, None]
+            ds = ds * r[:, None]
+            if dtotal_ptr is not None:
+                ds += load_fp32(dtotal_ptr + out, inside)
+            store_rounded(ds_ptr + out, ds, inside)
+    if SUMS:
+        store_rounded(dw_ptr + columns, tl.sum(dw, 0), columns < cols)
         if BIAS:
-            db += g
-        g = g * w32  # 0 beyond the row, where normed need not be
-        ds = g - normed * (tl.sum(g * normed, 1) / cols)[:, None]
-        if CENTRE:
-            ds -= (tl.sum(g, 1) / cols)[:, None]
-        ds = ds * r[:, None]
-        if TOTAL:
-            ds += load_fp32(dtotal_ptr + out, inside)
-        store_rounded(ds_ptr + out, ds, inside)
-    share = parts_ptr + tl.program_id(0).to(tl.int64) * cols + columns
-    tl.store(share, tl.sum(dw, 0), mask=columns < cols)
-    if BIAS:
-        tl.store(share + tl.num_programs(0).to(tl.int64) * cols, tl.sum(db, 0), mask=columns < cols)
+            store_rounded(db_ptr + columns, tl.sum(db, 0), columns < cols)
+
+
+@triton.jit
+def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
+                    CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr, STAGES: tl.constexpr):
+    """BLOCK columns of tiles of ROWS rows, and this program's share of dw and db as one row of each."""
+    share = parts_ptr + tl.program_id(1).to(tl.int64) * cols
+    walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, share, share + tl.num_programs(1).to(tl.int64) * cols,
+         tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.num_programs(1), rows, cols, stride_dy,
+         stride_s, CENTRE, BIAS, SILU, True, True, ROWS, STAGES)
+
+
+@triton.jit
+def few_rows_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, dw_ptr, db_ptr, rows, cols, stride_dy, stride_s,
+                    CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
+                    BLOCK: tl.constexpr, STRIP: tl.constexpr):
+    """STRIP columns of dw and db; programs after these: ds of ROWS rows."""
+    tile = tl.program_id(0) - tl.cdiv(cols, STRIP)
+    if tile < 0:
+        walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, None, ds_ptr, dw_ptr, db_ptr,
+             tl.program_id(0) * STRIP + tl.arange(0, STRIP), 0, 1, rows, cols, stride_dy, stride_s, CENTRE, BIAS,
+             SILU, False, True, 256, 1)
+    else:
+        walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, None, ds_ptr, dw_ptr, db_ptr, tl.arange(0, BLOCK), tile,
+             tl.num_programs(0), rows, cols, stride_dy, stride_s, CENTRE, BIAS, SILU, True, False, ROWS, 1)
 
 
 def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
@@ -146,28 +183,36 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
     launch = row_launch("rmsnorm", cols, **sizes)
     launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, r, rows, cols,
                  x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=centre,
-                 BIAS=bias is not None, RESIDUAL=residual is not None, SILU=silu, WIDE=wide, ROWS=launch.rows,
-                 STAGES=launch.stages)
+                 SILU=silu, WIDE=wide, ROWS=launch.rows, STAGES=launch.stages)
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor, silu: bool,
                     bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
     """Fill ds; r as `launch_forward` left it. Returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
+    has_bias, means = bias_dtype is not None, None
+    options = {"CENTRE": r.dim() == 2, "BIAS": has_bias, "SILU": silu}
     if cols > ONE_TILE_BACKWARD:
-        from ._long_rows import launch_long_backward
+        from ._long_rows import launch_products
 
-        return launch_long_backward(dy, dtotal, s, w, r, ds, silu, bias_dtype)
-    has_bias = bias_dtype is not None
-    itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
-    launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
-    programs = launch.programs(rows, s.device)
-    parts = s.new_empty(1 + has_bias, programs, cols, dtype=torch.float32)
-    launch.start(backward_kernel, (programs,), dy, dtotal, s, w, r, ds, parts, rows, cols, dy.stride(0),
-                 s.stride(0), CENTRE=r.dim() == 2, BIAS=has_bias, TOTAL=dtotal is not None,
-                 SILU=silu, ROWS=launch.rows, STAGES=launch.stages)
-    dw, *db = sum_columns(parts, w.dtype, *[bias_dtype] * has_bias)
-    return dw, db[0] if has_bias else None
+        means = launch_products(dy, s, w, r, silu)
+        launch = chosen("long_strips", Launch(block=2048, per_sm=6))
+    elif rows <= FEW_ROWS and cols <= FEW_COLUMNS and s.nbytes <= FEW_BYTES:
+        dw, db = w.new_empty(cols), w.new_empty(cols, dtype=bias_dtype) if has_bias else None
+        launch = row_launch("few_rows", cols, tile=4096)
+        grid = cdiv(cols, STRIP) + launch.programs(rows, s.device)
+        launch.start(few_rows_kernel, (grid,), dy, dtotal, s, w, r, ds, dw, db, rows, cols, dy.stride(0), s.stride(0),
+                     ROWS=launch.rows, STRIP=STRIP, **options)
+        return dw, db
+    else:
+        itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
+        launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
+    strips = cdiv(cols, launch.block)
+    shares = max(1, min(cdiv(rows, launch.rows), launch.programs(1 << 30, s.device) // strips))
+    parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
+    launch.start(backward_kernel, (strips, shares), dy, dtotal, s, w, r, means, ds, parts, rows, cols, dy.stride(0),
+                 s.stride(0), ROWS=launch.rows, STAGES=launch.stages, **options)
+    return sum_columns(parts, w.dtype, bias_dtype)
 
 
 def _check(x: object, residual: object, w: object, eps: object, *_: object) -> None:

@@ -4,7 +4,7 @@ import pathlib
 
 import kernels
 
-from .fused import either, in_pieces, poisoned  # noqa: F401
+from .fused import either, in_pieces, many_rows, poisoned  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 assert pathlib.Path(kernels.__file__).resolve().parent == ROOT / "kernels", (  # another package has this name too

@@ -49,6 +49,14 @@ def in_pieces(monkeypatch):
 
 
 @pytest.fixture
+def many_rows(monkeypatch):
+    """No rows of a norm are few: its backward takes two launches."""
+    monkeypatch.setattr(rmsnorm, "FEW_ROWS", 0)
+    with forced():
+        yield
+
+
+@pytest.fixture
 def poisoned():
     """Have torch fill fresh memory with NaN: an element that is read before it is written, or never written, shows."""
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -35,6 +35,16 @@ def test_small_tiles(name, in_pieces):
         compare_at(name, ((3,), d, d))
 
 
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm_silu", "layer_norm", "layer_norm_without_bias"])
+@pytest.mark.parametrize("many", [False, True])
+def test_norms_of_few_rows_and_of_many(name, many, request):
+    """And of more than a program that sums columns reads at once."""
+    if many:
+        request.getfixturevalue("many_rows")
+    for sizes in (*SIZES * many, ((300,), 20)):
+        compare_at(name, sizes)
+
+
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if "entrop" not in name])
 def test_empty(name, either):
     """No rows, and rows of no columns; means over no rows are tested with the losses."""

@@ -48,6 +48,12 @@ def test_rows_of_every_width(cols, dtype, poisoned):
         compare_at(name, ((8,), cols), dtype, limit(dtype) * more.get(name, 1))
 
 
+@pytest.mark.parametrize("cols", WIDTHS[1:7])
+def test_two_stages_of_rows_of_every_width(cols, many_rows, poisoned):
+    for name in ("rms_norm", "add_rms_norm_silu", "layer_norm"):
+        compare_at(name, ((8,), cols), torch.bfloat16, 2 * limit(torch.bfloat16))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_many_rows_fill_a_persistent_grid(dtype):
     for name in ROWS:

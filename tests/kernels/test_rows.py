@@ -58,7 +58,7 @@ def test_softmax_of_infinities(long, request):
     assert ours[1].isnan().all() and (ours[0, :70] == 0).all()
 
 
-def test_forms_of_a_launch_agree():
+def test_forms_of_a_launch_agree(many_rows):
     x, w = draw(11, 50), 1 + 0.1 * draw(50, seed=1)
     upstream = draw(11, 50, seed=3)
     results = []
