@@ -230,7 +230,7 @@ def test_programs_are_recorded():
     first = causal_results(*tensors)
     recorded = [x for x in _dispatch.programs() if x.startswith("# flash_attention")]
     assert len(recorded) == 2
-    assert all("[t0.data_ptr()]" in x for x in recorded)
+    assert all("[a0]" in x for x in recorded)
     for scale in (1.0, -1.0):  # other addresses, other values
         q, k, v, do = (x.clone() for x in tensors)
         o, _, _, dv = causal_results(q, k, v * scale, do)
