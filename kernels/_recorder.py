@@ -5,7 +5,7 @@ written down as a program: its allocations, its calls of torch, its launches of 
 calls run that; `_dispatch.programs()` shows them:
 
     def program(known, t0, o1, t1, o3):
-        if not (known or same(t0, t1) and o1 is c6 and o3 is c7):
+        if not (known or same(t0, t1) and o1 is c6 and (o3 is c7 or type(o3) is type(c7) and o3 == c7)):
             return NotImplemented
         a0 = t0.data_ptr()
         a1 = t1.data_ptr()
@@ -236,8 +236,10 @@ class _Recorder(TorchDispatchMode):
         conditions = [f"same({', '.join(f't{number}' for number in range(self.given))})"]
         if self.kind == "cuda":
             conditions.append(f"{self._constant(torch._C._cuda_getDevice)}() == {self.index}")
-        options = zip(self.names, args, strict=True)
-        conditions += [f"{name} is {self._constant(x)}" for name, x in options if not isinstance(x, Tensor)]
+        for name, x in zip(self.names, args, strict=True):
+            if not isinstance(x, Tensor):  # torch's dispatcher makes an equal one of a number or a string
+                known = self._constant(x)
+                conditions.append(f"({name} is {known} or type({name}) is type({known}) and {name} == {known})")
         return " and ".join(conditions)
 
     def program(self, result: Any, args: tuple) -> Callable | None:

@@ -63,15 +63,15 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
                need_dw: bool, chunk_bytes: int, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
+    shapes = x.shape if need_dx else (0,), w.shape if need_dw else (0,)
+    if _dispatch.idle(targets):
+        return x.new_zeros((), dtype=torch.float32), x.new_empty(shapes[0]), w.new_zeros(shapes[1], dtype=dw_dtype)
     check_classes(targets, w.shape[0], ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
     if need_dw and dw_dtype != torch.float32 and x.shape[0] * x.element_size() <= 4 * x.shape[1]:
-        step = max(x.shape[0], 1)  # all logits are no larger than the sum in fp32 that chunks would need
+        step = x.shape[0]  # all logits are no larger than the sum in fp32 that chunks would need
     rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
-    dx = x.new_empty(x.shape if need_dx else 0)
-    dw = w.new_empty(w.shape if need_dw else 0, dtype=w.dtype if rounded else torch.float32)
-    if x.shape[0] == 0:
-        dw.zero_()
+    dx, dw = x.new_empty(shapes[0]), w.new_empty(shapes[1], dtype=w.dtype if rounded else torch.float32)
     total = torch.zeros((), dtype=torch.float32, device=x.device)
     scale = mean_scale(targets, "mean" if mean else "sum", ignore_index)
     with torch.autocast(x.device.type, enabled=False):
@@ -87,12 +87,6 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
                 _add_product(dw, dz.T, x[chunk], first == 0)
             del z, dz, loss
     return total * scale, dx, dw.to(dw_dtype)
-
-
-@forward_op.register_fake
-def _(x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, chunk_bytes, dw_dtype):
-    dx, dw = x.new_empty(x.shape if need_dx else 0), w.new_empty(w.shape if need_dw else 0, dtype=dw_dtype)
-    return x.new_empty((), dtype=torch.float32), dx, dw
 
 
 @register_flop_formula(torch.ops.distlab_kernels.linear_cross_entropy)

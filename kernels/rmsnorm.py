@@ -187,7 +187,7 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
 
 
 def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor, silu: bool,
-                    bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor | None]:
+                    bias_dtype: torch.dtype | None) -> list[Tensor | None]:
     """Fill ds; r as `launch_forward` left it. Returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
     has_bias, means = bias_dtype is not None, None
@@ -203,7 +203,7 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
         grid = cdiv(cols, STRIP) + launch.programs(rows, s.device)
         launch.start(few_rows_kernel, (grid,), dy, dtotal, s, w, r, ds, dw, db, rows, cols, dy.stride(0), s.stride(0),
                      ROWS=launch.rows, STRIP=STRIP, **options)
-        return dw, db
+        return [dw, db]
     else:
         itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
         launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
