@@ -179,7 +179,7 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
         launch_long_forward(x, residual, w, y, s, r, eps, silu, bias)
         return
     wide = not centre and cols > ONE_TILE // 2
-    sizes = {"per_thread": 16 if wide else 32} if not centre else {"per_thread": 64, "tile": 8192}
+    sizes = {"per_thread": 64, "tile": 8192 if cols > 1024 else 2048} if centre else {"per_thread": 16 if wide else 32}
     launch = row_launch("rmsnorm", cols, **sizes)
     launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, r, rows, cols,
                  x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=centre,
