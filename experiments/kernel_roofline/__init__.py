@@ -8,11 +8,12 @@
 
 Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
 naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
-liger: Liger Kernel where it is installed). Wall: the time of a call in a loop, as a model calls it, and the host's part
-of it. Device: the time of a CUDA graph's replay with the L2 flushed before it; GB/s of the *least* traffic and its
-share of the copy bandwidth of this run; TFLOP/s and its share of cuBLAS in this run; launched kernels; registers and
-spills of ours; the largest error against float64, relative to the largest value (none where results are random, and of
-the optimizer). Beside the measured ratio to the naive form stands the predicted one.
+liger and torchao: Liger Kernel's, and of the linear layer in fp8 torchao's, where they are installed). Wall: the time
+of a call in a loop, as a model calls it, and the host's part of it. Device: the time of a CUDA graph's replay with the
+L2 flushed before it; GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share
+of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against float64, relative to
+the largest value (none where results are random, and of the optimizer). Beside the measured ratio to the naive form
+stands the predicted one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
 which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, with
@@ -136,7 +137,7 @@ class Row:
 
     def measure(self) -> dict[str, dict[str, Any]]:
         """Variant → metrics."""
-        if not {"compile", "template"}.isdisjoint(self.found):
+        if not {"compile", "template", "torchao"}.isdisjoint(self.found):
             torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)

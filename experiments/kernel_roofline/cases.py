@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.cost import Cost
 
-VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger")
+VARIANTS = ("ours", "naive", "builtin", "compile", "template", "liger", "torchao")
 Function = Callable[..., Any]
 
 
@@ -264,7 +264,7 @@ def _matmuls() -> list[Case]:
     ]  # fmt: skip
     layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
              "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
-    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear}
+    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear, "torchao": lambda x, w: _torchao()(x, w)}
     layers = [
         Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost, in_fp8,
              compute=True),
@@ -289,6 +289,15 @@ def _losses() -> list[Case]:
         Case("linear_cross_entropy", *head, {"ours": linear_cross_entropy.linear_cross_entropy, "liger": liger,
              "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t)}, ("both",), True),
     ]  # fmt: skip
+
+
+@functools.cache
+def _torchao() -> Function:
+    """torchao's linear layer in fp8, by its default recipe and compiled, as its users have it."""
+    from torchao.float8 import convert_to_float8_training
+
+    layer = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)))
+    return torch.compile(lambda x, w: torch.func.functional_call(layer, {"0.weight": w}, (x,)))
 
 
 def _liger(name: str, *options: Any) -> Function:
