@@ -1,6 +1,8 @@
 """The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
 
 import dataclasses
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -95,6 +97,15 @@ def test_templates_are_a_peer_of_single_products(monkeypatch):
     for variant in ("template", "compile"):
         build(case_named("matmul_gelu"), variant)
     assert asked[0]["options"]["max_autotune_gemm_backends"] == "TRITON" and asked[1]["options"] is None
+
+
+def test_torchaos_layer_multiplies_by_the_weight_that_it_is_given(monkeypatch):
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(rows, "_torchao", rows._torchao.__wrapped__)
+    for name in ("torchao", "torchao.float8"):  # a conversion that converts nothing
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(convert_to_float8_training=lambda layer: layer))
+    x, w = torch.randn(4, 8), torch.randn(3, 8)
+    torch.testing.assert_close(build(case_named("float8_linear"), "torchao")(x, w), x @ w.T)
 
 
 def record(variant, ms, **metrics):
