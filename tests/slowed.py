@@ -2,9 +2,9 @@
 
     python -m tests.slowed [--out FOLDER]
 
-Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 10 ms after the last bucket, longer than a step, with
-one of 10 µs, and as it is again. A command and no test: what two cores do beside it decides on the times, where 2 ms were
-within the noise of one run in four. Exit code 1 if the 10 ms are not found, or if anything else is.
+Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 10 ms after the last bucket, longer than a step,
+with one of 10 µs, and as it is again. A command and no test: what two cores do beside it decides on the times, where
+2 ms were within the noise of one run in four. Exit code 1 if the 10 ms are not found, or if anything else is.
 """
 
 import argparse
@@ -60,18 +60,14 @@ def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
 
 
 def main() -> int:
-    """Run all, compare each with the first: the command."""
+    """Run all, compare each with the first."""
     parser = argparse.ArgumentParser("python -m tests.slowed", description=__doc__)
     parser.add_argument("--out", help="folder of the runs [one that is deleted]")
     with tempfile.TemporaryDirectory() as folder:
-        return look(parser.parse_args().out or folder)
-
-
-def look(out: str) -> int:
-    """Run all in this folder; the exit code."""
-    for name, sleep_s in RUNS.items():
-        run_ranks(measure, 2, out, name, sleep_s, deadline_s=300)
-    saved = {name: SavedRun.read(f"{out}/ddp_bench/{name}") for name in RUNS}
+        out = parser.parse_args().out or folder
+        for name, sleep_s in RUNS.items():
+            run_ranks(measure, 2, out, name, sleep_s, deadline_s=300)
+        saved = {name: SavedRun.read(f"{out}/ddp_bench/{name}") for name in RUNS}
     wrong = []
     for name, sleep_s in list(RUNS.items())[1:]:
         rows = compared([saved["as_it_is"], saved[name]], control="torch-ddp")
