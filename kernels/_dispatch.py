@@ -154,7 +154,7 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_library = torch.library.Library("distlab_kernels", "FRAGMENT")
+_libraries: dict[str, torch.library.Library] = {}  # operator → what torch knows of it
 _kept: dict[str, dict] = {}  # operator → description of a call → its program, see `_recorder.run`
 
 
@@ -257,8 +257,8 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             program = kept.get(len(args))
             result = program(False, *args) if program else NotImplemented
             if result is NotImplemented:
-                run = recorder() and recorder().run
-                result = run(function, check, kept, args, otherwise) if run else otherwise(*args)
+                module = recorder()
+                result = module.run(function, check, kept, args, otherwise) if module else otherwise(*args)
             for position in mutated:
                 torch.autograd.graph.increment_version(args[position])
             return result
@@ -273,14 +273,17 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             return registered(*args)
 
         # Not by `torch.library.custom_op`, whose four layers of Python take 6 µs of a CPU more in every call.
-        _library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args),
-                        tags=torch.Tag.pt2_compliant_tag)
-        _library.impl(name, lambda *args: perform(function, args), "CompositeExplicitAutograd")
+        if name in _libraries:  # the operator's module is loaded again
+            _libraries[name]._destroy()
+        library = _libraries[name] = torch.library.Library("distlab_kernels", "FRAGMENT")
+        library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args),
+                       tags=torch.Tag.pt2_compliant_tag)
+        library.impl(name, lambda *args: perform(function, args), "CompositeExplicitAutograd")
         registered = getattr(torch.ops.distlab_kernels, name).default
-        torch.library.register_fake(registered, looks, lib=_library)
+        torch.library.register_fake(registered, looks, lib=library)
         if not opaque:
             torch.library.register_torch_dispatch(registered, FunctionalTensorMode,
-                                                  functools.partial(_as_launches, function), lib=_library)
+                                                  functools.partial(_as_launches, function), lib=library)
         mutated = [list(inspect.signature(function).parameters).index(x) for x in mutates_args]
 
         @functools.wraps(function)

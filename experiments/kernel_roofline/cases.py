@@ -264,14 +264,13 @@ def _matmuls() -> list[Case]:
     ]  # fmt: skip
     layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
              "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
-    in_fp8 = {"ours": float8_linear.float8_linear, "builtin": F.linear, "torchao": lambda x, w: _torchao()(x, w)}
-    layers = [
-        Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost, in_fp8,
+    return squares + epilogues + [
+        Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost,
+             {"ours": float8_linear.float8_linear, "builtin": F.linear, "torchao": lambda x, w: _torchao()(x, w)},
              compute=True),
         Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost, layer,
              compute=True),
     ]  # fmt: skip
-    return squares + epilogues + layers
 
 
 def _losses() -> list[Case]:
@@ -296,8 +295,8 @@ def _torchao() -> Function:
     """torchao's linear layer in fp8, by its default recipe and compiled, as its users have it."""
     from torchao.float8 import convert_to_float8_training
 
-    layer = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(1, 1, bias=False)))
-    return torch.compile(lambda x, w: torch.func.functional_call(layer, {"0.weight": w}, (x,)))
+    layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
+    return torch.compile(lambda x, w: torch.func.functional_call(layer, {"weight": w}, x))
 
 
 def _liger(name: str, *options: Any) -> Function:

@@ -218,6 +218,20 @@ def test_recording_keeps_nothing_alive():
     assert source.count("del ") == 3 and len(seen) == 3  # the program's own are freed as early
 
 
+def test_a_module_that_is_loaded_again_defines_its_operators_anew():
+    def load(factor):
+        @_dispatch.operator("test_loaded_again")
+        def scaled(x: torch.Tensor) -> torch.Tensor:
+            return x * factor
+
+        return scaled
+
+    x = draw(3)
+    for factor in (2, 3):
+        assert torch.equal(load(factor)(x), torch.ops.distlab_kernels.test_loaded_again(x))
+    assert torch.equal(torch.ops.distlab_kernels.test_loaded_again(x), 3 * x)
+
+
 @pytest.fixture
 def no_recorder(monkeypatch):
     """As if `_recorder.py` were not there."""
