@@ -1,10 +1,10 @@
-"""Does `distlab compare` find a strategy that was made slower, and only where the difference is above the noise?
+"""Does `distlab compare --fail-above 100%` find a strategy that was made slower, and only that?
 
     python -m tests.slowed [--out FOLDER]
 
-Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 10 ms after the last bucket, longer than a step,
-with one of 10 µs, and as it is again. A command and no test: what two cores do beside it decides on the times, where
-2 ms were within the noise of one run in four. Exit code 1 if the 10 ms are not found, or if anything else is.
+Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 20 ms after the last bucket, some four steps, with
+one of 10 µs, and as it is again. A command and no test: what two cores do beside it decides on the times, which differ
+by up to 40 % from run to run. Exit code 1 if the 20 ms are not found, or if anything else is.
 """
 
 import argparse
@@ -15,14 +15,14 @@ import time
 from dataclasses import replace
 from unittest import mock
 
-from distlab.compare import SavedRun, compared, findings
+from distlab.compare import SavedRun, compared, failures, findings
 from distlab.experiment import RankContext, run_folder
 from distlab.parallel import STRATEGIES, BucketedDDP
 from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT
 
 ROWS = ("local", "bucketed", "torch-ddp")
-RUNS = {"as_it_is": 0.0, "slower_10ms": 10e-3, "slower_10us": 10e-6, "again": 0.0}  # seconds of sleep
+RUNS = {"as_it_is": 0.0, "slower_20ms": 20e-3, "slower_10us": 10e-6, "again": 0.0}  # seconds of sleep
 
 
 class Slowed(BucketedDDP):
@@ -69,11 +69,11 @@ def main() -> int:
             run_ranks(measure, 2, out, name, sleep_s, deadline_s=300)
         saved = {name: SavedRun.read(f"{out}/ddp_bench/{name}") for name in RUNS}
     wrong = []
-    for name, sleep_s in list(RUNS.items())[1:]:
+    for name in list(RUNS)[1:]:
         rows = compared([saved["as_it_is"], saved[name]], control="torch-ddp")
-        verdicts = {row.variant: row.metrics["verdict"] for row in rows}
-        print(f"{name}: {verdicts}", *findings(rows), sep="\n  ")
-        if verdicts["bucketed"] != ("worse" if sleep_s == 10e-3 else "tie"):
+        found = failures(rows, 100.0)
+        print(f"{name}: above 100 %: {', '.join(found) or 'none'}", *findings(rows), sep="\n  ")
+        if found != ["bucketed"] * (name == "slower_20ms"):
             wrong.append(name)
     print(f"wrong: {', '.join(wrong)}" if wrong else "as it should be")
     return 1 if wrong else 0
