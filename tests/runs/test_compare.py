@@ -13,7 +13,8 @@ from distlab.report import Record, write_json
 from launch.__main__ import main
 from tests.runs.cases import MACHINE, record, saved
 
-# Steps of `python -m tests.slowed` on a calm host: two gloo ranks; `slower_…` sleeps so long in a hook of bucketed.
+# Steps on a calm host of what `python -m tests.slowed` runs: two gloo ranks; `slower_…` sleeps so long after bucketed's
+# last bucket.
 SLOWED = json.loads(Path(__file__).with_name("slowed.json").read_text())
 
 
