@@ -135,6 +135,13 @@ def tiles_cut(key_count: int, hi: int, square: bool = False) -> int:
     return 1 if square and key_count % KEYS == hi % KEYS == 0 else 2
 
 
+def forward_cut(key_count: int, hi: int, keys: int) -> int:
+    """The same of the forward's consumers, whose tiles of `keys` keys go from the last key that 64 queries see."""
+    if hi + 1 >= key_count:
+        return int(key_count % keys > 0)
+    return 1 if hi % keys == 0 else 2
+
+
 def _order(q: Tensor, k: Tensor, hi: int, queries: int, keys: int) -> tuple[int, int]:
     """Programs of a forward, and how many heads' longest tiles come first."""
     (batch, heads, query_count, _), key_bytes = q.shape, 2 * k.numel() * k.element_size()
@@ -160,7 +167,7 @@ def launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, prob
         hopper_forward_kernel, (programs,),
         _descriptor(q, 64), _descriptor(k, keys), _descriptor(v, keys), _descriptor(o, 64), lse,
         heads, batch * heads, heads // k.shape[1], query_count, key_count, hi, group, problem.scale * LOG2_E,
-        CONSUMERS=consumers, STAGES=stages, CUT=tiles_cut(key_count, hi) > 0, num_warps=4)
+        CONSUMERS=consumers, STAGES=stages, CUT=forward_cut(key_count, hi, keys), num_warps=4)
 
 
 def _group(q: Tensor) -> int:

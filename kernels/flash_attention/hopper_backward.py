@@ -26,7 +26,8 @@ and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued b
 it. dS has two buffers: `ds_full` says that both consumers have written one, `ds_free` that both have read it.
 
 A mask may CUT no tile, the first of a program (D = 64, one query head), or any: there is no code for it in the others,
-which leaves them registers. A kernel starts while the one before it ends, and waits for it where it reads what that
+which leaves them registers, and in these two cases the consumers take turns with exp2 in every step, not in the first
+alone. A kernel starts while the one before it ends, and waits for it where it reads what that
 wrote (`gdc_wait`).
 
 Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
@@ -55,7 +56,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from .._dispatch import gdc_launch_dependents, gdc_wait
-from .hopper_forward import Ring, barriers, copy_out, placed, ring
+from .hopper_forward import Ring, barriers, copy_out, order, placed, ring
 
 KEYS = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 STAGES = gl.constexpr(2)
@@ -128,7 +129,7 @@ def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head
           scale_log2, W: gl.constexpr, CUT: gl.constexpr, FIRST: gl.constexpr):
     """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
     k, v, q = operands
-    do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start = others
+    do, lse2, delta, ds, ds_full, dq_tiles, ds_free = others
     S_LAYOUT: gl.constexpr = st.type.layout
     QUERIES: gl.constexpr = st.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -136,8 +137,8 @@ def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head
     DTYPE: gl.constexpr = q.tiles.dtype
     zeros = gl.zeros([KEYS, QUERIES], gl.float32, S_LAYOUT)
     do.wait_full(j)
-    if FIRST and W == 1:
-        mbarrier.wait(start.index(0), 0)  # half a step behind the other consumer
+    if CUT < 2 or FIRST:
+        order("sync", W)  # half a step behind the other consumer
     dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
     if CUT == 2 or (CUT == 1 and FIRST):
@@ -145,10 +146,10 @@ def _step(j, st, dk, dv, dq_desc, operands, others, padded_count, row, last_head
             queries = row + gl.arange(0, QUERIES, COLUMN)
             pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
+    if CUT < 2 or FIRST:
+        order("arrive", 1 - W)
     dpt = warpgroup_mma_wait(0, deps=[dpt])
     dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
-    if FIRST and W == 0:
-        mbarrier.arrive(start.index(0), count=1)
     dst = (pt * (dpt - delta.index(j % STAGES).load(COLUMN)[None, :])).to(DTYPE)
     b = j & 1
     if not FIRST:
@@ -213,6 +214,8 @@ def _consumer(given, operands, others, W: gl.constexpr, CUT: gl.constexpr):
     head, row = last_head, first_query + QUERIES
     if row >= end:
         row, head = first_query, last_head + 1
+    if W == 0:
+        order("arrive", 0)
     if total > 0:
         st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, others, padded_count, last_row, last_head, last_row,
                            total > 1, first_seen, last_row < masked, scale_log2, W, CUT, True)
@@ -226,7 +229,7 @@ def _consumer(given, operands, others, W: gl.constexpr, CUT: gl.constexpr):
     # dV leaves before the last dQ, dK with it; at D = 128 that costs the loop registers
     EARLY: gl.constexpr = D == 64
     if total > 0:
-        _, _, _, ds, ds_full, dq_tiles, _, _ = others
+        _, _, _, ds, ds_full, dq_tiles, _ = others
         b = (total - 1) & 1
         if EARLY:
             copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
@@ -262,7 +265,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
     ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
-    ds_full, ds_free, start = barriers(2, 2), barriers(2, 2), barriers(1, 1)
+    ds_full, ds_free = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
     gdc_launch_dependents()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
@@ -276,7 +279,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
     given = (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles,
              padded_count, scale, scale_log2)
-    operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free, start)
+    operands, others = (k, v, q), (do, lse2, delta, ds, ds_full, dq_tiles, ds_free)
     to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
                first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
     gl.warp_specialize([(_consumer, (given, operands, others, 0, CUT)), (_consumer, (given, operands, others, 1, CUT)),

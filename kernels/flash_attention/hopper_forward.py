@@ -5,16 +5,18 @@ key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D
 
 A program owns QUERIES · CONSUMERS queries of one head and walks over key tiles of KEYS from the last to the first, so
 that the mask cuts the first tiles only. One warp, the producer, issues TMA copies; each consumer, a warpgroup of four
-warps, multiplies for 64 queries by wgmma. K and V have STAGES buffers each, with a pair of barriers: `full`, on which
-TMA counts arrived bytes, and `empty`, at which every consumer arrives once it has read the tile.
+warps, multiplies for 64 queries by wgmma. K of a tile and V of the tile before are multiplied together, so they are
+loaded together, into one of STAGES buffers with a pair of barriers: `full`, on which TMA counts arrived bytes, and
+`empty`, at which every consumer arrives once it has read both.
 
-    producer     Q Q K V │ K V │ K V │ ⋯                       (waits for `empty`)        │ Q Q K V of the next turn
-    consumer 0   S₀ softmax₀ ├ S₁ → P₀V₀ ┬ softmax₁ ┬ rescale ├ S₂ → P₁V₁ ┬ softmax₂ ┬ ⋯ ┤ PV, divide, store
-    tensor core               ═══════════╧══════════╝          ═══════════╧══════════╝
-    consumer 1   the same, at its own pace: its matmuls fill the time of the other's softmax
+    producer     K₀ Q Q │ K₁ V₀ │ K₂ V₁ │ ⋯           (waits for `empty`)          │ K₀ of the next turn, V │ Q Q ⋯
+    consumer 0   S₀ softmax₀ ├ S₁ → P₀V₀ ┬ softmax₁, rescale ├ S₂ → P₁V₁ ┬ softmax₂, rescale ├ ⋯ ┤ PV, divide, store
+    consumer 1   ⋯ softmax₀, rescale     ├ S₁ → P₀V₀ ┬ softmax₁, rescale ├ ⋯
 
-S of the next tile is issued before P·V of this one, and the softmax runs while P·V does: wgmma is asynchronous, and
-`warpgroup_mma_wait(n)` waits until at most the n latest are in flight. P stays in registers as the left operand.
+Ping-pong: the consumers issue their matmuls in a fixed order, one after another, by named barriers. Tensor cores
+alternate between all that is issued; without an order every consumer would get its S late and at the same time, and all
+would compute the softmax while nothing multiplies. wgmma is asynchronous: `warpgroup_mma_wait(n)` waits until at most
+the n latest are in flight. P stays in registers as the left operand.
 
 Which queries: a program of one tile would have nothing to do while it starts, waits for its first loads and stores its
 last result. So a grid of one program per multiprocessor takes tile after tile, and the producer loads the next turn's
@@ -30,8 +32,9 @@ among twice the queries; a consumer passes over tiles behind the last key that i
 Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two elements to a
 register), so 160 of 240 at D = 128, 176 at D = 256 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
 Shared memory, in bytes: O 2·64·D·CONSUMERS, Q twice that, K and V 2·KEYS·D·STAGES each: 224 KiB at D = 128, 144 KiB at
-D = 64. At D = 256 tiles have 64 keys, and O takes the place of the only Q: 192 KiB. Where a mask may CUT no tile, there
-is no code for it.
+D = 64. At D = 256 tiles have 64 keys, and O takes the place of the only Q: 192 KiB.
+
+Where a mask may CUT no tile (0), or only the first of a consumer (1), there is no code for it in the others.
 
 TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
 written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
@@ -166,36 +169,52 @@ def _owned(turn, sizes, CONSUMERS: gl.constexpr, KEYS: gl.constexpr):
 
 
 @gluon.jit
-def _producer(given, sizes, turns, CONSUMERS: gl.constexpr):
-    """Loads: of each turn Q once, then K and V tiles as their buffers come free."""
-    q_desc, k_desc, v_desc, q, k, v, kv_group = given
+def _producer(given, CONSUMERS: gl.constexpr):
+    """Loads: of each turn Q once, and K of a tile with V of the one before as their buffers come free."""
+    q_desc, k_desc, v_desc, q, k, v, kv_group, sizes, turns = given
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
-    loaded = 0  # K and V tiles, of all turns
+    BYTES: gl.constexpr = k_desc.block_type.nbytes
+    loaded = 0  # K tiles, of all turns
+    last_batch, last_head, last_row = 0, 0, 0  # with the very first K comes some V, which nobody reads
     for turn in range(turns):
         batch, head, first_query, tiles = _owned(turn, sizes, CONSUMERS, KEYS)
-        for i in gl.static_range(CONSUMERS):
-            q.acquire(turn * CONSUMERS + i, q_desc.block_type.nbytes)
-            q.copy(turn * CONSUMERS + i, q_desc, batch, head, first_query + i * QUERIES)
         for j in range(tiles):
-            row = (tiles - 1 - j) * KEYS
-            k.acquire(loaded + j, k_desc.block_type.nbytes)
-            k.copy(loaded + j, k_desc, batch, head // kv_group, row)
-            v.acquire(loaded + j, v_desc.block_type.nbytes)
-            v.copy(loaded + j, v_desc, batch, head // kv_group, row)
-        loaded += tiles
+            k.acquire(loaded, 2 * BYTES)
+            k.copy(loaded, k_desc, batch, head // kv_group, (tiles - 1 - j) * KEYS)
+            v.copy(loaded, v_desc, last_batch, last_head, last_row)
+            last_batch, last_head, last_row = batch, head // kv_group, (tiles - 1 - j) * KEYS
+            loaded += 1
+            if j == 0:
+                for i in gl.static_range(CONSUMERS):
+                    q.acquire(turn * CONSUMERS + i, q_desc.block_type.nbytes)
+                    q.copy(turn * CONSUMERS + i, q_desc, batch, head, first_query + i * QUERIES)
+    k.acquire(loaded, BYTES)
+    v.copy(loaded, v_desc, last_batch, last_head, last_row)
+
+
+@gluon.constexpr_function
+def _named_barrier(instruction, consumer):
+    # Triton's own have the first numbers; two consumers meet at each, of 128 threads
+    return f"bar.{instruction} {8 + consumer}, 256; mov.b32 $0, $1;"
 
 
 @gluon.jit
-def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
+def order(INSTRUCTION: gl.constexpr, CONSUMER: gl.constexpr):
+    """`sync`: this consumer, CONSUMER, waits for its place in the order. `arrive`: now it is CONSUMER's."""
+    each = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # an element for each thread
+    gl.inline_asm_elementwise(_named_barrier(INSTRUCTION, CONSUMER), "=r,r", [each], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _softmax(s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MASKED: gl.constexpr):
     """One step of the online softmax: (P, row maxima, row sums, factor of what was summed so far)."""
     if MASKED:
-        cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
-        end = gl.minimum(rows + hi + 1, key_count)
-        if s.shape[1] == 128:  # what depends on the thread stands on one side: the other is constants of its elements
+        if first_key + s.shape[1] > gl.minimum(row0 + hi + 1, key_count):
+            end = gl.minimum(row0 + hi + 1 + gl.arange(0, QUERIES, gl.SliceLayout(1, s.type.layout)), key_count)
+            cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
+            # what depends on the thread stands on one side: the other is constants of its elements
             seen = (cols & ~6)[None, :] < (end - first_key)[:, None] - (cols & 6)[None, :]
-        else:
-            seen = (first_key + cols)[None, :] < end[:, None]
-        s = gl.where(seen, s, float("-inf"))
+            s = gl.where(seen, s, float("-inf"))
     new_max = gl.maximum(row_max, gl.max(s, 1))
     shift = new_max * scale_log2
     p = gl.exp2(s * scale_log2 - shift[:, None])
@@ -204,28 +223,33 @@ def _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MA
 
 
 @gluon.jit
-def _step(j, q_tile, k, v, acc, row_max, row_sum, p, scale_log2, rows, first_key, key_count, hi, MASKED: gl.constexpr):
-    """S of tile j, P·V of the tile before, and the softmax of S meanwhile."""
+def _step(j, given, q_tile, acc, row_max, row_sum, p, row0, first_key, W: gl.constexpr, CONSUMERS: gl.constexpr,
+          MASKED: gl.constexpr, FIRST: gl.constexpr):
+    """S of tile j, P·V of the tile before, which the FIRST of a turn has not, and the softmax of S."""
+    _o_desc, _lse_ptr, _q, k, v, _o_tiles, scale_log2, sizes, _turns = given
+    _heads, _batch_heads, _query_count, key_count, hi, _group = sizes
     KEYS: gl.constexpr = k.tiles.shape[1]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
     zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
     k.wait_full(j)
+    order("sync", W)
     s = warpgroup_mma(q_tile, k.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    v.wait_full(j - 1)
-    acc = warpgroup_mma(p, v.tile(j - 1), acc, is_async=True)
-    s = warpgroup_mma_wait(1, deps=[s])
+    if not FIRST:
+        acc = warpgroup_mma(p, v.tile(j), acc, is_async=True)
+    order("arrive", (W + 1) % CONSUMERS)
+    s = warpgroup_mma_wait(0 if FIRST else 1, deps=[s])
+    new_p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MASKED)
+    if not FIRST:
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
     k.release(j)
-    new_p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, rows, first_key, key_count, hi, MASKED)
-    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-    v.release(j - 1)
-    acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
-    return acc, row_max, row_sum, new_p
+    return acc, row_max, row_sum, gl.convert_layout(new_p.to(p.dtype), p.type.layout)
 
 
 @gluon.jit
-def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr):
+def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr):
     """The softmax and the two matmuls for 64 queries of each turn, the W-th; `given` is the same for each W."""
-    o_desc, lse_ptr, q, k, v, o_tiles, scale_log2 = given
+    o_desc, lse_ptr, q, k, v, o_tiles, scale_log2, sizes, turns = given
     heads, _batch_heads, query_count, key_count, hi, _group = sizes
     D: gl.constexpr = o_desc.block_type.shape[3]
     KEYS: gl.constexpr = k.tiles.shape[1]
@@ -233,60 +257,44 @@ def _consumer(given, sizes, turns, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     P_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, O_LAYOUT, 2)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    read = 0  # K and V tiles, of all turns
+    read = 0  # K tiles, of all turns
+    if W == 0:
+        order("arrive", 0)
     for turn in range(turns):
         batch, head, first_query, tiles = _owned(turn, sizes, CONSUMERS, KEYS)
         row0 = first_query + W * QUERIES
-        rows = row0 + gl.arange(0, QUERIES, ROW)
         acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
         row_max = gl.full([QUERIES], LEAST, gl.float32, ROW)
         row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
+        p = gl.zeros([QUERIES, KEYS], o_desc.dtype, P_LAYOUT)
         q.wait_full(turn * CONSUMERS + W)
+        q_tile = q.tile(turn * CONSUMERS + W)
         if CONSUMERS * QUERIES > KEYS:  # the tiles that only other consumers see
             seen = (gl.minimum(row0 + QUERIES + hi, key_count) + KEYS - 1) // KEYS
             seen = gl.minimum(gl.maximum(seen, 1), tiles)
             for j in range(tiles - seen):
                 k.wait_full(read + j)
+                order("sync", W)
+                order("arrive", (W + 1) % CONSUMERS)
                 k.release(read + j)
-                v.wait_full(read + j)
-                v.release(read + j)
             read += tiles - seen
             tiles = seen
-        k.wait_full(read)
-        q_tile = q.tile(turn * CONSUMERS + W)
-        zeros = gl.zeros([QUERIES, KEYS], gl.float32, S_LAYOUT)
-        s = warpgroup_mma(q_tile, k.tile(read).permute((1, 0)), zeros, use_acc=False, is_async=True)
-        s = warpgroup_mma_wait(0, deps=[s])
-        k.release(read)
-        p, row_max, row_sum, _shrink = _softmax(s, row_max, row_sum, scale_log2, rows, (tiles - 1) * KEYS, key_count,
-                                                hi, CUT)
-        masked = gl.to_tensor(1)
-        if CUT:  # tiles that some row does not see whole
-            masked = gl.minimum(tiles - gl.maximum(gl.minimum(row0 + hi + 1, key_count), 0) // KEYS, tiles)
-            masked = gl.maximum(masked, 1)
-            for j in range(1, masked):
-                left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-                acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
-                                                 (tiles - 1 - j) * KEYS, key_count, hi, True)
-        # carried from loop to loop, P in 16 bits would be taken apart and put together again in each step
-        left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
-        for j in range(masked, tiles):
-            acc, row_max, row_sum, p = _step(read + j, q_tile, k, v, acc, row_max, row_sum, left, scale_log2, rows,
-                                             (tiles - 1 - j) * KEYS, key_count, hi, False)
-            left = gl.convert_layout(p.to(o_desc.dtype), P_LAYOUT)
+        acc, row_max, row_sum, p = _step(read, given, q_tile, acc, row_max, row_sum, p, row0, (tiles - 1) * KEYS, W,
+                                         CONSUMERS, CUT > 0, True)
+        for j in range(1, tiles):
+            acc, row_max, row_sum, p = _step(read + j, given, q_tile, acc, row_max, row_sum, p, row0,
+                                             (tiles - 1 - j) * KEYS, W, CONSUMERS, CUT == 2, False)
         if D < 256:
             q.release(turn * CONSUMERS + W)
         read += tiles
-        v.wait_full(read - 1)
-        acc = warpgroup_mma(left, v.tile(read - 1), acc, is_async=True)
-        safe_sum = gl.where(row_sum == 0.0, 1.0, row_sum)
-        lse = gl.where(row_sum == 0.0, float("-inf"), (row_max * scale_log2 + gl.log2(safe_sum)) * LN_2)
+        k.wait_full(read)  # V of the last tile comes with K of the next turn
+        acc = warpgroup_mma(p, v.tile(read), acc, is_async=True)
+        lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2  # -inf for a row without keys
+        rows = row0 + gl.arange(0, QUERIES, ROW)
         gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows, lse, mask=rows < query_count)
-        factor = gl.convert_layout(1.0 / safe_sum, gl.SliceLayout(1, O_LAYOUT))
-        unseen = gl.convert_layout(row_sum == 0.0, gl.SliceLayout(1, O_LAYOUT))
-        acc, left = warpgroup_mma_wait(0, deps=[acc, left])
-        v.release(read - 1)
-        o = gl.where(unseen[:, None], 0.0, acc * factor[:, None])  # V may hold a NaN
+        factor = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        o = gl.where(factor == float("inf"), 0.0, acc * factor)  # a row without keys; V may hold a NaN
         tma.store_wait(0)  # the tile of the turn before has been read
         copy_out(o_desc, batch, head, row0, o_tiles.index(W), o)
         if D == 256:
@@ -302,22 +310,19 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_
     D: gl.constexpr = o_desc.block_type.shape[3]
     q = ring(q_desc, CONSUMERS if D == 256 else 2 * CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
-    v = ring(v_desc, STAGES, CONSUMERS)
+    v = Ring(gl.allocate_shared_memory(v_desc.dtype, k.tiles.shape, k.tiles.layout), k.full, k.empty, STAGES)
     o_tiles = q.tiles
     if D < 256:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, QUERIES, D], q.tiles.layout)
     fence_async_shared()
     turns = _turns((query_count + CONSUMERS * QUERIES - 1) // (CONSUMERS * QUERIES) * batch_heads)
     sizes = (heads, batch_heads, query_count, key_count, hi, group)
-    given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2)
-    to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group)
+    given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2, sizes, turns)
+    to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group, sizes, turns)
     if CONSUMERS == 2:
-        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 2, CUT)),
-                            (_consumer, (given, sizes, turns, 1, 2, CUT)),
-                            (_producer, (to_load, sizes, turns, 2))], [4, 1], [240, 24])
+        gl.warp_specialize([(_consumer, (given, 0, 2, CUT)), (_consumer, (given, 1, 2, CUT)),
+                            (_producer, (to_load, 2))], [4, 1], [240, 24])
     else:
-        gl.warp_specialize([(_consumer, (given, sizes, turns, 0, 4, CUT)),
-                            (_consumer, (given, sizes, turns, 1, 4, CUT)),
-                            (_consumer, (given, sizes, turns, 2, 4, CUT)),
-                            (_consumer, (given, sizes, turns, 3, 4, CUT)),
-                            (_producer, (to_load, sizes, turns, 4))], [4, 4, 4, 1], [112, 112, 112, 24])
+        gl.warp_specialize([(_consumer, (given, 0, 4, CUT)), (_consumer, (given, 1, 4, CUT)),
+                            (_consumer, (given, 2, 4, CUT)), (_consumer, (given, 3, 4, CUT)),
+                            (_producer, (to_load, 4))], [4, 4, 4, 1], [112, 112, 112, 24])
