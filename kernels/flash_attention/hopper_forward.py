@@ -266,7 +266,7 @@ def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr
         acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
         row_max = gl.full([QUERIES], LEAST, gl.float32, ROW)
         row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
-        p = gl.zeros([QUERIES, KEYS], o_desc.dtype, P_LAYOUT)
+        p = gl.zeros([QUERIES, KEYS], o_desc.dtype, P_LAYOUT)  # of no tile, and of the type that the loop carries
         q.wait_full(turn * CONSUMERS + W)
         q_tile = q.tile(turn * CONSUMERS + W)
         if CONSUMERS * QUERIES > KEYS:  # the tiles that only other consumers see

@@ -58,6 +58,7 @@ for unit, launches in json.loads(sys.argv[1]).items():
             {"name": k.metadata.name, "wide_loads": bool(re.search(r"ld\.global[\w.:]*\.v4|cp\.async", k.asm["ptx"])),
              "warps": k.metadata.num_warps, "wgmma": k.asm["ptx"].count("wgmma.mma_async"),
              "reductions": k.asm["ptx"].count("cp.reduce.async.bulk.tensor"),
+             "order": [[k.asm["ptx"].count(f"bar.{x} {i}, 256") for i in range(8, 12)] for x in ("sync", "arrive")],
              "unused_barriers": [x for x in re.findall(r"(%made\w*) = ttg.local_alloc", k.asm["ttgir"])
                                  if not re.search(rf"warp_specialize\(.*{x}\b", k.asm["ttgir"])]}
             | resources(k) for k in kernels]

@@ -240,6 +240,8 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
             assert (kernel["wgmma"] > 50) == matmuls
             assert kernel["unused_barriers"] == [], "Triton puts data where they were made"
             assert (kernel["reductions"] > 0) == (kernel["name"] == "hopper_backward_kernel")
+            waits, arrivals = kernel["order"]  # of each consumer; the first one begins
+            assert arrivals == [count + (i == 0 < count) for i, count in enumerate(waits)]
 
 
 SPILLS = {("hopper_backward_kernel", 64): 152, ("hopper_backward_kernel", 80): 104,
