@@ -136,7 +136,7 @@ def tiles_cut(key_count: int, hi: int, square: bool = False) -> int:
 
 
 def forward_cut(key_count: int, hi: int, keys: int) -> int:
-    """Say the same of the forward's consumers, whose tiles of `keys` keys go from the last key that 64 queries see."""
+    """Which tiles of a consumer of the forward may be cut: 0 none, 1 its first, which has the last keys seen, 2 any."""
     if hi + 1 >= key_count:
         return int(key_count % keys > 0)
     return 1 if hi % keys == 0 else 2
