@@ -86,9 +86,9 @@ class Ring:
         mbarrier.wait(self.full.index(j % self.stages), (j // self.stages) & 1, pred=pred)
 
     @gluon.jit
-    def release(self, j):
+    def release(self, j, pred=True):
         """This consumer has read tile j."""
-        mbarrier.arrive(self.empty.index(j % self.stages), count=1)
+        mbarrier.arrive(self.empty.index(j % self.stages), count=1, pred=pred)
 
     @gluon.jit
     def acquire(self, j, BYTES: gl.constexpr):

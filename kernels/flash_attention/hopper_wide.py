@@ -162,7 +162,7 @@ def _sum_over_keys(given, W: gl.constexpr):
         kv.wait_full(2 * j + 3, pred=j + 1 < tiles)
         s = warpgroup_mma(q.tile(W), kv.tile(2 * j + 3).permute((1, 0)), zeros, use_acc=False, is_async=True)
         dp = warpgroup_mma_wait(1, deps=[dp])
-        kv.release(2 * j + 2)
+        kv.release(2 * j + 2, pred=j + 1 < tiles)
         s = warpgroup_mma_wait(0, deps=[s])
     copy_out(dq_desc, batch, head, row0, q.tile(W), acc * scale)
     tma.store_wait(0)
