@@ -23,12 +23,11 @@ what shared memory delivers at D = 128.
 
 dQ of a tile waits for a step, because it needs dS of both consumers: so they do not meet in the middle of every step,
 and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued before dQ is stored: the store overlaps
-it. dS is a `Ring` of two buffers: `full` says that both consumers have written one, `empty` that both have read it.
+it. dS has two buffers: `ds_full` says that both consumers have written one, `ds_free` that both have read it.
 
 A mask may CUT no tile, the first of a program (D = 64, one query head), or any: there is no code for it in the others,
-which leaves them registers, and in these two cases the consumers take turns in every step, not in the first alone: with
-dPᵀ and exp2 or, where no mask cuts, with the matmuls from dV to the next Sᵀ. A kernel starts while the one before it
-ends, and waits for it where it reads what that wrote (`gdc_wait`).
+which leaves them registers, and in these two cases the consumers take turns with exp2 in every step, not in the first
+alone. A kernel starts while the one before it ends, and waits for it where it reads what that wrote (`gdc_wait`).
 
 Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
 the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240 that `setmaxnreg` leaves.
@@ -99,15 +98,15 @@ def load_queries(given):
 
 
 @gluon.jit
-def _issue_dq(j, k, ds, W: gl.constexpr):
+def _issue_dq(b, k, ds, W: gl.constexpr):
     """This consumer's half of dQ = dS K, over the keys of both: of the columns, or of the queries."""
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     dq = gl.zeros([64, 64], gl.float32, LAYOUT)
     for i in gl.static_range(2):
         if k.tiles.shape[2] == 128:
-            left, right = ds.tiles.index(j % 2 * 2 + i), k.tile(i).slice(64 * W, 64, dim=1)
+            left, right = ds.index(2 * b + i), k.tile(i).slice(64 * W, 64, dim=1)
         else:
-            left, right = ds.tiles.index(j % 2 * 2 + i).slice(64 * W, 64, dim=1), k.tile(i)
+            left, right = ds.index(2 * b + i).slice(64 * W, 64, dim=1), k.tile(i)
         dq = warpgroup_mma(left.permute((1, 0)), right, dq, use_acc=i > 0, is_async=True)
     return dq
 
@@ -128,7 +127,7 @@ def _add_dq(dq, dq_desc, dq_tiles, head, row, padded_count, W: gl.constexpr, QUE
 def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_row, more, first_seen, masked,
           scale_log2, W: gl.constexpr, CUT: gl.constexpr, FIRST: gl.constexpr):
     """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
-    k, v, q, do, lse2, delta, ds, dq_tiles = operands
+    k, v, q, do, lse2, delta, ds, ds_full, dq_tiles, ds_free = operands
     S_LAYOUT: gl.constexpr = st.type.layout
     QUERIES: gl.constexpr = st.shape[1]
     LEFT: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
@@ -136,7 +135,7 @@ def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_r
     DTYPE: gl.constexpr = q.tiles.dtype
     zeros = gl.zeros([KEYS, QUERIES], gl.float32, S_LAYOUT)
     do.wait_full(j)
-    if CUT == 1 or (CUT == 2 and FIRST):
+    if CUT < 2 or FIRST:
         order("sync", W)  # half a step behind the other consumer
     dpt = warpgroup_mma(v.tile(W), do.tile(j).permute((1, 0)), zeros, use_acc=False, is_async=True)
     pt = gl.exp2(st * scale_log2 - lse2.index(j % STAGES).load(COLUMN)[None, :])
@@ -145,26 +144,24 @@ def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_r
             queries = row + gl.arange(0, QUERIES, COLUMN)
             pt = gl.where(queries[None, :] >= first_seen[:, None], pt, 0.0)
     p_left = gl.convert_layout(pt.to(DTYPE), LEFT)
-    if CUT == 1 or (CUT == 2 and FIRST):
+    if CUT < 2 or FIRST:
         order("arrive", 1 - W)
     dpt = warpgroup_mma_wait(0, deps=[dpt])
-    if CUT == 0:  # without masks it is this half in which a consumer is alone
-        order("sync", W)
     dv = warpgroup_mma(p_left, do.tile(j), dv, is_async=True)
     dst = (pt * (dpt - delta.index(j % STAGES).load(COLUMN)[None, :])).to(DTYPE)
     b = j & 1
     if not FIRST:
-        mbarrier.wait(ds.empty.index(b), ((j // 2) & 1) ^ 1)  # both have read dS of tile j - 2
-    ds.tiles.index(2 * b + W).store(dst)
+        mbarrier.wait(ds_free.index(b), ((j // 2) & 1) ^ 1)  # both have read dS of tile j - 2
+    ds.index(2 * b + W).store(dst)
     fence_async_shared()
-    mbarrier.arrive(ds.full.index(b), count=1)
+    mbarrier.arrive(ds_full.index(b), count=1)
     ds_left = gl.convert_layout(dst, LEFT)
     dk = warpgroup_mma(ds_left, q.tile(j), dk, is_async=True)
     if FIRST:
         dv, p_left, dk, ds_left = warpgroup_mma_wait(0, deps=[dv, p_left, dk, ds_left])
     else:
-        ds.wait_full(j - 1)
-        dq = _issue_dq(j - 1, k, ds, W)
+        mbarrier.wait(ds_full.index(1 - b), ((j - 1) // 2) & 1)
+        dq = _issue_dq(1 - b, k, ds, W)
         dv, p_left, dk, ds_left = warpgroup_mma_wait(2, deps=[dv, p_left, dk, ds_left])  # in flight: two of dQ
         # The last reduction has read its buffer. All warps meet here after their matmuls: one thread releases Q, dO.
         tma.store_wait(0)
@@ -172,11 +169,9 @@ def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_r
     q.wait_full(j + 1, pred=more)
     # after the last tile this multiplies what lies there, and nobody reads the result
     st = warpgroup_mma(k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if CUT == 0:
-        order("arrive", 1 - W)
     if not FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
-        ds.release(j - 1)
+        mbarrier.arrive(ds_free.index(1 - b), count=1)
         _add_dq(dq, dq_desc, dq_tiles, last_head, last_row, padded_count, W, QUERIES)
     # a wgmma in flight across the loop's back edge would make ptxas serialise all of them
     st = warpgroup_mma_wait(0, deps=[st])
@@ -188,7 +183,7 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     """All products for 64 keys, the W-th of the program."""
     (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles, padded_count,
      scale, scale_log2) = given
-    k, v, q, _do, _lse2, _delta, ds, dq_tiles = operands
+    k, v, q, _do, _lse2, _delta, ds, ds_full, dq_tiles, _ds_free = operands
     QUERIES: gl.constexpr = q.tiles.shape[1]
     D: gl.constexpr = q.tiles.shape[2]
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
@@ -229,13 +224,14 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
         row += QUERIES
         if row >= end:
             row, head = first_query, head + 1
-    # dV leaves before the last dQ; with masks at D = 128 that would cost the loop registers
-    EARLY: gl.constexpr = (D == 64) | (CUT == 0)
+    # dV leaves before the last dQ, dK with it; at D = 128 that costs the loop registers
+    EARLY: gl.constexpr = D == 64
     if total > 0:
+        b = (total - 1) & 1
         if EARLY:
             copy_out(dv_desc, batch, part, key0, v.tile(W), dv)
-        ds.wait_full(total - 1)
-        dq = _issue_dq(total - 1, k, ds, W)
+        mbarrier.wait(ds_full.index(b), ((total - 1) // 2) & 1)
+        dq = _issue_dq(b, k, ds, W)
         tma.store_wait(EARLY)
         dq = warpgroup_mma_wait(0, deps=[dq])
         _add_dq(dq, dq_desc, dq_tiles, last_head, last_row, padded_count, W, QUERIES)
@@ -264,9 +260,9 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
               STAGES)
     lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse2_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
-    ds = Ring(gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], q.tiles.layout), barriers(2, 2),
-              barriers(2, 2), 2)
+    ds_full, ds_free = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
     gdc_launch_dependents()
     key_tiles = (key_count + 2 * KEYS - 1) // (2 * KEYS)
@@ -280,7 +276,7 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
     given = (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles,
              padded_count, scale, scale_log2)
-    operands = (k, v, q, do, lse2, delta, ds, dq_tiles)
+    operands = (k, v, q, do, lse2, delta, ds, ds_full, dq_tiles, ds_free)
     to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
                first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
     gl.warp_specialize([(_consumer, (given, operands, 0, CUT)), (_consumer, (given, operands, 1, CUT)),
