@@ -25,6 +25,7 @@ TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
 MOST_IN_TILE = 8192  # elements of a pipelined tile, as long as a row fits
 MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NO_HINT = tl.constexpr("")
 
 
 @dataclass(frozen=True)
@@ -76,24 +77,23 @@ def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, *
     return chosen(kernel, Launch(block, rows, warps, **options))
 
 
-def pipelined_launch(kernel: str, cols: int, itemsize: int, device: torch.device) -> Launch:
-    """Launch parameters for one program per multiprocessor that walks over tiles of whole rows, loads under way.
+def pipelined_launch(cols: int, itemsize: int, device: torch.device) -> Launch:
+    """Launch parameters of a norm's backward: a program per multiprocessor walks over tiles of rows, loads under way.
 
     Few programs keep what each of them adds up over its rows small in all; several tiles in flight make up for it.
 
     Args:
-        kernel: its name, for `forced`.
         cols: elements of a row.
         itemsize: bytes per element of all tensors that are loaded together.
         device: where it runs.
     """
     block = power_of_two(cols)
     if block < 1024:  # many short rows: smaller tiles, more programs
-        return row_launch(kernel, cols, stages=2, per_sm=4)
+        return row_launch("rmsnorm_backward", cols, stages=2, per_sm=4)
     most = TILES_IN_FLIGHT if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
     rows = power_of_two(max(1, min(MOST_IN_TILE, most // (3 * itemsize)) // block) + 1) // 2
     fit = most // (rows * block * itemsize)
-    return chosen(kernel, Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
+    return chosen("rmsnorm_backward", Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -184,9 +184,9 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def load_fp32(pointers, inside):
-    """What lies at the pointers, in fp32; zeros where `inside` is false."""
-    return tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
+def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = NO_HINT):
+    """What lies at the pointers, in fp32; `other` where `inside` is false. The policy is a hint for the L2."""
+    return tl.load(pointers, mask=inside, other=other, eviction_policy=policy).to(tl.float32)
 
 
 @triton.jit

@@ -57,8 +57,7 @@ def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_off
         first = tl.where(first == float("-inf"), 0.0, first)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
-        z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
-                    eviction_policy=KEPT if GRADIENT else STREAMED).to(tl.float32)
+        z = load_fp32(z_ptr + columns, columns < cols, float("-inf"), KEPT if GRADIENT else STREAMED)
         larger = tl.maximum(largest, tl.max(z, 1))
         shift = tl.where(larger == float("-inf"), 0.0, larger)  # nothing but −inf so far
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
@@ -86,8 +85,7 @@ def _one_row(z_ptr, target_ptr, loss_ptr, largest_ptr, total_ptr, dz_ptr, dz_off
         if kept:
             for block in tl.range(0, blocks):
                 columns = (blocks - 1 - block) * BLOCK + offsets
-                z = tl.load(z_ptr + columns, mask=columns < cols, other=float("-inf"),
-                            eviction_policy=STREAMED).to(tl.float32)
+                z = load_fp32(z_ptr + columns, columns < cols, float("-inf"), STREAMED)
                 dz = tl.exp(z - m) * share
                 if SMOOTH:
                     dz -= smoothing / cols

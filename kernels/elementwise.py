@@ -48,7 +48,7 @@ def gelu_of(x):
 def gelu_slope(x):
     """dGeLU/dx of fp32 values."""
     x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))  # comparisons let NaN through
-    s = 1.0 / (1.0 + tl.exp(-(x + x * x * x * GELU_CUBIC) * GELU_DOUBLED))
+    s = tl.sigmoid((x + x * x * x * GELU_CUBIC) * GELU_DOUBLED)
     return s + x * s * (1.0 - s) * GELU_DOUBLED * (1.0 + x * x * GELU_CUBIC * 3.0)
 
 

@@ -72,7 +72,7 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
         step = x.shape[0]  # all logits are no larger than the sum in fp32 that chunks would need
     rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
     dx, dw = x.new_empty(shapes[0]), w.new_empty(shapes[1], dtype=w.dtype if rounded else torch.float32)
-    total = torch.zeros((), dtype=torch.float32, device=x.device)
+    total = x.new_zeros((), dtype=torch.float32)
     scale = mean_scale(targets, "mean" if mean else "sum", ignore_index)
     with torch.autocast(x.device.type, enabled=False):
         for first in range(0, x.shape[0], step):

@@ -60,11 +60,11 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        out = row64[:, None] * cols + columns[None, :]
-        s = load_fp32(x_ptr + row64[:, None] * stride_x + columns[None, :], inside)
+        row64 = row.to(tl.int64)[:, None]
+        out = row64 * cols + columns[None, :]
+        s = load_fp32(x_ptr + row64 * stride_x + columns[None, :], inside)
         if residual_ptr is not None:
-            s += load_fp32(residual_ptr + row64[:, None] * stride_residual + columns[None, :], inside)
+            s += load_fp32(residual_ptr + row64 * stride_residual + columns[None, :], inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + out, rounded, mask=inside)
             s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
@@ -88,7 +88,7 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
 def gradient_before(g, u, SILU: tl.constexpr):
     """g times the derivative of what follows the norm; u is the norm's result."""
     if SILU:
-        sigmoid = 1.0 / (1.0 + tl.exp(-u))
+        sigmoid = tl.sigmoid(u)
         g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
     return g
 
@@ -107,11 +107,11 @@ def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr,
     for tile in tl.range(first, tl.cdiv(rows, ROWS), step, num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)
-        out = row64[:, None] * cols + columns[None, :]
+        row64 = row.to(tl.int64)[:, None]
+        out = row64 * cols + columns[None, :]
         # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of them
-        s = tl.load(s_ptr + row64[:, None] * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row64[:, None] * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + row64 * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        g = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
         if CENTRE:
             s -= tl.load(r_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
@@ -206,7 +206,7 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
         return [dw, db]
     else:
         itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
-        launch = pipelined_launch("rmsnorm_backward", cols, itemsize, s.device)
+        launch = pipelined_launch(cols, itemsize, s.device)
     strips = cdiv(cols, launch.block)
     shares = max(1, min(cdiv(rows, launch.rows), launch.programs(1 << 30, s.device) // strips))
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)

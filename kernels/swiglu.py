@@ -46,7 +46,7 @@ def backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, cols, stride_d
     dy = load_fp32(dy_ptr + row * stride_dy + columns, inside)
     gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
     up = load_fp32(up_ptr + row * stride_up + columns, inside)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
+    sigmoid = tl.sigmoid(gate)
     out = row * cols + columns
     dgate = dy * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
     store_rounded(dgate_ptr + out, dgate, inside)

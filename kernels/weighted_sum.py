@@ -28,8 +28,7 @@ def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        x = tl.load(x_ptr + row[:, None] * stride_x + columns[None, :], mask=inside, other=0.0,
-                    eviction_policy=STREAMED).to(tl.float32)
+        x = load_fp32(x_ptr + row[:, None] * stride_x + columns[None, :], inside, policy=STREAMED)
         w = load_fp32(w_ptr + columns, columns < cols)
         acc += x * w[None, :]
     store_rounded(y_ptr + row, tl.sum(acc, 1), row < rows)

@@ -182,9 +182,10 @@ def _rows() -> list[Case]:
                   "builtin": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5)}),
         ]  # fmt: skip
     for shape in (NORM, (32768, 1024), (1024, 32768), (256, 200000)):
+        dtype = "float32" if shape[1] < 8192 else "bfloat16"
         twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}  # what is read, twice
         found.append(Case(
-            "softmax", shape, (4, shape[1] // 16), "float32", "x", softmax.cost,
+            "softmax", shape, (4, shape[1] // 16), dtype, "x", softmax.cost,
             {"ours": softmax.softmax, "naive": reference.softmax, "builtin": lambda x: F.softmax(x, -1),
              "liger": _liger("softmax")}, moves=twice))  # fmt: skip
     return found

@@ -125,7 +125,7 @@ def dealt_evenly(heads: int, query_count: int, key_count: int, hi: int, programs
     return max(dealt) * programs < UNEVEN * sum(work) * heads
 
 
-def tiles_cut(key_count: int, hi: int, square: bool = False) -> int:
+def backward_cut(key_count: int, hi: int, square: bool = False) -> int:
     """Which tiles may have keys that some query does not see: 0 none, 1 each program's first, 2 any.
 
     A program of the backward sees the diagonal in its first tile alone if its tiles are `square` and of one head.
@@ -199,7 +199,7 @@ def launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do:
     programs = batch * heads // each * cdiv(key_count, KEYS if one_pass else 64)
     if one_pass:
         _dispatch.launch(hopper_backward_kernel, (programs,), *read, _descriptor(dq_sum, 16), *written, heads, kv_group,
-                         each, *others, CUT=tiles_cut(key_count, hi, queries == KEYS and each == 1), num_warps=4,
+                         each, *others, CUT=backward_cut(key_count, hi, queries == KEYS and each == 1), num_warps=4,
                          launch_pdl=True)
         tiles, wide = saved.lse2.shape[2] // 64, columns // 64
         _dispatch.launch(cast_kernel, (batch * heads * tiles * wide,), dq_sum, dq, *dq.stride()[:3], heads, query_count,

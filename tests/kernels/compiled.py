@@ -95,7 +95,7 @@ SOFTMAX = "softmax.launch_forward(e(N, 32768), e(N, 32768))"
 ATTENTION = "attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)  # forward, backward"
 # "unit capability" → a module of the catalogue, or what launches its kernels. The instructions of 89 are those of 86.
 UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | {
-    "attention_options 90": OPTIONS + "# forward, backward", "wide_softmax 90": SOFTMAX,
+    "attention_options 90": OPTIONS + "# forward, backward",
     **{f"matmul {capability}": OLDER for capability in (80, 86, 89)},
     **{f"attention {capability}": ATTENTION for capability in (80, 86, 89)},
     "precisions 80": PRECISIONS, "precisions 86": PRECISIONS, "wide_softmax 86": SOFTMAX, "norms 86": NORMS,

@@ -121,7 +121,7 @@ def test_tiles_are_dealt_out_evenly_or_not():
 def test_tiles_that_a_mask_cuts(key_count, hi):
     """Of 512 queries: no other tile has a key that some query of it does not see."""
     for rows in (64, 128):  # queries of a tile
-        cut = hopper.tiles_cut(key_count, hi, rows == 128)
+        cut = hopper.backward_cut(key_count, hi, rows == 128)
         for first_key in range(0, key_count, 128):
             first = max(first_key - hi, 0) // rows * rows
             hidden = [row for row in range(first, 512, rows) if first_key + 127 > min(row + hi, key_count - 1)]
@@ -132,7 +132,7 @@ def test_tiles_that_a_mask_cuts(key_count, hi):
             ends = [start + keys for start in range(0, max(end, 1), keys)][::-1]
             whole = ends[hopper.forward_cut(key_count, hi, keys):]
             assert max(whole, default=0) <= max(min(row + hi + 1, key_count), 0)
-    assert [hopper.tiles_cut(384, 384), hopper.tiles_cut(384, 0, True), hopper.tiles_cut(384, 0)] == [0, 1, 2]
+    assert [hopper.backward_cut(384, 384), hopper.backward_cut(384, 0, True), hopper.backward_cut(384, 0)] == [0, 1, 2]
 
 
 def test_heads_of_the_backward_are_grouped_by_what_the_l2_holds():

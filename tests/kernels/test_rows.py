@@ -5,7 +5,7 @@ import torch
 
 from kernels import reference
 from kernels import softmax as softmax_module
-from kernels._dispatch import forced
+from kernels._dispatch import forced, launch
 from kernels._rows import Launch, sum_columns
 from kernels.layernorm import layer_norm
 from kernels.rmsnorm import add_rms_norm, rms_norm
@@ -58,12 +58,26 @@ def test_softmax_of_infinities(long, request):
     assert ours[1].isnan().all() and (ours[0, :70] == 0).all()
 
 
+def test_softmax_of_wide_rows_that_stay_in_16_bits():
+    """Among parts that have nothing, as under a mask, and numbers whose product with log2 e overflows."""
+    x = draw(6, 9000, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)  # which has as large numbers
+    x[0, :8999] = x[1] = float("-inf")
+    x[2] = x[3, 1:] = torch.finfo(torch.bfloat16).min
+    x[4] *= 5e37
+    x[5, 7] = float("nan")
+    y, expected = torch.empty_like(x), torch.softmax(x.float(), -1)
+    launch(softmax_module.wide_forward_kernel, (6,), x, y, 9000, 9000, BLOCK=16384, num_warps=4)
+    torch.testing.assert_close(y, expected.to(x.dtype), atol=1e-5, rtol=1e-2, equal_nan=True)
+    half = draw(2, 8200, dtype=torch.float16)
+    torch.testing.assert_close(softmax(half), torch.softmax(half.float(), -1).half(), atol=1e-6, rtol=1e-3)
+
+
 def test_forms_of_a_launch_agree(many_rows):
     x, w = draw(11, 50), 1 + 0.1 * draw(50, seed=1)
     upstream = draw(11, 50, seed=3)
     results = []
-    for launch in (Launch(64), Launch(64, rows=4, stages=2, per_sm=1), Launch(64, rows=2, per_sm=2)):
-        with forced(rmsnorm=launch, rmsnorm_backward=launch, softmax=launch):
+    for form in (Launch(64), Launch(64, rows=4, stages=2, per_sm=1), Launch(64, rows=2, per_sm=2)):
+        with forced(rmsnorm=form, rmsnorm_backward=form, softmax=form):
             leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
             y = rms_norm(leaf, weight)
             results.append((y, *torch.autograd.grad(y, (leaf, weight), upstream), softmax(x)))
