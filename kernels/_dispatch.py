@@ -218,12 +218,18 @@ def idle(x: Tensor) -> bool:
     return _thread.looks or x.numel() == 0
 
 
+class Capped(Exception):
+    """A launch with `maxnreg`, which Inductor does not know."""
+
+
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
     if compiled is not None:
         compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
     if _thread.traced:
+        if "maxnreg" in options:
+            raise Capped
         torch.library.wrap_triton(kernel)[grid](*args, **options)
         return
     run = kernel[grid] if _thread.recorder is None else functools.partial(_thread.recorder.launch, kernel, grid)
@@ -243,7 +249,7 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
         mutates_args: names of the arguments that are written to.
         opaque: whether torch.compile calls the operator instead of launching its kernels from its own code: where the
             function reads addresses, encodes descriptors of tensors, or measures. Calls of lengths that torch.compile
-            keeps variable are opaque too, and all calls on a CPU.
+            keeps variable are opaque too, those whose launch caps registers, and all calls on a CPU.
 
     The function is annotated as `torch.library.infer_schema` wants it and called with positional arguments. For tensors
     without data, of simulations and torch.compile, it is called too: it then returns once the results are allocated,
@@ -305,10 +311,10 @@ def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types:
     """What torch.compile traces of an operator: its allocations and launches, which Inductor then plans and writes."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     fixed = all(isinstance(size, int) for x in tensors for size in (*x.shape, *x.stride()))
-    if not fixed or not all(x.is_cuda and x.numel() for x in tensors):
-        return mode.__torch_dispatch__(op, types, args, kwargs)
-    with mode, within(traced=True):
-        return function(*args, **kwargs)
+    if fixed and all(x.is_cuda and x.numel() for x in tensors):
+        with contextlib.suppress(Capped), mode, within(traced=True):
+            return function(*args, **kwargs)
+    return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 class Function(torch.autograd.Function):

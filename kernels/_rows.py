@@ -25,7 +25,6 @@ TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
 MOST_IN_TILE = 8192  # elements of a pipelined tile, as long as a row fits
 MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-NO_HINT = tl.constexpr("")
 
 
 @dataclass(frozen=True)
@@ -184,7 +183,7 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 
 @triton.jit
-def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = NO_HINT):
+def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = None):
     """What lies at the pointers, in fp32; `other` where `inside` is false. The policy is a hint for the L2."""
     return tl.load(pointers, mask=inside, other=other, eviction_policy=policy).to(tl.float32)
 

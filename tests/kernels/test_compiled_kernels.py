@@ -4,6 +4,8 @@ Those that take much of it also for the generations before, whose programs have 
 unchanged kernel is believed; `compiled.py` says how.
 """
 
+import ast
+
 import pytest
 
 from . import compiled
@@ -46,3 +48,11 @@ def test_compiling_is_refused_where_kernels_are_interpreted(monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     with pytest.raises(RuntimeError, match="unset TRITON_INTERPRET"), _compile.compile_for():
         pass
+
+
+def test_a_kernels_defaults_are_literals():
+    """Inductor copies the source of a function that a kernel calls, and not what its defaults name."""
+    defaults = [default for path in compiled.FILES.values() for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
+                for default in node.args.defaults]
+    assert defaults and all(isinstance(default, ast.Constant) for default in defaults)

@@ -218,6 +218,12 @@ def test_lengths_that_inductor_keeps_variable():
         assert torch.equal(compiled(x, w), rms_norm(x, w))
 
 
+def test_a_launch_that_caps_registers_stays_an_operator_for_inductor():
+    x = draw(3, 20000, dtype=torch.bfloat16)
+    y, (source,) = run_and_get_code(torch.compile(softmax, fullgraph=True, dynamic=False), x)
+    assert "torch.ops.distlab_kernels.softmax_forward" in source and torch.equal(y, softmax(x))
+
+
 @pytest.mark.multigpu
 def test_tensors_on_another_device():
     x, w = draw(8, 64).to("cuda:1"), draw(64).to("cuda:1")
