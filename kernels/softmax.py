@@ -7,7 +7,7 @@ Forms, by the length of a row:
 - WIDE columns of 16 bits: the same, in 16 bits. A multiprocessor has room for two rows of 32,768, of which one is read
   or written while the other is computed. On an H200 1024×32768 takes 37 µs, a copy 36, one row in fp32 at a time, loads
   of the next under way, 43. Slower were: 16 warps (42 to 56, spilling), a maximum of each thread (37 to 38), parts of a
-  row one after the other (39 to 44), two warps' meetings (37.5), reads from the L1 instead of registers (37 to 38; in
+  row one after the other (39 to 44), two meetings of the warps (37.5), reads from the L1 instead of registers (37 to 38; in
   4,096 rows 2 % faster), hints for the L2 (39), one rounding less by y = exp(x − m − log l) (36.4, wrong for large m).
 - longer: two reads, the second from the L2. Pieces of rows are programs; each finds its own maximum m_i and sum l_i of
   exp(x − m_i), and writes a piece that lies some hundred programs behind, whose row is complete by then: M = max m_i,
@@ -31,7 +31,7 @@ from ._rows import Launch, as_rows, check, chosen, load_fp32, row_launch, store_
 from .cost import Cost
 
 ONE_TILE = 32768
-WIDE = range(8193, 65537)
+WIDE = range(8193, 65537)  # shorter rows are as fast in fp32, longer ones do not fit
 ONE_TILE_BACKWARD = 16384
 HALF_TILE_BACKWARD = 32768
 LOG2_E = tl.constexpr(1.4426950408889634)
