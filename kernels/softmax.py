@@ -7,8 +7,8 @@ Forms, by the length of a row:
 - WIDE columns of 16 bits: the same, in 16 bits. A multiprocessor has room for two rows of 32,768, of which one is read
   or written while the other is computed. On an H200 1024×32768 takes 37 µs, a copy 36, one row in fp32 at a time, loads
   of the next under way, 43. Slower were: 16 warps (42 to 56, spilling), a maximum of each thread (37 to 38), parts of a
-  row one after the other (39 to 44), two meetings of the warps (37.5), reads from the L1 instead of registers (37 to 38; in
-  4,096 rows 2 % faster), hints for the L2 (39), one rounding less by y = exp(x − m − log l) (36.4, wrong for large m).
+  row one after the other (39 to 44), two meetings of the warps (37.5), reads from the L1 instead of registers (37 to
+  38; in 4,096 rows 2 % faster), hints for the L2 (39). Not slower, and wrong for large m: y = exp(x − m − log l).
 - longer: two reads, the second from the L2. Pieces of rows are programs; each finds its own maximum m_i and sum l_i of
   exp(x − m_i), and writes a piece that lies some hundred programs behind, whose row is complete by then: M = max m_i,
   L = Σ l_i·exp(m_i − M). One launch, and memory is read and written at the same time.
