@@ -57,6 +57,8 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
     if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=columns < cols, other=0.0)
+    # One tile, unless `forced`. Without the loop w is loaded earlier, which leaves room for one row of 16,384 on a
+    # multiprocessor: 1.3 times the time on an H200. LayerNorm without it: 0.75 at 6,144 columns, 1.06 from 10,000 on.
     for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
