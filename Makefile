@@ -4,7 +4,7 @@
 # make tables  redraw the tables of README.md and docs/ from records/
 # make nightly hours: 2,000 random models, all mutations, kills, layouts, kernels compiled, commands of pages, site (-k: go on)
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
-# make size    code tokens of each package
+# make size    lines, tokens per code line, comments and wide lines of each package
 .PHONY: docs tables size install bench test quick test-gpu test-commands lint clean nightly fuzz mutations kills layouts compiled
 PYTHON ?= python3
 VENV := .venv

@@ -26,7 +26,7 @@ COSTS = ROOT / "tests" / "costs.json"  # test function → seconds of all its ca
 BUDGET_S = 35.0  # of two workers together
 MOST_S = 20.0  # of one function
 ITEM_S = 0.04  # what each costs besides
-ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py", "tests/test_size.py")
+ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py")
 
 
 def changed() -> list[str]:

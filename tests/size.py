@@ -1,59 +1,105 @@
-"""Code tokens of each package (`make size`): names, numbers, operators and strings, as `tokenize` sees them.
+"""Report the size and the texture of every package: `make size`.
 
-Comments and docstrings are free, an f-string is one token on every Python, and neither long lines nor clever ones
-change the count. `tests/test_size.py` holds the limits.
+Nothing here is a limit. The figures help a reviewer to see where code is dense: many tokens per line, few comments,
+wide lines.
 """
 
 import ast
 import io
 import subprocess
 import tokenize
-from collections import Counter
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 CODE = {tokenize.NAME, tokenize.NUMBER, tokenize.OP, tokenize.STRING}
-FSTRING_START, FSTRING_END = (getattr(tokenize, f"FSTRING_{end}", -1) for end in ("START", "END"))
-TOGETHER = {"simulate": "theory"}  # packages of distlab that share a row with another
+FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # since Python 3.12
+FSTRING_END = getattr(tokenize, "FSTRING_END", -1)
+WIDE = 100  # columns
+
+
+@dataclass
+class Texture:
+    """Counts of one package. `code_lines` are lines that hold at least one code token."""
+
+    lines: int = 0
+    code_lines: int = 0
+    tokens: int = 0
+    comments: int = 0
+    wide_lines: int = 0
+
+    def add(self, text: str) -> None:
+        """Add the counts of one source file."""
+        rows = text.splitlines()
+        tokens = _code_token_rows(text)
+        self.lines += len(rows)
+        self.code_lines += len(set(tokens))
+        self.tokens += len(tokens)
+        self.wide_lines += sum(len(row) > WIDE for row in rows)
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            self.comments += token.type == tokenize.COMMENT
 
 
 def code_tokens(text: str) -> int:
-    """Count the code tokens of a source text."""
+    """Count the code tokens of a source text: names, numbers, operators, strings; no comments, no docstrings."""
+    return len(_code_token_rows(text))
+
+
+def _code_token_rows(text: str) -> list[int]:
+    """Return the first line of every code token. An f-string is one token on every Python."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
         if documented and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    count = depth = 0
+    rows: list[int] = []
+    depth = 0  # of f-strings, whose parts are tokens of their own since Python 3.12
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        docstring = token.type == tokenize.STRING and token.start[0] in docstrings
-        if depth == 0 and not docstring and token.type in CODE | {FSTRING_START}:
-            count += 1
-        depth += (token.type == FSTRING_START) - (token.type == FSTRING_END)
-    return count
+        is_docstring = token.type == tokenize.STRING and token.start[0] in docstrings
+        if depth == 0 and not is_docstring and token.type in CODE | {FSTRING_START}:
+            rows.append(token.start[0])
+        if token.type == FSTRING_START:
+            depth += 1
+        elif token.type == FSTRING_END:
+            depth -= 1
+    return rows
 
 
-def row(path: Path) -> str:
-    """Name the package that a tracked file, relative to the repository's root, counts for."""
+def package_of(path: Path) -> str:
+    """Name the package of a tracked file, given relative to the repository's root."""
     top, *inside = path.parts
     if top != "distlab":
         return top
-    return f"distlab/{TOGETHER.get(inside[0], inside[0])}" if len(inside) > 1 else "distlab/*.py"
+    return f"distlab/{inside[0]}" if len(inside) > 1 else "distlab/*.py"
 
 
-def sizes() -> Counter[str]:
-    """Count the code tokens of every package, of `source` (all that lies outside tests/) and of the tests."""
-    tracked = subprocess.run(
-        ["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.split()
-    counts: Counter[str] = Counter()
-    for path in map(Path, tracked):
-        if (ROOT / path).exists():
-            counts[row(path)] += code_tokens((ROOT / path).read_text(encoding="utf-8"))
-    counts["source"] = counts.total() - counts["tests"]
-    return counts
+def textures() -> dict[str, Texture]:
+    """Measure every package, and `source`: all files outside tests/."""
+    command = ["git", "ls-files", "*.py"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    packages: dict[str, Texture] = defaultdict(Texture)
+    for path in map(Path, listed.split()):
+        if not (ROOT / path).exists():
+            continue  # deleted, and not committed yet
+        text = (ROOT / path).read_text(encoding="utf-8")
+        package = package_of(path)
+        packages[package].add(text)
+        if package != "tests":
+            packages["source"].add(text)
+    return packages
+
+
+def report() -> str:
+    """Return the table that `make size` prints."""
+    rows = [f"{'package':<20} {'lines':>7} {'tokens/line':>12} {'comments/100':>13} {'> 100 columns':>14}"]
+    for package, counts in sorted(textures().items()):
+        per_line = counts.tokens / max(counts.code_lines, 1)
+        comments = 100 * counts.comments / max(counts.code_lines, 1)
+        wide = counts.wide_lines / max(counts.lines, 1)
+        rows.append(f"{package:<20} {counts.lines:>7,} {per_line:>12.1f} {comments:>13.1f} {wide:>14.1%}")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    for package, count in sorted(sizes().items()):
-        print(f"{package:<20} {count:>8,} code tokens")
+    print(report())

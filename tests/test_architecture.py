@@ -6,8 +6,6 @@ Imports inside functions and under TYPE_CHECKING count like any other. Besides: 
 one module reads the rank's environment variables, and outside `distlab.parallel` nothing in distlab asks for a strategy
 by its name: what others must know of one is a field of its entry in `STRATEGIES`. A new package in distlab needs an
 entry in `ALLOWED`: decide there what it may know.
-
-Docstrings of public functions in `DESCRIBED` begin with a verb, as far as that can be told: no article.
 """
 
 import ast
@@ -51,9 +49,6 @@ OF_ONE_MODULE = {  # may know more than the rest of its package
     "distlab.train.memory_budget": ("distlab.theory",),
 }
 STREAM_MAKERS = ("distlab.comm.collectives", "distlab.comm.copy_engine", "distlab.measure.clock")
-ARTICLES = ("A ", "An ", "The ", "This ", "These ", "Those ", "Its ")
-DESCRIBED = ("distlab.bench", "distlab.checkpoint", "distlab.comm", "distlab.measure", "distlab.parallel",
-             "distlab.report", "distlab.train", "kernels")  # fmt: skip
 RANK_READER = "distlab.comm.context"
 RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
 
@@ -183,24 +178,6 @@ def test_no_strategy_is_known_by_its_name():
     assert strategies_named("distlab.train.config", "TRAINABLE = ('bucketed', 'fsdp')")
     assert not strategies_named("distlab.train.config", "strategy = 'bucketed'")
     assert not strategies_named("distlab.parallel", "Strategy('zero1')")
-
-
-def noun_phrases(source):
-    """Name public functions, also methods, whose docstrings begin with an article; properties and kernels may."""
-    return [
-        node.name
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
-        and not any(ast.unparse(maker).endswith(("property", "jit")) for maker in node.decorator_list)
-        and (ast.get_docstring(node) or "").startswith(ARTICLES)
-    ]  # fmt: skip
-
-
-def test_docstrings_begin_with_no_article():
-    described = [(module, path.read_text()) for module, path in _modules() if module.startswith(DESCRIBED)]
-    assert not [(module, name) for module, source in described for name in noun_phrases(source)]
-    assert noun_phrases('@cache\ndef f():\n    """The f."""') == ["f"]
-    assert not noun_phrases('@property\ndef f():\n    """The f."""')
 
 
 def test_one_operation_is_three_files():
