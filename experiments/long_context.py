@@ -21,6 +21,7 @@ from functools import partial
 
 import torch
 
+from distlab.bench.reference import rows_that_ran_eager
 from distlab.bench.timing import PHASES, BenchOptions, Trial, Variant, Workbench
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -217,6 +218,9 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= percentile_metrics(phase, samples)
     metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
+    for run_compiled in timing.compiled:  # of this round: one of an earlier round that ran eager stays on record
+        if not metrics.get("ran_eager"):
+            metrics |= run_compiled.metrics()
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
     peak = peak_of(bench.context.device, config.dtype)
     flops = 3 * forward_flops(**config.model().sizes(config.batch), causal=True).total
@@ -253,7 +257,7 @@ def wrong_rows(records: Records) -> list[str]:
             problems.append(f"{record.variant}: {record.metrics['failure']}")
         if apart is not None and not apart <= SAME_LOSS:
             problems.append(f"{record.variant}: its loss differs by {100 * apart:.1f} % from that of {OURS}")
-    return problems
+    return problems + rows_that_ran_eager(records)
 
 
 def findings(records: Records) -> list[str]:

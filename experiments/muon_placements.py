@@ -14,7 +14,12 @@ from functools import partial
 
 import torch
 
-from distlab.bench.reference import other_parameters, parameter_differences, small
+from distlab.bench.reference import (
+    other_parameters,
+    parameter_differences,
+    rows_that_ran_eager,
+    small,
+)
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -140,6 +145,7 @@ def wrong_rows(records: Records) -> list[str]:
         for record in records
         if record.metrics.get("volume_as_predicted") is False
     ]
+    problems += rows_that_ran_eager(records)
     return problems + other_parameters(records, FAR_OFF * 0.1)  # the check's learning rate
 
 

@@ -16,7 +16,12 @@ from statistics import median
 
 import torch
 
-from distlab.bench.reference import other_parameters, parameter_differences, small
+from distlab.bench.reference import (
+    other_parameters,
+    parameter_differences,
+    rows_that_ran_eager,
+    small,
+)
 from distlab.bench.timing import BenchOptions, Trial, Variant
 from distlab.comm import collectives
 from distlab.experiment import (
@@ -198,5 +203,5 @@ EXPERIMENT = Experiment(
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
     },
     ranks="many",
-    wrong=other_parameters,
+    wrong=lambda records: [*rows_that_ran_eager(records), *other_parameters(records)],
 )  # fmt: skip

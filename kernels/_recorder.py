@@ -124,6 +124,11 @@ class _Recorder(TorchDispatchMode):
         first = next(x for x in args if isinstance(x, Tensor))
         self.kind, self.index, self.given = first.device.type, first.get_device(), len(self.roots)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code that runs meanwhile compiled: Dynamo would run it eager, and remember that."""
+        return True
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **kwargs or {})
         made = list(result) if isinstance(result, list | tuple) else [result]

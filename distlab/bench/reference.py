@@ -93,6 +93,19 @@ def parameter_differences(
     return found
 
 
+def rows_that_ran_eager(records: Sequence[Any]) -> list[str]:
+    """Return a line for each record whose configuration says compiled and whose steps ran eager code."""
+    lines = []
+    for record in records:
+        if record.metrics.get("ran_eager"):
+            calls, parts = record.metrics["compiled_calls"], record.metrics["compiled_parts"]
+            lines.append(
+                f"{record.variant}: measured eager code, although --compile {record.config.get('compile')} was given: "
+                f"{calls} of {parts} compiled parts ran in a step"
+            )
+    return lines
+
+
 def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
     """Name the records whose `max_abs_param_diff` is not below this, a line each; fp32 SGD rounds to some 1e-8."""
     return [

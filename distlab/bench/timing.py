@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from distlab.measure import (
     slowest_rank,
 )
 from distlab.measure.rounds import interleave, rotated
-from distlab.measure.trace.capture import Phases, profile_steps
+from distlab.measure.trace.capture import Phases, compiled_calls, profile_steps
 from distlab.model.config import OPS_CHOICES, ModelConfig, ModelOptions, preset
 from distlab.model.transformer import TransformerLM
 from distlab.options import SEED, option
@@ -201,6 +201,22 @@ class BenchOptions(ModelOptions):
         return Workbench(context, self)
 
 
+class CompiledRun(NamedTuple):
+    """The compiled graphs of one step.
+
+    Attributes:
+        calls: number of compiled graphs that ran.
+        parts: number that runs at least in a compiled step: compiled modules × micro-batches.
+    """
+
+    calls: int
+    parts: int
+
+    def metrics(self) -> dict[str, int | bool]:
+        """Return the fields of a record's metrics; `ran_eager` is True for a row whose name is wrong."""
+        return {"compiled_calls": self.calls, "compiled_parts": self.parts, "ran_eager": self.calls < self.parts}
+
+
 class Trial:
     """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
 
@@ -306,6 +322,16 @@ class Trial:
             self()
         return recorder
 
+    def compiled_calls(self, mode: str = "step") -> CompiledRun:
+        """Run one more call and count the compiled graphs that ran, on the rank where the fewest of its graphs did."""
+        modules = sum("_orig_mod" in module._modules for module in self.model.modules())
+        seen = compiled_calls(partial(self, mode), self.settle)
+        ran = seen.regions
+        if self.options.compile == "blocks" and seen.lookups > seen.regions:
+            ran = 0  # our blocks have no graph breaks, so a frame without a graph is a block that ran eager
+        runs = collectives.gather_objects(CompiledRun(ran, modules * self._parts), self.context.group)
+        return min(runs, key=lambda run: run.calls / max(run.parts, 1))
+
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
         profile_steps(
@@ -360,12 +386,14 @@ class Timing:
     """Samples in ms, each that of the slowest rank, in the order in which they were taken.
 
     `phases` maps `forward`, `backward` (synchronisation included), both together as `forward_backward`, `optimizer`
-    and `step` to equally long lists.
+    and `step` to equally long lists. `compiled` holds what ran compiled in each round, counted after its timing; it is
+    empty for an eager model.
     """
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
     peak_alloc_bytes: int | None = None
     out_of_memory: bool = False
+    compiled: list[CompiledRun] = field(default_factory=list)
 
     def metrics(self) -> dict[str, Any]:
         """Percentiles of every phase, the peak of memory and a step's samples; of a variant that did not fit `OOM`."""
@@ -374,7 +402,9 @@ class Timing:
         times = {}
         for phase, samples in self.phases.items():
             times |= percentile_metrics(phase, samples)
-        return times | {"peak_alloc_bytes": self.peak_alloc_bytes, "step_samples_ms": [*self.phases["step"]]}
+        compiled = min(self.compiled).metrics() if self.compiled else {}
+        times |= {"peak_alloc_bytes": self.peak_alloc_bytes, "step_samples_ms": [*self.phases["step"]]}
+        return times | compiled
 
 
 @dataclass(frozen=True)
@@ -406,16 +436,25 @@ class Workbench:
         round, with the times so far.
         """
         timings = {variant.name: Timing() for variant in rows}
-        calls = {
-            variant.name: partial(self._time_block, variant, warmup, steps, timings[variant.name], inspect)
-            for variant in rows
-        }
+        # Dynamo would compile a second shape of a block with dynamic sizes, and the ninth not at all.
+        shapes = {(row.options, row.layout, row.micro_batches) for row in rows}
+        compiles_anew = len(shapes) > 1 and any((row.options or self.options).compile != "off" for row in rows)
+        calls = {}
+        for variant in rows:
+            timing = timings[variant.name]
+            calls[variant.name] = partial(
+                self._time_block, variant, warmup, steps, timing, inspect, compiles_anew
+            )
         interleave(calls, rounds, order=rotated, progress=progress, ended=lambda: ended(timings))
         return timings
 
-    def _time_block(self, variant: Variant, warmup: int, steps: int, timing: Timing, inspect: Inspect) -> None:
+    def _time_block(
+        self, variant: Variant, warmup: int, steps: int, timing: Timing, inspect: Inspect, compiles_anew: bool
+    ) -> None:
         if timing.out_of_memory:
             return
+        if compiles_anew:
+            torch.compiler.reset()
         timer = PhaseTimer(self.context.device)
 
         def timed(step: Trial) -> bool:
@@ -435,6 +474,8 @@ class Workbench:
                     return
                 samples = timer.steps()
                 outside = step.model.bytes_outside_allocator  # symmetric memory, say
+            if step.options.compile != "off":
+                timing.compiled.append(step.compiled_calls())
             if not self._fits(lambda: inspect(variant, step) or True):
                 return  # its memory is not the step's
             timing.out_of_memory = False

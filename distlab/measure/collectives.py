@@ -94,6 +94,15 @@ class CollectiveRecorder(TorchDispatchMode):
         """Payload of all calls in bytes."""
         return sum(call.bytes for call in self.calls)
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run compiled while this mode is active.
+
+        By default Dynamo refuses to run compiled code under a dispatch mode, runs it eager, and remembers that for the
+        rest of the process: every later step would run eager as well.
+        """
+        return True
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         if func.namespace in ("c10d", "_c10d_functional", "distlab"):

@@ -49,7 +49,7 @@ _KERNELS = "distlab_kernels"
 class FlopsByCategory(TorchDispatchMode):
     """Counts what runs inside ``with FlopsByCategory() as counted:``, backward included, into ``counted.flops``.
 
-    Compiled graphs run below the dispatcher and are not seen: count the same step in eager mode.
+    Compiled graphs run below the dispatcher and are not seen. They stay compiled: count the same step in eager mode.
 
     Attributes:
         flops: category (see `category`) → operations.
@@ -58,6 +58,11 @@ class FlopsByCategory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops: Counter[str] = Counter()
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Leave compiled code compiled; see `CollectiveRecorder.ignore_compile_internals`."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -49,6 +49,7 @@ class Gathering:
         self.at_once = {n for n, classes in enumerate(self._classes) if any(c is None for _, _, c in classes)}
         self._wait_outside_graph = torch.compiler.disable(self.wait)
         self._compiled: set[nn.Module] = set()  # compiled modules that a hook waits for
+        self._needed: dict[nn.Module, set[int]] = {}  # buffers that a module's hook waits for
         self._hooks = [] if wrapper is None else list(self._hook_forward(wrapper))
 
     def __reduce__(self) -> Any:
@@ -101,11 +102,16 @@ class Gathering:
                 self._compiled.add(module)
             needed = {self._buffer_of[p] for p in module.parameters(is_compiled) if p in self._buffer_of}
             if needed or module is root:
-                yield module.register_forward_pre_hook(partial(self._before_module, needed))
+                self._needed[module] = needed
+                # The same function for every module. Dynamo guards on a hook's constant arguments, so hooks with
+                # different ones would make it compile every block anew, and give up at the ninth.
+                yield module.register_forward_pre_hook(self._before_module)
 
-    def _before_module(self, needed: set[int], *_: Any) -> None:
-        if self.works and not torch.compiler.is_compiling():
-            self.wait(needed if torch.is_grad_enabled() else None)
+    def _before_module(self, module: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():  # first: a graph must not be guarded by what is in flight
+            return
+        if self.works:
+            self.wait(self._needed[module] if torch.is_grad_enabled() else None)
 
     def _before_wrapper(self, wrapper: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():  # the wrapper itself is being compiled
@@ -114,7 +120,7 @@ class Gathering:
             self.wait()
 
     def _after_wrapper(self, wrapper: nn.Module, args: Any, output: Any) -> None:
-        if self.works and not torch.compiler.is_compiling():
+        if not torch.compiler.is_compiling() and self.works:
             self.wait()
 
     def _runs_below_python(self, root: nn.Module) -> bool:

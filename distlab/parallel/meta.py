@@ -6,7 +6,9 @@ operator of another parameter comes. So a model larger than one device can be in
 would initialise it whole, and draws the same numbers.
 """
 
+import sys
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -76,9 +78,20 @@ def initialize_in_turn(
             operator, or leaves one untouched.
     """
     mode = _InTurn(stand_ins)
-    with mode:
+    with _compiled_code_runs_eager(), mode:
         init_fn(module)
     mode.finish()
+
+
+def _compiled_code_runs_eager() -> AbstractContextManager[Any]:
+    """Let compiled functions run eager in a `with` block, and compiled again afterwards.
+
+    The mode must see every operator. Dynamo would run compiled code eager under a dispatch mode anyway, but would then
+    remember that for the rest of the process.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 class _InTurn(TorchDispatchMode):

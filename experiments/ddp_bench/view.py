@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from distlab.bench.reference import other_parameters
+from distlab.bench.reference import other_parameters, rows_that_ran_eager
 from distlab.experiment import Column, Record, Records, View, headline_from
 from distlab.measure import closes
 from distlab.parallel import STRATEGIES, Strategy
@@ -119,7 +119,13 @@ def wrong_rows(records: Records) -> list[str]:
                 f"{record.variant}: sent nothing, so no row is compared with it; torch's static_graph DDP does that "
                 "where forward returns a type that pytree does not know"
             )
-    return problems + other_parameters(records)
+    return problems + rows_that_ran_eager(records) + other_parameters(records)
+
+
+def compiled_parts(record: Record) -> str | None:
+    """Return `24 of 24` for a compiled row, None for an eager one."""
+    calls = record.metrics.get("compiled_calls")
+    return None if calls is None else f"{calls} of {record.metrics['compiled_parts']}"
 
 
 def what_communication_costs(records: Records) -> list[str]:
@@ -227,6 +233,10 @@ VIEW = View(
             "metrics.max_abs_param_diff", "max |Δparam|", ".1e",
             about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
             "on the tiny preset",
+        ),
+        text_column(
+            "config.ran_compiled", "compiled", optional=True, derived=compiled_parts,
+            about="compiled graphs that ran in a step after the timing, of those that a compiled step runs",
         ),
         *(
             Column(f"metrics.{name}", f"overhead: {part} ms", form, optional=True, about=about)

@@ -139,6 +139,7 @@ def time_mode(
     phases = {name: slowest([sample[name] for sample in samples]) for name in samples[0]}
     peak = slowest([memory.peak_alloc_bytes or 0])[0]
     busy = busy_ms(partial(trial, mode))[0] if context.device.type == "cuda" else None
+    compiled = trial.compiled_calls(mode) if trial.options.compile != "off" else None
     # From here on nothing is communicated, so a rank may raise.
     covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
     there = mode in ("forward_backward", "step")
@@ -147,6 +148,11 @@ def time_mode(
     rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
     for row in rows.values() if busy is not None else ():
         row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
+    if compiled is not None:
+        for row in rows.values():
+            row.update(compiled.metrics())
+            if row["ran_eager"]:
+                row["status"] = f"ran eager ({compiled.calls} of {compiled.parts} parts compiled)"
     return rows
 
 

@@ -95,6 +95,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
         with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
             yield trial
     finally:
+        if config.compile != "off":  # the next trial is compiled as in a process of its own: its shapes are other ones
+            torch.compiler.reset()
         torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
 
 

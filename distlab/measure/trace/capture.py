@@ -169,6 +169,34 @@ def busy_ms(step: Call) -> tuple[float, float]:
     return total(spans) / 1e3 / 2, len(events) / 2
 
 
+class CompiledCalls(NamedTuple):
+    """Dynamo's part in one step.
+
+    Attributes:
+        regions: number of times that a compiled graph ran.
+        lookups: number of frames for which Dynamo looked for a compiled graph. Each of them that has no region ran
+            eager, for example after `recompile_limit` was reached.
+    """
+
+    regions: int
+    lookups: int
+
+
+def compiled_calls(step: Call, finish: Call = lambda: None) -> CompiledCalls:
+    """Run `step()` once under the profiler and count the compiled graphs that ran.
+
+    Args:
+        step: one training step, warm. Afterwards it runs as before: the profiler changes nothing for Dynamo.
+        finish: called after the step, before the recording ends; see `profile_steps`.
+    """
+    with profile(activities=activities_on("cpu"), acc_events=True) as profiler:
+        step()
+        finish()
+    names = Counter(event.name for event in profiler.events())
+    regions = sum(count for name, count in names.items() if name.startswith("Torch-Compiled Region"))
+    return CompiledCalls(regions, names["TorchDynamo Cache Lookup"])
+
+
 def launched(call: Call) -> Counter[str]:
     """Name → how often: the kernels and copies that one call, warm, starts on a GPU."""
     return Counter(event.name for event in _on_device(call, 1))
