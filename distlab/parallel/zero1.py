@@ -161,8 +161,8 @@ class ZeroOptimizer(LocalOptimizer):
         load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
-        """Return the shards that hold anything."""
-        return [shard for shard in held if shard.tensor.numel() > 0]
+        """Return the shards with elements, and parameters that have none on any rank: they have a step as well."""
+        return [shard for shard in held if shard.tensor.numel() > 0 or shard.shape.numel() == 0]
 
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
