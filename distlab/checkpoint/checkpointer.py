@@ -59,6 +59,10 @@ class Checkpointer:
         threads: that write and hash on each rank.
         lock: of the run's folder, on the rank that has it; asked before each write.
         progress: called with a line now and then.
+        model: what will be saved, to be checked now instead of at the first `save()`.
+
+    Raises:
+        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on every rank.
     """
 
     def __init__(
@@ -66,6 +70,7 @@ class Checkpointer:
         folder: Path,
         context: RankContext,
         *,
+        model: ParallelModel | None = None,
         keep: int = 2,
         asynchronous: bool = True,
         threads: int = 1,
@@ -82,6 +87,8 @@ class Checkpointer:
         self._host = torch.empty(0, dtype=torch.uint8)  # snapshots go through it; kept from one to the next
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        if model is not None:
+            self._alike(lambda: train_state.refuse_unstorable_model(model))
 
     @property
     def host_bytes(self) -> int:
@@ -141,7 +148,7 @@ class Checkpointer:
         """Return what this rank writes of the model, of the optimizer's state and of the random generators."""
         rank, world_size = self.context.rank, self.context.world_size
         held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
-        tensors.refuse_dtypes(held)
+        train_state.refuse_dtypes(held)
         shards = [shard.portion(rank, world_size) for shard in held]
         for kind, state in train_state.generators().items():
             shards.append(whole(f"rng/{rank}/{kind}", state))

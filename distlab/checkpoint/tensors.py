@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from distlab.checkpoint.files import DTYPES, CheckpointError, Damaged, Stored
+from distlab.checkpoint.files import CheckpointError, Damaged, Stored
 from distlab.parallel.shard import Box, Shard
 
 AT_ONCE = 2**20  # elements whose places in another box are computed together
@@ -71,18 +71,6 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
         file.flush()
         os.fsync(file.fileno())
     return {"bytes": offset, "sha256": digest.hexdigest()}, merged(indices)
-
-
-def refuse_dtypes(shards: Sequence[Shard]) -> None:
-    """Raise ValueError for the first tensor of a dtype that checkpoints do not hold; the message names it."""
-    for shard in shards:
-        dtype = str(shard.tensor.dtype).removeprefix("torch.")
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"'{shard.name}' has dtype {dtype}, which checkpoints do not hold; they hold {', '.join(DTYPES)}. "
-                "Register a buffer that can be computed again with persistent=False, or store complex numbers by "
-                "torch.view_as_real"
-            )
 
 
 def append(file: BinaryIO, data: np.ndarray) -> None:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from distlab.checkpoint.files import DTYPES
 from distlab.parallel.base import ParallelModel, stepped
 from distlab.parallel.shard import Shard, local_part, plain_name, whole
 
@@ -25,6 +26,32 @@ def model_state(model: ParallelModel) -> list[Shard]:
     """Every parameter and persistent buffer."""
     held = [model.located(shard).like(f"model/{shard.name}", shard.tensor) for shard in model.shards()]
     return held + [whole(f"model/{name}", buffer) for name, buffer in _persistent_buffers(model.module)]
+
+
+def refuse_unstorable_model(model: ParallelModel) -> None:
+    """Raise ValueError for a parameter or a persistent buffer that a checkpoint cannot hold; the message names it."""
+    try:
+        held = model_state(model)
+    except ValueError as error:
+        raise ValueError(
+            f"checkpoints cannot hold this model as its strategy shards it: {error}. Choose another "
+            "strategy or layout"
+        ) from None
+    refuse_dtypes(held)
+    for shard in held:
+        _ = shard.values  # raises for elements that are not contiguous in memory
+
+
+def refuse_dtypes(shards: Sequence[Shard]) -> None:
+    """Raise ValueError for the first tensor of a dtype that checkpoints do not hold; the message names it."""
+    for shard in shards:
+        dtype = str(shard.tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"'{shard.name.removeprefix('model/')}' has dtype {dtype}, which checkpoints do not "
+                f"hold. They hold {', '.join(DTYPES)}. Register a buffer that can be computed again "
+                "with persistent=False, or store complex numbers by torch.view_as_real"
+            )
 
 
 def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:

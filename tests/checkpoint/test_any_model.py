@@ -19,7 +19,9 @@ from distlab.optim import Muon
 from distlab.parallel import STRATEGIES, get_strategy
 from distlab.parallel.base import stepped
 from distlab.testing import RanksFailed, run_ranks
+from distlab.train import loop
 from tests.parallel.test_contract import on_two_ranks
+from tests.train.cases import Run
 
 NAMES = ["naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp"]
 
@@ -291,3 +293,58 @@ def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
         assert state[block.tensor]["step"] == 7 and (state[block.tensor]["exp_avg_sq"] == 3).all()
         step(model, optimizer, 2)
         model.close()
+
+
+# -- what no checkpoint holds --------------------------------------------------------------------------
+
+OTHER_DTYPES = ["complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64"]
+
+
+@pytest.mark.parametrize("name", ["naive", "zero1", "fsdp"])
+def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(one_rank, tmp_path, name):
+    """Not after the first fifty steps; a buffer that is not stored may be of any dtype."""
+    for dtype in OTHER_DTYPES:
+        odd = Odd()
+        model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+        # Only now: gloo does not broadcast all of these, and NCCL does.
+        odd.blocks[0].register_buffer("freqs", torch.zeros(3, dtype=getattr(torch, dtype)))
+        with pytest.raises(ValueError, match=rf"'blocks\.0\.freqs' has dtype {dtype}, which .* persistent=False"):
+            Checkpointer(tmp_path, one_rank, model=model)
+        model.close()
+    for view in (torch.zeros(3, 2).t(), torch.zeros(3).expand(2, 3), torch.zeros(8)[::2]):
+        odd = Odd()
+        model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+        odd.register_buffer("view", view)
+        with pytest.raises(ValueError, match="'model/view' is not contiguous in memory"):
+            Checkpointer(tmp_path, one_rank, model=model)
+        model.close()
+    odd = Odd()
+    odd.first.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False))
+    model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+    with pytest.raises(ValueError, match=r"'first\.turn' has dtype complex64"):
+        Checkpointer(tmp_path, one_rank, model=model)
+    model.close()
+    model = get_strategy(name).wrap(Odd(buffers=True), process_group=one_rank.group)
+    Checkpointer(tmp_path, one_rank, model=model)
+
+
+def test_the_trainer_refuses_such_a_model_before_its_first_step(one_rank, tmp_path, monkeypatch):
+    build = loop.build_training
+
+    def with_a_complex_buffer(*args, **options):
+        model, wrapper, optimizer = build(*args, **options)
+        model.register_buffer("freqs", torch.zeros(3, dtype=torch.complex64))
+        return model, wrapper, optimizer
+
+    monkeypatch.setattr(loop, "build_training", with_a_complex_buffer)
+    Run(one_rank)  # without a folder it may train
+    with pytest.raises(ValueError, match="'freqs' has dtype complex64"):
+        Run(one_rank, tmp_path)
+
+
+@pytest.mark.ranks(4)
+def test_the_trainer_refuses_shards_that_no_index_describes_before_its_first_step(context, tmp_path):
+    """FSDP2 over matrices that ranks share trained up to the first checkpoint, and saved nothing."""
+    message = r"cannot hold this model as its strategy shards it: placements .*StridedShard"
+    with pytest.raises(ValueError, match=message):
+        Run(context, tmp_path, strategy="fsdp2", layout="tp2", vocab=32, heads=4, batch=16)
