@@ -21,6 +21,7 @@ from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS, batches
 from distlab.parallel.shard import local_part, spread_of, whole_shape
+from distlab.parallel.shard_states import own_part, watch_states
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
 LR_FACTORS = {
@@ -82,6 +83,7 @@ class Muon(Optimizer):
             "betas": betas, "adamw_eps": adamw_eps, "placement": placement, "orthogonalize": True,
         }  # fmt: skip
         super().__init__(params, defaults)
+        watch_states(self)
 
     @staticmethod
     def split(model: nn.Module) -> list[Group]:
@@ -118,9 +120,10 @@ class Muon(Optimizer):
         Options that torch's groups do not have, such as `betas`, get their defaults.
 
         Raises:
-            ValueError: another optimizer's state, options that the constructor refuses, or state of another shape than
-                this rank's part of a parameter. Nothing is loaded then.
+            ValueError: another optimizer's state, options that the constructor refuses, another rank's shards, or state
+                of another shape. Nothing is loaded then.
         """
+        state_dict = own_part(self, state_dict)
         groups, state = [], dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             missing = [name for name in OPTIONS_OF_TORCH if name not in saved]
