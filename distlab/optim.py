@@ -55,8 +55,9 @@ class Muon(Optimizer):
         placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
     Raises:
-        ValueError: a number that is out of its range, an unknown name, or, in a group of matrices, a parameter that is
-            not 2-D, is complex or is a DTensor. `add_param_group` and `load_state_dict` raise alike.
+        ValueError: a number that is out of its range, an unknown name, or, in a group of matrices,
+            a parameter that is not 2-D, is complex or is a DTensor. `add_param_group` and
+            `load_state_dict` raise alike.
     """
 
     takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
@@ -120,8 +121,8 @@ class Muon(Optimizer):
         Options that torch's groups do not have, such as `betas`, get their defaults.
 
         Raises:
-            ValueError: another optimizer's state, options that the constructor refuses, another rank's shards, or state
-                of another shape. Nothing is loaded then.
+            ValueError: another optimizer's state, options that the constructor refuses, another
+                rank's shards, or state of another shape. Nothing is loaded then.
         """
         state_dict = own_part(self, state_dict)
         groups, state = [], dict(state_dict["state"])
@@ -198,7 +199,8 @@ class Muon(Optimizer):
         lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
         kept = 1 - lr * group["weight_decay"]
         if matrices[0].device.type == "cpu":
-            # On a CPU `_foreach_mul_` rounds the number to the matrices' dtype: 0.998 would be 0.99609 in bf16.
+            # On a CPU `_foreach_mul_` rounds the number to the matrices' dtype: 0.998 would be
+            # 0.99609 in bf16.
             for matrix in matrices:
                 matrix.mul_(kept)
         else:

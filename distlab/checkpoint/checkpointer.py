@@ -62,7 +62,8 @@ class Checkpointer:
         model: what will be saved, to be checked now instead of at the first `save()`.
 
     Raises:
-        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on every rank.
+        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on
+            every rank.
     """
 
     def __init__(
@@ -106,8 +107,8 @@ class Checkpointer:
             extra: what JSON gives back as it is, the same on every rank: configuration, loss scale.
 
         Raises:
-            ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be stored. Raised on
-                every rank before anything is written; the message names it.
+            ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be
+                stored. Raised on every rank before anything is written; the message names it.
             CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
         """
         self.wait()
@@ -125,12 +126,14 @@ class Checkpointer:
                 "extra": dict(extra),
             }
             train_state.refuse_unstorable(content["extra"])
-            # The thread reads it while training goes on, and the caller may change what it has given.
+            # The thread reads it while training goes on, and the caller may change what it has
+            # given.
             content = copy.deepcopy(content)
             staged, ready = self._stage(self._portions(model, optimizer))
             return staged, content, ready
 
-        # What cannot be stored is an error on all ranks, now, and not of one rank's thread that others wait for.
+        # What cannot be stored is an error on all ranks, now, and not of one rank's thread that
+        # others wait for.
         staged, content, ready = self._alike(prepare)
         self._thread = threading.Thread(
             target=self._write_behind, args=(step, staged, content, ready), daemon=True
@@ -337,8 +340,9 @@ class Checkpointer:
         """Do it on every rank; if it raises on any, raise on all.
 
         What ranks find wrong together, a ValueError or CheckpointError, is raised as it is. Anything else is the
-        trouble of single ranks, and raised as a CheckpointError that names them. Every Exception counts: a rank that
-        left by one of an unforeseen class would let the others wait until the group's timeout.
+        trouble of single ranks, and raised as a CheckpointError that names them. Every Exception
+        counts: a rank that left by one of an unforeseen class would let the others wait until the
+        group's timeout.
         """
         result, problem = None, None
         try:

@@ -38,7 +38,8 @@ _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
 _FILE = re.compile(r"rank_\d+_\d+\.bin", re.ASCII)  # no way out of the folder
 _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
-# A made-up marker could ask for any work and any memory by a number. These are far above what the largest run writes.
+# A made-up marker could ask for any work and any memory by a number. These are far above what the
+# largest run writes.
 LARGEST_COUNT = 2**63 - 1  # of elements and bytes, as torch counts them
 LARGEST_MARKER = 2**30  # bytes
 MOST_DIMENSIONS = 64
@@ -123,7 +124,8 @@ class CheckpointFolder:
         check_marker(body, final.name)  # what is wrong now could not be read again
         body["digest"] = digest_of(body)
         text = json.dumps(body)
-        _require(len(text) <= LARGEST_MARKER, f"its marker would have {len(text)} bytes, more than {LARGEST_MARKER}")
+        too_large = f"its marker would have {len(text)} bytes, more than {LARGEST_MARKER}"
+        _require(len(text) <= LARGEST_MARKER, too_large)
         with open(temporary / MARKER, "x", encoding="utf-8") as marker:
             marker.write(text)
             marker.flush()
@@ -247,7 +249,10 @@ def check_marker(content: Content, folder: str) -> None:
 
 
 def _check_generators(tensors: Content, world_size: int) -> None:
-    """Check that each rank that wrote the checkpoint, and no other, has random generators, of a size that they have."""
+    """Check that each rank that wrote the checkpoint, and no other, has random generators.
+
+    Their states have the size of one.
+    """
     ranks = set()
     for key, entry in tensors.items():
         if key.startswith("rng/"):
@@ -256,8 +261,10 @@ def _check_generators(tensors: Content, world_size: int) -> None:
             _require(fits, f"{key} has shape {shape}, which the state of no random generator has")
             ranks.add(int(key.split("/")[1]))
     # Without range(world_size), which a made-up number would make as long as it says.
-    complete = len(ranks) == world_size and max(ranks) == world_size - 1
-    shown = f"{sorted(ranks)}" if len(ranks) <= 16 else f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
+    complete = len(ranks) == world_size and max(ranks, default=0) == world_size - 1
+    shown = f"{sorted(ranks)}"
+    if len(ranks) > 16:
+        shown = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
     _require(complete, f"it has the generators of ranks {shown}, and {world_size} ranks wrote it")
 
 
@@ -288,13 +295,18 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
 
 
 def _check_boxes(key: str, boxes: Sequence[Box]) -> None:
-    """Check that boxes lie apart. A tensor is cut along one dimension, in which they are ranges of one line."""
-    _require(len(boxes) <= MOST_BOXES, f"{key} has {len(boxes)} boxes, and no tensor has more than {MOST_BOXES}")
+    """Check that boxes lie apart.
+
+    A tensor is cut along one dimension, in which they are ranges of one line.
+    """
+    too_many = f"{key} has {len(boxes)} boxes, and no tensor has more than {MOST_BOXES}"
+    _require(len(boxes) <= MOST_BOXES, too_many)
     if len(boxes) < 2:
         return
     by_dimension = zip(*boxes, strict=True)
     cut = [ranges for ranges in by_dimension if len(set(ranges)) > 1]
-    _require(len(cut) == 1, f"{key} has boxes that are cut along {len(cut)} dimensions, and not along one")
+    several = f"{key} has boxes that are cut along {len(cut)} dimensions, and not along one"
+    _require(len(cut) == 1, several)
     ranges = sorted(cut[0])
     for (_, last), (first, _) in itertools.pairwise(ranges):
         _require(last <= first, f"{key} has boxes that overlap")

@@ -29,7 +29,10 @@ def model_state(model: ParallelModel) -> list[Shard]:
 
 
 def refuse_unstorable_model(model: ParallelModel) -> None:
-    """Raise ValueError for a parameter or a persistent buffer that a checkpoint cannot hold; the message names it."""
+    """Raise ValueError for a parameter or a persistent buffer that a checkpoint cannot hold.
+
+    The message names it.
+    """
     try:
         held = model_state(model)
     except ValueError as error:
@@ -43,7 +46,10 @@ def refuse_unstorable_model(model: ParallelModel) -> None:
 
 
 def refuse_dtypes(shards: Sequence[Shard]) -> None:
-    """Raise ValueError for the first tensor of a dtype that checkpoints do not hold; the message names it."""
+    """Raise ValueError for the first tensor of a dtype that checkpoints do not hold.
+
+    The message names it.
+    """
     for shard in shards:
         dtype = str(shard.tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
@@ -58,7 +64,8 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
     """Every tensor of the optimizer's state that this rank holds, scalars such as Adam's step included.
 
     Raises:
-        ValueError: state that is not a tensor, or a tensor that a checkpoint cannot hold; the message names it.
+        ValueError: state that is not a tensor, or a tensor that a checkpoint cannot hold; the
+            message names it.
     """
     found = []
     for shard in map(model.located, stepped(model, optimizer)):
@@ -139,7 +146,10 @@ def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, 
 
 
 def frozen_names(model: ParallelModel) -> set[str]:
-    """Gather the names of the parameters that are not trained, of all stages of a pipeline. A collective."""
+    """Gather the names of the parameters that are not trained, of all stages of a pipeline.
+
+    A collective.
+    """
     named = model.module.named_parameters()
     return set(model.of_all_stages([plain_name(name) for name, p in named if not p.requires_grad]))
 
@@ -154,8 +164,9 @@ def stored_options(
     Args:
         saved_groups: what `group_options` gave, out of JSON.
         groups: what it gives now.
-        frozen: names of the parameters that are not trained here. No optimizer steps them, so it does not matter
-            whether they are in a group: some strategies give their optimizer all parameters, others the trained ones.
+        frozen: names of the parameters that are not trained here. No optimizer steps them, so it
+            does not matter whether they are in a group: some strategies give their optimizer all
+            parameters, others the trained ones.
 
     Raises:
         ValueError: groups that hold other parameters, or options that are missing or of another type.
@@ -319,7 +330,10 @@ def refuse_unstorable(extra: Any, what: str = "extra") -> None:
 
 
 def _kind(value: Any) -> Any:
-    """Return what a stored option must share with a live one, both as JSON holds them; 1 may stand for 1.0."""
+    """Return what a stored option must share with a live one, both as JSON holds them.
+
+    1 may stand for 1.0.
+    """
     if isinstance(value, list):
         return [_kind(item) for item in value]
     if isinstance(value, dict):

@@ -215,7 +215,8 @@ class Strategy:
         if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
             optimizer_options["params"] = optimizer_cls.split(model)
         optimizer = self.optimizer(model, optimizer_cls, **optimizer_options)
-        if self.updates == "slices" and not isinstance(optimizer, LocalOptimizer) and not takes_shards(optimizer_cls):
+        steps_shards = self.updates == "slices" and not isinstance(optimizer, LocalOptimizer)
+        if steps_shards and not takes_shards(optimizer_cls):  # those that do watch their own
             watch_states(optimizer)
         return model, optimizer
 

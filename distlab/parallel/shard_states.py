@@ -1,9 +1,10 @@
-"""State dicts of an optimizer that steps shards: each rank's own, or the whole state, of which it takes its part.
+"""State dicts of an optimizer that steps shards: each rank's own, or its part of the whole state.
 
-An optimizer of torch over the shards of `FSDP` saves this rank's part of everything, and torch's `load_state_dict`
-compares no shapes: another rank's part trains on silently, and the whole state fails in the next step. The hooks here
-note the rank in a state dict and look at every shape when one is loaded. Checkpoints do not need them: they are
-written by name and read at any rank (`distlab.checkpoint`).
+An optimizer of torch over the shards of `FSDP` saves this rank's part of everything, and torch's
+`load_state_dict` compares no shapes: another rank's part trains on silently, and the whole state
+fails in the next step. The hooks here note the rank in a state dict and look at every shape when
+one is loaded. Checkpoints do not need them: they are written by name and read at any rank
+(`distlab.checkpoint`).
 """
 
 from typing import Any
@@ -28,11 +29,12 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
 
     Args:
         optimizer: steps shards, or whole parameters.
-        state_dict: of this rank, or the whole state, as an unsharded optimizer over the same parameters saves it.
+        state_dict: of this rank, or the whole state, as an unsharded optimizer over the same
+            parameters saves it.
 
     Raises:
-        ValueError: it is another rank's, or was saved by another number of ranks, or a shape is that of neither the
-            shard nor the whole parameter.
+        ValueError: it is another rank's, or was saved by another number of ranks, or a shape is
+            that of neither the shard nor the whole parameter.
     """
     saved_by, mine = state_dict.get(KEY), _place(optimizer)
     if saved_by is not None and mine is not None and saved_by != mine:
@@ -53,14 +55,18 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
 
 
 def _part_of(value: Any, parameter: Tensor, what: str) -> Any:
-    """Return this rank's part of a state tensor; what is not one number per element is kept as it is."""
+    """Return this rank's part of a state tensor.
+
+    What is not one number per element is kept as it is.
+    """
     if not isinstance(value, Tensor) or value.ndim == 0 or value.shape == parameter.shape:
         return value
     spread, shape = spread_of(parameter), whole_shape(parameter)
     if value.shape == shape:
         rank = spread.group.rank()
         first = sum(spread.counts[:rank])
-        in_memory = value.new_empty(value.numel())  # in the order in which the shards follow one another
+        # In the order in which the shards follow one another.
+        in_memory = value.new_empty(value.numel())
         view_like(in_memory, spread.like).copy_(value)
         return view_like(in_memory[first : first + parameter.numel()].clone(), parameter)
     if value.numel() == 1:
@@ -73,7 +79,10 @@ def _part_of(value: Any, parameter: Tensor, what: str) -> Any:
 
 
 def _place(optimizer: Optimizer) -> dict[str, int] | None:
-    """Return which of how many ranks this one is among those that share the parameters; None if it has all of them."""
+    """Return which of how many ranks this one is among those that share the parameters.
+
+    Return None if this rank has all of every parameter.
+    """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             spread = spread_of(parameter)

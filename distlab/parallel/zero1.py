@@ -147,11 +147,12 @@ class ZeroOptimizer(LocalOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take over a whole state saved at any world size: by name, or numbered as an unsharded optimizer's.
 
-        An unsharded optimizer numbers its parameters in the order of its groups. It has the same groups as this one, or
-        a single one of all parameters of the module, frozen ones among them.
+        An unsharded optimizer numbers its parameters in the order of its groups. It has the same
+        groups as this one, or a single one of all parameters of the module, frozen ones among them.
 
         Raises:
-            ValueError: groups that hold other parameters, or state in another shape than its parameter's.
+            ValueError: groups that hold other parameters, or state in another shape than its
+                parameter's.
         """
         saved, state_of = self._by_name(state_dict)
         refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])

@@ -29,7 +29,17 @@ NAMES = ["naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "
 class Odd(nn.Module):
     """Two linear layers, one of which an argument makes odd."""
 
-    def __init__(self, *, frozen=(), empty=False, tied=False, scalar=False, row=False, buffers=False, dtypes=()):
+    def __init__(
+        self,
+        *,
+        frozen=(),
+        empty=False,
+        tied=False,
+        scalar=False,
+        row=False,
+        buffers=False,
+        dtypes=(),
+    ):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(4, 4)
@@ -103,7 +113,9 @@ def run_all_pairs(context, folder, optimizer_cls, odd, names, readers):
             saver.load(stored, again, other)
             for shard in stepped(again, other):
                 kinds = other.local.state if hasattr(other, "local") else other.state
-                assert kinds.get(shard.tensor), f"{shard.name} has lost its state: {written} → {name}"
+                assert kinds.get(shard.tensor), (
+                    f"{shard.name} has lost its state: {written} → {name}"
+                )
             resumed = [step(again, other, 2), step(again, other, 3)]
             if resumed != went_on:
                 different.append((written, name, went_on, resumed))
@@ -124,7 +136,14 @@ ODD = {
     "buffers": (torch.optim.AdamW, {"buffers": True, "frozen": ["blocks"]}),
     "all": (
         torch.optim.AdamW,
-        {"frozen": ["blocks"], "empty": True, "tied": True, "scalar": True, "row": True, "buffers": True},
+        {
+            "frozen": ["blocks"],
+            "empty": True,
+            "tied": True,
+            "scalar": True,
+            "row": True,
+            "buffers": True,
+        },
     ),
 }
 DDPS = [name for name in NAMES if name != "fsdp"]
@@ -145,9 +164,18 @@ def test_strategies_that_keep_a_models_dtypes_resume_one_another(tmp_path, dtype
     """FSDP keeps fp32 masters of bf16 parameters: other numbers, which the refusal lists by name."""
     odd = {"dtypes": dtypes, "empty": True, "scalar": True}
     assert run_ranks(run_all_pairs, 2, tmp_path, torch.optim.AdamW, odd, DDPS, DDPS)[0] == []
-    assert run_ranks(run_all_pairs, 2, tmp_path / "fsdp", torch.optim.AdamW, odd, ["fsdp"], ["fsdp"])[0] == []
-    with pytest.raises(RanksFailed, match=r"second\.weight has torch\.bfloat16 there and torch\.float32 here"):
-        run_ranks(run_all_pairs, 2, tmp_path / "both", torch.optim.AdamW, odd, ["bucketed"], ["fsdp"])
+    assert (
+        run_ranks(run_all_pairs, 2, tmp_path / "fsdp", torch.optim.AdamW, odd, ["fsdp"], ["fsdp"])[
+            0
+        ]
+        == []
+    )
+    with pytest.raises(
+        RanksFailed, match=r"second\.weight has torch\.bfloat16 there and torch\.float32 here"
+    ):
+        run_ranks(
+            run_all_pairs, 2, tmp_path / "both", torch.optim.AdamW, odd, ["bucketed"], ["fsdp"]
+        )
 
 
 def save_one(context, folder, names, odd):
@@ -218,11 +246,17 @@ def test_groups_of_other_parameters_are_named_with_the_cause(context, tmp_path):
         with pytest.raises(ValueError, match=message):
             saver.load(stored, other, torch.optim.AdamW(groups_of(other, *names), lr=0.05))
         other.close()
-    for names in (("second", "blocks"), ("first", "second", "blocks"), ("second", "first", "blocks")):
+    for names in (
+        ("second", "blocks"),
+        ("first", "second", "blocks"),
+        ("second", "first", "blocks"),
+    ):
         other = wrapped(frozen=["first"])
         optimizer = torch.optim.AdamW(groups_of(other, *names), lr=0.5)
         saver.load(stored, other, optimizer)
-        rates = {name: group["lr"] for name, group in zip(names, optimizer.param_groups, strict=True)}
+        rates = {
+            name: group["lr"] for name, group in zip(names, optimizer.param_groups, strict=True)
+        }
         # A group of frozen parameters that the checkpoint lacks keeps what it was given.
         assert rates == {name: 0.5 if name == "first" else 0.05 for name in names}
         other.close()
@@ -232,7 +266,9 @@ def test_groups_of_other_parameters_are_named_with_the_cause(context, tmp_path):
 def test_a_tensor_of_no_module_cannot_be_stored_and_is_refused_on_every_rank(context, tmp_path):
     model = STRATEGIES["bucketed"].wrap(Odd(), process_group=context.group)
     optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.05)
-    with pytest.raises(ValueError, match="group 0 of the optimizer holds a tensor that is not a parameter of"):
+    with pytest.raises(
+        ValueError, match="group 0 of the optimizer holds a tensor that is not a parameter of"
+    ):
         Checkpointer(tmp_path, context).save(1, model, optimizer, strategy="bucketed", extra={})
 
 
@@ -266,7 +302,9 @@ def write_by_hand(folder, groups, parameters):
     (path / MARKER).write_text(json.dumps(body | {"digest": digest_of(body)}))
 
 
-@pytest.mark.parametrize("frozen_in_group", [True, False], ids=["all in the group", "the trained in the group"])
+@pytest.mark.parametrize(
+    "frozen_in_group", [True, False], ids=["all in the group", "the trained in the group"]
+)
 def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
     """With frozen parameters in the group or not, and without the step of a parameter that has no elements."""
     odd = {"frozen": ["first", "second"], "empty": True}
@@ -285,7 +323,10 @@ def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
         model, optimizer = built(one_rank, name, torch.optim.AdamW, Odd(**odd))
         saver = Checkpointer(tmp_path, one_rank)
         saver.load(saver.newest(), model, optimizer)
-        assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+        assert optimizer.param_groups[0]["lr"] == 0.25 and optimizer.param_groups[0]["betas"] == (
+            0.9,
+            0.999,
+        )
         for key, value in model.full_parameters().items():
             assert torch.equal(value, parameters[f"model/{key}"])
         state = optimizer.local.state if hasattr(optimizer, "local") else optimizer.state
@@ -297,18 +338,30 @@ def test_checkpoints_of_before_resume(one_rank, tmp_path, frozen_in_group):
 
 # -- what no checkpoint holds --------------------------------------------------------------------------
 
-OTHER_DTYPES = ["complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64"]
+OTHER_DTYPES = [
+    "complex64",
+    "complex128",
+    "float8_e4m3fn",
+    "float8_e5m2",
+    "uint16",
+    "uint32",
+    "uint64",
+]
 
 
 @pytest.mark.parametrize("name", ["naive", "zero1", "fsdp"])
-def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(one_rank, tmp_path, name):
+def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(
+    one_rank, tmp_path, name
+):
     """Not after the first fifty steps; a buffer that is not stored may be of any dtype."""
     for dtype in OTHER_DTYPES:
         odd = Odd()
         model = get_strategy(name).wrap(odd, process_group=one_rank.group)
         # Only now: gloo does not broadcast all of these, and NCCL does.
         odd.blocks[0].register_buffer("freqs", torch.zeros(3, dtype=getattr(torch, dtype)))
-        with pytest.raises(ValueError, match=rf"'blocks\.0\.freqs' has dtype {dtype}, which .* persistent=False"):
+        with pytest.raises(
+            ValueError, match=rf"'blocks\.0\.freqs' has dtype {dtype}, which .* persistent=False"
+        ):
             Checkpointer(tmp_path, one_rank, model=model)
         model.close()
     for view in (torch.zeros(3, 2).t(), torch.zeros(3).expand(2, 3), torch.zeros(8)[::2]):
@@ -319,7 +372,9 @@ def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(one
             Checkpointer(tmp_path, one_rank, model=model)
         model.close()
     odd = Odd()
-    odd.first.register_parameter("turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False))
+    odd.first.register_parameter(
+        "turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
+    )
     model = get_strategy(name).wrap(odd, process_group=one_rank.group)
     with pytest.raises(ValueError, match=r"'first\.turn' has dtype complex64"):
         Checkpointer(tmp_path, one_rank, model=model)
@@ -343,7 +398,9 @@ def test_the_trainer_refuses_such_a_model_before_its_first_step(one_rank, tmp_pa
 
 
 @pytest.mark.ranks(4)
-def test_the_trainer_refuses_shards_that_no_index_describes_before_its_first_step(context, tmp_path):
+def test_the_trainer_refuses_shards_that_no_index_describes_before_its_first_step(
+    context, tmp_path
+):
     """FSDP2 over matrices that ranks share trained up to the first checkpoint, and saved nothing."""
     message = r"cannot hold this model as its strategy shards it: placements .*StridedShard"
     with pytest.raises(ValueError, match=message):

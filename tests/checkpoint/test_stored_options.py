@@ -46,7 +46,9 @@ def save(saver, model, optimizer, extra=None):
 def same(one, other):
     """Whether two options have one type, dtype and value."""
     if isinstance(one, torch.Tensor):
-        return isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return (
+            isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        )
     if isinstance(one, (list, tuple)):
         return type(one) is type(other) and all(map(same, one, other))
     return type(one) is type(other) and one == other
@@ -54,19 +56,38 @@ def same(one, other):
 
 TYPED = {
     "a tensor": {"lr": torch.tensor(0.1)},
-    "a tensor of fp64": {"lr": torch.tensor(0.1, dtype=torch.float64), "weight_decay": np.float64(0.1)},
+    "a tensor of fp64": {
+        "lr": torch.tensor(0.1, dtype=torch.float64),
+        "weight_decay": np.float64(0.1),
+    },
     "NumPy's numbers": {"lr": np.float32(0.1), "eps": np.float64(1e-7)},
-    "tensors in a tuple": {"lr": torch.tensor(0.1), "betas": (torch.tensor(0.5), torch.tensor(0.75))},
-    "classes of their own": {"level": Level.HIGH, "pair": Pair(np.int64(3), 4.0), "name": np.str_("x")},
-    "nested": {"table": {"a": [1, (2.0, None)], "b": {"c": torch.tensor(3)}}, "flag": np.bool_(True)},
+    "tensors in a tuple": {
+        "lr": torch.tensor(0.1),
+        "betas": (torch.tensor(0.5), torch.tensor(0.75)),
+    },
+    "classes of their own": {
+        "level": Level.HIGH,
+        "pair": Pair(np.int64(3), 4.0),
+        "name": np.str_("x"),
+    },
+    "nested": {
+        "table": {"a": [1, (2.0, None)], "b": {"c": torch.tensor(3)}},
+        "flag": np.bool_(True),
+    },
 }
 
 
 @on_two_ranks
 def test_options_come_back_in_their_type(context, tmp_path):
     for number, (case, options) in enumerate(TYPED.items()):
-        given = {name: value for name, value in options.items() if name in ("lr", "eps", "weight_decay", "betas")}
-        own = {name: value for name, value in options.items() if name not in given}  # another optimizer's
+        given = {
+            name: value
+            for name, value in options.items()
+            if name in ("lr", "eps", "weight_decay", "betas")
+        }
+        own = {
+            name: value for name, value in options.items() if name not in given
+        }  # another optimizer's
         for kind in ("whole", "sharded", "zero"):
             if kind != "whole" and "betas" in given:
                 continue  # torch refuses tensors for betas with foreach, which is the default
@@ -106,7 +127,12 @@ def test_a_number_may_be_stored_as_one_type_and_loaded_as_another(context, tmp_p
     model, optimizer = build(context, "whole", {"lr": torch.tensor(0.5), "foreach": False})
     step(model, optimizer)
     save(saver, model, optimizer)
-    for lr, expected in ((0.1, 0.5), (np.float32(0.1), np.float32(0.5)), (np.int64(1), 0.5), (1, 0.5)):
+    for lr, expected in (
+        (0.1, 0.5),
+        (np.float32(0.1), np.float32(0.5)),
+        (np.int64(1), 0.5),
+        (1, 0.5),
+    ):
         again, other = build(context, "whole", {"lr": lr})
         saver.load(saver.newest(), again, other)
         assert same(other.param_groups[0]["lr"], expected)
@@ -135,7 +161,9 @@ def test_options_that_cannot_be_stored_are_refused_by_name_on_every_rank(context
     for name, value in REFUSED.items():
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
         optimizer.param_groups[0][name] = value
-        with pytest.raises(ValueError, match=f"option '{name}' of the optimizer's parameter group 0 has a value of"):
+        with pytest.raises(
+            ValueError, match=f"option '{name}' of the optimizer's parameter group 0 has a value of"
+        ):
             save(saver, model, optimizer)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for extra, message in (
@@ -166,7 +194,10 @@ def test_state_that_one_rank_cannot_store_is_refused_on_every_rank(context, tmp_
     for value, message in (
         (3, "optimizer/step/0.weight is a int; only tensors are stored"),
         (torch.ones(2), r"optimizer/step/0.weight has shape \(2,\), and its parameter \(4, 4\)"),
-        (torch.tensor(1j), "'optimizer/step/0.weight' has dtype complex64, which checkpoints do not hold"),
+        (
+            torch.tensor(1j),
+            "'optimizer/step/0.weight' has dtype complex64, which checkpoints do not hold",
+        ),
     ):
         if state:
             state["step"] = value
@@ -181,7 +212,9 @@ def test_what_is_saved_is_what_was_given(context, tmp_path, monkeypatch):
     saver, model = Checkpointer(tmp_path, context), wrapped(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     begin, changed = CheckpointFolder.begin, threading.Event()
-    monkeypatch.setattr(CheckpointFolder, "begin", lambda folder, step: changed.wait(10) and begin(folder, step))
+    monkeypatch.setattr(
+        CheckpointFolder, "begin", lambda folder, step: changed.wait(10) and begin(folder, step)
+    )
     extra = {"a": [1]}
     saver.save(1, model, optimizer, strategy="bucketed", extra=extra)
     extra["a"].append(print)
@@ -213,7 +246,9 @@ FAILURES = {  # where the writer fails → (rank, what raises)
 
 
 @on_two_ranks
-def test_whatever_fails_in_a_writer_reaches_every_rank_and_leaves_nothing(context, tmp_path, monkeypatch):
+def test_whatever_fails_in_a_writer_reaches_every_rank_and_leaves_nothing(
+    context, tmp_path, monkeypatch
+):
     saver, model = Checkpointer(tmp_path, context), wrapped(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     errors = (TypeError("odd"), KeyError("odd"), AssertionError("odd"), RecursionError("odd"), Odd("odd", 1),
@@ -228,7 +263,9 @@ def test_whatever_fails_in_a_writer_reaches_every_rank_and_leaves_nothing(contex
                 if context.rank == rank:
                     patch.setattr(*where(), fail)
                 saver.save(1, model, optimizer, strategy="bucketed", extra={})
-                with pytest.raises(CheckpointError, match=f"rank {rank}: {type(error).__name__}: .*odd"):
+                with pytest.raises(
+                    CheckpointError, match=f"rank {rank}: {type(error).__name__}: .*odd"
+                ):
                     saver.wait()
             torch.distributed.barrier()
             assert list(tmp_path.iterdir()) == [], place

@@ -36,7 +36,9 @@ def built(context, strategy, optimizer_cls, **kwargs):
 def step(model, optimizer, number):
     """Train on the same data on every rank, so that one process has the same gradients."""
     optimizer.zero_grad()
-    model(torch.randn(3, 4, generator=torch.Generator().manual_seed(number))).square().sum().backward()
+    model(
+        torch.randn(3, 4, generator=torch.Generator().manual_seed(number))
+    ).square().sum().backward()
     getattr(model, "finish_gradient_synchronization", lambda: None)()
     optimizer.step()
 
@@ -69,8 +71,12 @@ def test_the_state_of_one_process_is_continued_by_shards(context, frozen):
             optimizer.load_state_dict(copy.deepcopy(state))
             step(model, optimizer, 2)
             step(model, optimizer, 3)
-            for (name, value), expected in zip(model.full_parameters().items(), module.parameters(), strict=True):
-                torch.testing.assert_close(value, expected, rtol=0, atol=2e-6, msg=f"{strategy} {name}")
+            for (name, value), expected in zip(
+                model.full_parameters().items(), module.parameters(), strict=True
+            ):
+                torch.testing.assert_close(
+                    value, expected, rtol=0, atol=2e-6, msg=f"{strategy} {name}"
+                )
             model.close(restore=False)
 
 
@@ -89,10 +95,15 @@ def test_the_shards_of_another_rank_are_refused(context):
             if rank == context.rank:
                 optimizer.load_state_dict(saved)
                 continue
-            with pytest.raises(ValueError, match=f"shards of rank {rank} of 2, and this is rank {context.rank} of 2"):
+            with pytest.raises(
+                ValueError,
+                match=f"shards of rank {rank} of 2, and this is rank {context.rank} of 2",
+            ):
                 optimizer.load_state_dict(saved)
             saved["shards"] = {"rank": context.rank, "ranks": 3}
-            with pytest.raises(ValueError, match=f"rank {context.rank} of 3, and this is rank {context.rank} of 2"):
+            with pytest.raises(
+                ValueError, match=f"rank {context.rank} of 3, and this is rank {context.rank} of 2"
+            ):
                 optimizer.load_state_dict(saved)
         step(model, optimizer, 2)
         model.close(restore=False)
@@ -106,7 +117,10 @@ def test_state_of_other_parameters_is_refused_at_load(context):
         other = optimizer_cls([*module.parameters()][::-1], **OPTIONS)
         step(module, other, 1)
         for strategy, message in (
-            ("zero1", r"the saved .* of 'blocks\.0\.weight' has shape \(4,\), and the parameter \(6, 4\)"),
+            (
+                "zero1",
+                r"the saved .* of 'blocks\.0\.weight' has shape \(4,\), and the parameter \(6, 4\)",
+            ),
             ("fsdp", r"has .* of parameter 0 in shape \(4,\)\. The parameter has shape \(6, 4\)"),
         ):
             model, optimizer = built(context, strategy, optimizer_cls)
@@ -115,5 +129,7 @@ def test_state_of_other_parameters_is_refused_at_load(context):
             model.close(restore=False)
     model, optimizer = built(context, "zero1", torch.optim.AdamW)
     few = torch.optim.AdamW([*Net().parameters()][:2], **OPTIONS)
-    with pytest.raises(ValueError, match=r"hold \[2\] parameters by number, and this optimizer's groups \[4\] of a"):
+    with pytest.raises(
+        ValueError, match=r"hold \[2\] parameters by number, and this optimizer's groups \[4\] of a"
+    ):
         optimizer.load_state_dict(few.state_dict())
