@@ -21,12 +21,20 @@ from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS, batches
 from distlab.parallel.shard import local_part, spread_of, whole_shape
+from distlab.parallel.shard_states import own_part, watch_states
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
 LR_FACTORS = {
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
+
+# Options of a group of `torch.optim.Muon`.
+OPTIONS_OF_TORCH = (
+    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
+)  # fmt: skip
+STATE_OF_MATRICES = ("momentum_buffer",)
+STATE_OF_ELEMENTS = ("step", "exp_avg", "exp_avg_sq")
 
 Group = dict[str, Any]  # `params` and their options
 
@@ -47,8 +55,9 @@ class Muon(Optimizer):
         placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
     Raises:
-        ValueError: `ns_steps` below 1, an unknown name, or, in a group of matrices, a parameter that is not 2-D or is a
-            DTensor.
+        ValueError: a number that is out of its range, an unknown name, or, in a group of matrices,
+            a parameter that is not 2-D, is complex or is a DTensor. `add_param_group` and
+            `load_state_dict` raise alike.
     """
 
     takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
@@ -75,6 +84,7 @@ class Muon(Optimizer):
             "betas": betas, "adamw_eps": adamw_eps, "placement": placement, "orthogonalize": True,
         }  # fmt: skip
         super().__init__(params, defaults)
+        watch_states(self)
 
     @staticmethod
     def split(model: nn.Module) -> list[Group]:
@@ -99,7 +109,41 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
         super().add_param_group(param_group)
-        _check(self.param_groups[-1])
+        try:
+            _check(self.param_groups[-1])
+        except ValueError:
+            self.param_groups.pop()  # a caller that goes on has the optimizer of before
+            raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over a state of this class or of `torch.optim.Muon`, whose momentum buffer means the same.
+
+        Options that torch's groups do not have, such as `betas`, get their defaults.
+
+        Raises:
+            ValueError: another optimizer's state, options that the constructor refuses, another
+                rank's shards, or state of another shape. Nothing is loaded then.
+        """
+        state_dict = own_part(self, state_dict)
+        groups, state = [], dict(state_dict["state"])
+        for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
+            missing = [name for name in OPTIONS_OF_TORCH if name not in saved]
+            if missing:
+                raise ValueError(
+                    f"Muon.load_state_dict: a saved group has no option {missing[0]!r}, so this is "
+                    "the state of another optimizer: load a state of Muon or of torch.optim.Muon"
+                )
+            filled = self.defaults | saved
+            _check(filled | {"params": group["params"]})
+            for number, parameter in zip(saved["params"], group["params"], strict=False):
+                _check_state(state.get(number, {}), parameter, number, filled)
+                if "orthogonalize" not in saved and number in state:
+                    # torch shares loaded tensors. Two optimizers of one model would both step them.
+                    state[number] = {key: torch.clone(value) for key, value in state[number].items()}
+            groups.append(filled)
+        if len(groups) == len(state_dict["param_groups"]):
+            state_dict = state_dict | {"state": state, "param_groups": groups}
+        super().load_state_dict(state_dict)  # raises for other numbers of groups or parameters
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -114,6 +158,8 @@ class Muon(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
+            if any(parameter.grad.is_sparse for parameter in stepped):
+                raise RuntimeError("Muon does not support sparse gradients: leave sparse=True out of the embedding")
             if group["orthogonalize"]:
                 self._step_matrices(stepped, group)
             else:
@@ -124,6 +170,8 @@ class Muon(Optimizer):
         options = {"coefficients": group["ns_coefficients"], "steps": group["ns_steps"], "eps": group["eps"]}
         by_ranks = {}  # group that shares them, None for whole ones → matrices
         for matrix in matrices:
+            if whole_shape(matrix).numel() == 0:
+                continue  # on no rank is there anything to step
             spread = spread_of(matrix)
             by_ranks.setdefault(spread and spread.group, []).append(matrix)
         for ranks, some in by_ranks.items():
@@ -148,10 +196,18 @@ class Muon(Optimizer):
         return [update.bfloat16() for update in updates]
 
     def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: Group) -> None:
-        torch._foreach_mul_(matrices, 1 - group["lr"] * group["weight_decay"])
+        lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
+        kept = 1 - lr * group["weight_decay"]
+        if matrices[0].device.type == "cpu":
+            # On a CPU `_foreach_mul_` rounds the number to the matrices' dtype: 0.998 would be
+            # 0.99609 in bf16.
+            for matrix in matrices:
+                matrix.mul_(kept)
+        else:
+            torch._foreach_mul_(matrices, kept)
         for matrix, direction in zip(matrices, directions, strict=True):
             factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
-            matrix.add_(direction, alpha=-group["lr"] * factor)
+            matrix.add_(direction, alpha=-lr * factor)
 
     def _step_elements(self, parameters: Sequence[Tensor], group: Group) -> None:
         for parameter in parameters:
@@ -165,7 +221,7 @@ class Muon(Optimizer):
         adamw(
             list(parameters), [parameter.grad for parameter in parameters], first, second, [], steps,
             amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"], maximize=False,
+            eps=group["adamw_eps"], maximize=False, has_complex=any(map(torch.is_complex, parameters)),
         )  # fmt: skip
 
 
@@ -207,8 +263,23 @@ def _iterate(x: Tensor, add_product: Callable[..., Tensor], coefficients: Sequen
 
 def _check(group: Group) -> None:
     """Raise ValueError for a group that `Muon` cannot step."""
-    if group["ns_steps"] < 1:
-        raise ValueError(f"Muon: ns_steps={group['ns_steps']}: nothing would be orthogonalised; give 1 or more")
+    for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
+        value = group[name]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Muon: {name} is a tensor of {value.numel()} numbers: give one number")
+        if not value >= 0:  # NaN compares as False
+            raise ValueError(f"Muon: {name}={value}: give a number of 0 or more")
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"Muon: betas={group['betas']}: give two numbers of at least 0 and below 1")
+    if len(group["ns_coefficients"]) != 3:
+        raise ValueError(f"Muon: ns_coefficients={group['ns_coefficients']}: give three numbers")
+    steps = group["ns_steps"]
+    if isinstance(steps, bool) or not isinstance(steps, int):
+        raise ValueError(f"Muon: ns_steps={steps!r}: give a whole number")
+    if steps < 1:
+        raise ValueError(f"Muon: ns_steps={steps}: nothing would be orthogonalised; give 1 or more")
+    if steps >= 100:
+        raise ValueError(f"Muon: ns_steps={steps}: give fewer than 100, of which 5 are usual")
     for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
         if group[name] not in allowed:
             raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}")
@@ -219,5 +290,34 @@ def _check(group: Group) -> None:
                 f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
                 "Muon.split(model) does"
             )
+        if parameter.is_complex():
+            raise ValueError(
+                "Muon: a matrix of complex numbers cannot be orthogonalised here: give it in a group "
+                "with orthogonalize=False"
+            )
         if local_part(parameter) is not parameter:
             raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's")
+
+
+def _check_state(state: dict[str, Any], parameter: Tensor, number: int, group: Group) -> None:
+    """Raise ValueError for saved state that is not of this parameter in such a group; empty state is that of no step.
+
+    Args:
+        state: saved state of the parameter.
+        parameter: what this optimizer steps, perhaps a shard.
+        number: of the parameter in the saved groups.
+        group: options with which it will be stepped.
+    """
+    needed = STATE_OF_MATRICES if group["orthogonalize"] else STATE_OF_ELEMENTS
+    if state and not set(needed) <= state.keys():
+        raise ValueError(
+            f"Muon.load_state_dict: the saved state of parameter {number} has {', '.join(state)}, and a "
+            f"group with orthogonalize={group['orthogonalize']} needs {', '.join(needed)}"
+        )
+    for name, value in state.items():
+        if name in needed and name != "step" and tuple(value.shape) != tuple(parameter.shape):
+            raise ValueError(
+                f"Muon.load_state_dict: {name} of parameter {number} has shape {tuple(value.shape)}, and "
+                f"the parameter has {tuple(parameter.shape)} on this rank: load the state of the same "
+                "parameters, of the same rank and world size"
+            )

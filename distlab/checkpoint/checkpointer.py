@@ -12,6 +12,8 @@ What the files say is checked against each other and against the model before an
 """
 
 import contextlib
+import copy
+import operator
 import shutil
 import threading
 import weakref
@@ -31,6 +33,7 @@ from distlab.checkpoint.files import (
     CheckpointError,
     CheckpointFolder,
     Damaged,
+    OtherFormat,
     Stored,
     check_files,
 )
@@ -40,6 +43,9 @@ from distlab.parallel.base import ParallelModel, load_shards, optimizer_name
 from distlab.parallel.shard import Shard, whole
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]
+
+# Classes of errors that say what is wrong in a sentence, and that other ranks can unpickle.
+TOGETHER = (ValueError, CheckpointError, Damaged, OtherFormat)
 
 
 class Checkpointer:
@@ -53,6 +59,11 @@ class Checkpointer:
         threads: that write and hash on each rank.
         lock: of the run's folder, on the rank that has it; asked before each write.
         progress: called with a line now and then.
+        model: what will be saved, to be checked now instead of at the first `save()`.
+
+    Raises:
+        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on
+            every rank.
     """
 
     def __init__(
@@ -60,6 +71,7 @@ class Checkpointer:
         folder: Path,
         context: RankContext,
         *,
+        model: ParallelModel | None = None,
         keep: int = 2,
         asynchronous: bool = True,
         threads: int = 1,
@@ -76,6 +88,8 @@ class Checkpointer:
         self._host = torch.empty(0, dtype=torch.uint8)  # snapshots go through it; kept from one to the next
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
+        if model is not None:
+            self._alike(lambda: train_state.refuse_unstorable_model(model))
 
     @property
     def host_bytes(self) -> int:
@@ -90,32 +104,58 @@ class Checkpointer:
         """Begin to write what is true after `step` steps.
 
         Args:
-            extra: JSON-serialisable, the same on every rank: configuration, loss scale.
+            extra: what JSON gives back as it is, the same on every rank: configuration, loss scale.
 
         Raises:
+            ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be
+                stored. Raised on every rank before anything is written; the message names it.
             CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
         """
         self.wait()
         model.sync_buffers()  # of which each rank writes a part
-        rank, world_size = self.context.rank, self.context.world_size
-        held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
-        shards = [shard.portion(rank, world_size) for shard in held]
-        shards += [whole(f"rng/{rank}/{kind}", state) for kind, state in train_state.generators().items()]
-        staged, ready = self._stage(shards)
-        content = {
-            "world_size": world_size,
-            "strategy": strategy,
-            "torch": torch.__version__,
-            "optimizer": optimizer_name(optimizer),
-            "groups": train_state.group_options(model, optimizer),
-            "extra": dict(extra),
-        }
+        step = operator.index(step)
+
+        def prepare() -> tuple[list[Shard], dict[str, Any], Callable[[], None]]:
+            groups = train_state.group_options(model, optimizer)
+            content = {
+                "world_size": self.context.world_size,
+                "strategy": strategy,
+                "torch": torch.__version__,
+                "optimizer": optimizer_name(optimizer),
+                "groups": train_state.storable_groups(groups),
+                "extra": dict(extra),
+            }
+            train_state.refuse_unstorable(content["extra"])
+            # The thread reads it while training goes on, and the caller may change what it has
+            # given.
+            content = copy.deepcopy(content)
+            staged, ready = self._stage(self._portions(model, optimizer))
+            return staged, content, ready
+
+        # What cannot be stored is an error on all ranks, now, and not of one rank's thread that
+        # others wait for.
+        staged, content, ready = self._alike(prepare)
         self._thread = threading.Thread(
             target=self._write_behind, args=(step, staged, content, ready), daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            # The system gives this process no more threads, and the other ranks wait for its part.
+            self._thread = None
+            self._write_behind(step, staged, content, ready)
         if not self.asynchronous:
             self.wait()
+
+    def _portions(self, model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
+        """Return what this rank writes of the model, of the optimizer's state and of the random generators."""
+        rank, world_size = self.context.rank, self.context.world_size
+        held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
+        train_state.refuse_dtypes(held)
+        shards = [shard.portion(rank, world_size) for shard in held]
+        for kind, state in train_state.generators().items():
+            shards.append(whole(f"rng/{rank}/{kind}", state))
+        return shards
 
     def _stage(self, shards: Sequence[Shard]) -> tuple[list[Shard], Callable[[], None]]:
         """Queue copies of all shards to the host; returns them there, and what waits until they are filled."""
@@ -162,32 +202,37 @@ class Checkpointer:
 
     def _write_behind(self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable) -> None:
         try:
-            if self.context.device.type == "cuda":
-                torch.cuda.set_device(self.context.device)  # per thread
-            ready()
-            self._write(step, shards, content)
+            self._write(step, shards, content, ready)
         except BaseException as error:  # raised again by wait()
             self._failure = error
 
-    def _write(self, step: int, shards: list[Shard], content: dict[str, Any]) -> None:
+    def _write(self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable) -> None:
         folder = self.folder.temporary_path_of(step)
 
         def write_mine() -> tuple[dict[str, dict[str, Any]], tensors.Index]:
+            if self.context.device.type == "cuda":
+                torch.cuda.set_device(self.context.device)  # per thread
+            ready()
             if not folder.is_dir():
                 raise FileNotFoundError(f"{folder} is not visible here: use a file system that all machines share")
             return tensors.write(folder, self.context.rank, shards, self.threads)
+
+        def complete() -> None:
+            content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
+            content["tensors"] = tensors.merged([index for _, index in written])
+            self._own_folder().commit(step, content)
 
         try:
             self._on_main(lambda: self._own_folder().begin(step))
             mine = self._alike(write_mine)
             written = collectives.gather_objects(mine, self._group)
-            content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
-            content["tensors"] = tensors.merged([index for _, index in written])
-            self._on_main(lambda: self._own_folder().commit(step, content))
-        except (OSError, ValueError) as error:
+            self._on_main(complete)
+        except Exception as error:
             if self.context.is_main:
                 with contextlib.suppress(LockLost):  # then a folder of this name is another run's
                     shutil.rmtree(self._own_folder().temporary_path_of(step), ignore_errors=True)
+            if not isinstance(error, (OSError, ValueError)):  # of a collective: another rank died
+                raise
             last = "there is none before it" if self.last_saved is None else f"step {self.last_saved} is intact"
             raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {last}") from None
         self.last_saved = step
@@ -265,13 +310,14 @@ class Checkpointer:
         model.sync_buffers()
         held, name = train_state.model_state(model), optimizer_name(optimizer)
         everything = model.of_all_stages(tensors.kinds_of(held))
-        groups = train_state.group_options(model, optimizer)
+        groups = self._alike(lambda: train_state.group_options(model, optimizer))
+        frozen = train_state.frozen_names(model)
 
         def checked() -> list[dict[str, Any]]:
             tensors.refuse_other_model(stored, everything)
             if stored.content["optimizer"] != name:
                 raise ValueError(f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}")
-            return train_state.stored_options(stored.content["groups"], groups)
+            return train_state.stored_options(stored.content["groups"], groups, frozen)
 
         options = self._alike(checked)
         found = tensors.shapes_and_dtypes(stored)
@@ -294,16 +340,19 @@ class Checkpointer:
         """Do it on every rank; if it raises on any, raise on all.
 
         What ranks find wrong together, a ValueError or CheckpointError, is raised as it is. Anything else is the
-        trouble of single ranks, and raised as a CheckpointError that names them.
+        trouble of single ranks, and raised as a CheckpointError that names them. Every Exception
+        counts: a rank that left by one of an unforeseen class would let the others wait until the
+        group's timeout.
         """
         result, problem = None, None
         try:
             result = action()
-        except (ValueError, CheckpointError) as error:
-            problem = error
-        except (OSError, MemoryError, RuntimeError) as error:  # torch raises the last where memory is lacking
-            first_line = next(iter(str(error).splitlines()), "")
-            problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
+        except Exception as error:
+            if type(error) in TOGETHER:
+                problem = error
+            else:
+                first_line = next(iter(str(error).splitlines()), "")
+                problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
         problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
         if problems:
             raise next((p for p in problems if isinstance(p, Exception)), None) or CheckpointError("; ".join(problems))

@@ -38,6 +38,13 @@ _NAME = re.compile(r"step_(\d{8}|[1-9]\d{8,})", re.ASCII)
 _FILE = re.compile(r"rank_\d+_\d+\.bin", re.ASCII)  # no way out of the folder
 _KEY = re.compile(r"model/.+|optimizer/[^/]+/.+|rng/\d+/[^/]+", re.ASCII)
 _SHA256 = re.compile("[0-9a-f]{64}")
+# A made-up marker could ask for any work and any memory by a number. These are far above what the
+# largest run writes.
+LARGEST_COUNT = 2**63 - 1  # of elements and bytes, as torch counts them
+LARGEST_MARKER = 2**30  # bytes
+MOST_DIMENSIONS = 64
+MOST_BOXES = 1024  # of a tensor: ranks that share matrices, times the ranges that each of them has
+LARGEST_GENERATOR = 2**16  # numbers of a random generator's state; torch's on the CPU has 5,056
 # dtype → bytes per element
 DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
           "uint8": 1, "bool": 1}  # fmt: skip
@@ -116,8 +123,11 @@ class CheckpointFolder:
         body = {"format": FORMAT, "step": step, **content}
         check_marker(body, final.name)  # what is wrong now could not be read again
         body["digest"] = digest_of(body)
+        text = json.dumps(body)
+        too_large = f"its marker would have {len(text)} bytes, more than {LARGEST_MARKER}"
+        _require(len(text) <= LARGEST_MARKER, too_large)
         with open(temporary / MARKER, "x", encoding="utf-8") as marker:
-            json.dump(body, marker)
+            marker.write(text)
             marker.flush()
             os.fsync(marker.fileno())
         sync_folder(temporary)
@@ -169,11 +179,15 @@ class CheckpointFolder:
         path = self.path_of(step)
         marker = path / MARKER
         try:
-            _size_of(marker)
+            size = _size_of(marker)
+            if size > LARGEST_MARKER:
+                raise Damaged(f"{marker} has {size} bytes, and no marker has more than {LARGEST_MARKER}")
             content = json.loads(marker.read_text(encoding="utf-8"))
             intact = isinstance(content, dict) and content.pop("digest", None) == digest_of(content)
         except OSError as error:
             raise Damaged(f"{marker}: {error.strerror or error}: the checkpoint was not completed") from None
+        except Damaged:
+            raise
         except (ValueError, RecursionError):
             raise Damaged(f"{marker} is truncated or altered") from None
         version = content.get("format") if isinstance(content, dict) else None
@@ -231,9 +245,27 @@ def check_marker(content: Content, folder: str) -> None:
             _require(whole is not None, f"it has {kind} of {parameter}, and no such parameter")
             fits = entry["shape"] == whole["shape"] or math.prod(entry["shape"]) == 1
             _require(fits, f"{key} has shape {entry['shape']}, and the parameter {whole['shape']}")
-    ranks = {int(key.split("/")[1]) for key in tensors if key.startswith("rng/")}
-    written = f"it has the generators of ranks {sorted(ranks)}, and {content['world_size']} ranks wrote it"
-    _require(ranks == set(range(content["world_size"])), written)
+    _check_generators(tensors, content["world_size"])
+
+
+def _check_generators(tensors: Content, world_size: int) -> None:
+    """Check that each rank that wrote the checkpoint, and no other, has random generators.
+
+    Their states have the size of one.
+    """
+    ranks = set()
+    for key, entry in tensors.items():
+        if key.startswith("rng/"):
+            shape = entry["shape"]
+            fits = len(shape) == 1 and shape[0] <= LARGEST_GENERATOR
+            _require(fits, f"{key} has shape {shape}, which the state of no random generator has")
+            ranks.add(int(key.split("/")[1]))
+    # Without range(world_size), which a made-up number would make as long as it says.
+    complete = len(ranks) == world_size and max(ranks, default=0) == world_size - 1
+    shown = f"{sorted(ranks)}"
+    if len(ranks) > 16:
+        shown = f"{min(ranks)} to {max(ranks)} ({len(ranks)} of them)"
+    _require(complete, f"it has the generators of ranks {shown}, and {world_size} ranks wrote it")
 
 
 def _check_tensor(key: str, entry: Any, files: Content) -> None:
@@ -242,6 +274,7 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     _require(whole, f"what it says of {key} is no shape, dtype and parts")
     shape, dtype, parts = entry["shape"], entry["dtype"], entry["parts"]
     _require(isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}")
+    _require(len(shape) <= MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions")
     known = isinstance(dtype, str) and dtype in DTYPES
     _require(known, f"the dtype of {key} is {dtype!r}; allowed: {', '.join(DTYPES)}")
     form = "lists of first element, elements, file and offset, and perhaps a box"
@@ -256,14 +289,27 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     for box, elements in covered.items():
         size = math.prod(last - first for first, last in box)
         _require(elements == size, f"{key} has {elements} of {size} elements")
-    apart = not any(_overlap(one, other) for one, other in itertools.combinations(covered, 2))
-    _require(apart, f"{key} has boxes that overlap")
+    _check_boxes(key, list(covered))
     total = sum(covered.values())
     _require(total == math.prod(shape), f"{key} has {total} of {math.prod(shape)} elements")
 
 
-def _overlap(one: Box, other: Box) -> bool:
-    return all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(one, other, strict=True))
+def _check_boxes(key: str, boxes: Sequence[Box]) -> None:
+    """Check that boxes lie apart.
+
+    A tensor is cut along one dimension, in which they are ranges of one line.
+    """
+    too_many = f"{key} has {len(boxes)} boxes, and no tensor has more than {MOST_BOXES}"
+    _require(len(boxes) <= MOST_BOXES, too_many)
+    if len(boxes) < 2:
+        return
+    by_dimension = zip(*boxes, strict=True)
+    cut = [ranges for ranges in by_dimension if len(set(ranges)) > 1]
+    several = f"{key} has boxes that are cut along {len(cut)} dimensions, and not along one"
+    _require(len(cut) == 1, several)
+    ranges = sorted(cut[0])
+    for (_, last), (first, _) in itertools.pairwise(ranges):
+        _require(last <= first, f"{key} has boxes that overlap")
 
 
 def _check_places(files: Content, tensors: Content) -> None:
@@ -302,7 +348,7 @@ def _is_box(value: Any, shape: Sequence[int]) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST_COUNT
 
 
 def _is_text(value: Any) -> bool:

@@ -23,13 +23,14 @@ from distlab.parallel.context_parallel import Parts, share_sequences
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.guards.optimizers import refuse_cut_matrices
+from distlab.parallel.guards.optimizers import refuse_cut_matrices, takes_shards
 from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local import Local
 from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.pipeline import Pipeline
+from distlab.parallel.shard_states import watch_states
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_axes import TorchPipeline, parallelize_by_torch
@@ -213,7 +214,11 @@ class Strategy:
         optimizer_options = dict(optimizer_options or {})
         if hasattr(optimizer_cls, "split"):  # it does not treat all parameters alike
             optimizer_options["params"] = optimizer_cls.split(model)
-        return model, self.optimizer(model, optimizer_cls, **optimizer_options)
+        optimizer = self.optimizer(model, optimizer_cls, **optimizer_options)
+        steps_shards = self.updates == "slices" and not isinstance(optimizer, LocalOptimizer)
+        if steps_shards and not takes_shards(optimizer_cls):  # those that do watch their own
+            watch_states(optimizer)
+        return model, optimizer
 
 
 def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:

@@ -315,8 +315,11 @@ class LocalOptimizer(Optimizer, ABC):
 
 
 def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
-    """What this rank's optimizer steps, for every strategy alike."""
+    """Return what this rank's optimizer steps, for every strategy alike."""
     trainable = [shard for shard in model.shards() if shard.tensor.requires_grad]
+    # All ranks hold all of a parameter without elements, however it is sharded: one of them writes
+    # its step.
+    trainable = [replace(s, replicated=True) if s.shape.numel() == 0 else s for s in trainable]
     return optimizer.shards(trainable) if isinstance(optimizer, LocalOptimizer) else trainable
 
 

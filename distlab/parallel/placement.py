@@ -86,7 +86,9 @@ class Slices(Whole):
             shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
             value = nn.Parameter(flat[here].view(shape))
             value.spread = plan.spread(position, parameter, self._group)
-            if start < stop or parameter.ndim == 2:  # who orthogonalises matrices asks for those of other ranks, too
+            # Muon asks for the matrices of other ranks as well. A parameter without elements has a
+            # step to count.
+            if start < stop or parameter.ndim == 2 or parameter.numel() == 0:
                 self._means.append((parameter, value, bucket.buffer[here].view(shape)))
             self.starts[parameter] = start
             first = start if parameter.is_contiguous() else None

@@ -163,9 +163,12 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether the whole's first element lies here."""
+        """Whether the whole's first element is here, or the whole has no elements at all.
+
+        The rank that is first stores what belongs to the whole, such as Adam's step.
+        """
         has_first = self.cut is None or self.cut.ranges[0][0] == 0
-        return has_first and self.start == 0 and self.values.numel() > 0
+        return has_first and self.start == 0 and (self.values.numel() > 0 or self.shape.numel() == 0)
 
     def places(self) -> list[tuple[Box, int, slice]]:
         """Where its elements lie in the whole: box, first element within the flattened box, which of `values`."""

@@ -145,24 +145,29 @@ class ZeroOptimizer(LocalOptimizer):
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state saved by name at any world size.
+        """Take over a whole state saved at any world size: by name, or numbered as an unsharded optimizer's.
+
+        An unsharded optimizer numbers its parameters in the order of its groups. It has the same
+        groups as this one, or a single one of all parameters of the module, frozen ones among them.
 
         Raises:
-            ValueError: groups that hold other parameters.
+            ValueError: groups that hold other parameters, or state in another shape than its
+                parameter's.
         """
-        saved = state_dict["param_groups"]
+        saved, state_of = self._by_name(state_dict)
         refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])
         state = {}
         for name, parameter in self._ddp.named:
-            if name in state_dict["state"]:
+            if name in state_of:
                 tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
                 part = slice(start, start + tensor.numel())
-                state[tensor] = _cut(state_dict["state"][name], parameter, part)
+                _refuse_other_shapes(state_of[name], name, parameter)
+                state[tensor] = _cut(state_of[name], parameter, part)
         load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
-        """Return the shards that hold anything."""
-        return [shard for shard in held if shard.tensor.numel() > 0]
+        """Return the shards with elements, and parameters that have none on any rank: they have a step as well."""
+        return [shard for shard in held if shard.tensor.numel() > 0 or shard.shape.numel() == 0]
 
     def close(self) -> None:
         """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
@@ -176,6 +181,38 @@ class ZeroOptimizer(LocalOptimizer):
         if not self._takes_shards:
             held = self.shards(held)
         return group | {"params": [shard.tensor for shard in held]}
+
+    def _by_name(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the groups and the state of a state dict, with names for numbers.
+
+        Raises:
+            ValueError: other numbers of parameters than this optimizer's.
+        """
+        saved, state = state_dict["param_groups"], state_dict["state"]
+        numbers = [group["params"] for group in saved]
+        if any(isinstance(number, str) for group in numbers for number in group):
+            return saved, state
+        names = [group["params"] for group in self._groups_by_name()]
+        everything = [name for name, _ in self._ddp.module.named_parameters()]
+        sizes = [len(group) for group in numbers]
+        name_of: dict[int, str] = {}
+        if sizes == [len(group) for group in names]:
+            for numbered, named in zip(numbers, names, strict=True):
+                name_of |= dict(zip(numbered, named, strict=True))
+        elif sizes == [len(everything)] and len(names) == 1:
+            name_of = dict(zip(numbers[0], everything, strict=True))
+        else:
+            raise ValueError(
+                f"the saved groups hold {sizes} parameters by number, and this optimizer's groups "
+                f"{[len(group) for group in names]} of a module that has {len(everything)}: load a state whose "
+                "optimizer had the same groups"
+            )
+        mine = {name for group in names for name in group}
+        groups = [
+            group | {"params": [name_of[number] for number in group["params"] if name_of[number] in mine]}
+            for group in saved
+        ]
+        return groups, {name_of[number]: value for number, value in state.items()}
 
     def _groups_by_name(self) -> list[dict[str, Any]]:
         name_of = {parameter: name for name, parameter in self._ddp.named}
@@ -193,6 +230,16 @@ def _join(parts: list[dict[str, Any]], parameter: nn.Parameter) -> dict[str, Any
         else value
         for key, value in parts[0].items()
     }
+
+
+def _refuse_other_shapes(state: dict[str, Any], name: str, parameter: nn.Parameter) -> None:
+    """Raise ValueError for state that is not one number, and not in the shape of its parameter."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"the saved {key} of '{name}' has shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(parameter.shape)}: load the state of the same parameters in the same order"
+            )
 
 
 def _cut(state: dict[str, Any], parameter: nn.Parameter, part: slice) -> dict[str, Any]:

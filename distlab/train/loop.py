@@ -132,6 +132,7 @@ class Trainer:
             self.checkpoints = Checkpointer(
                 folder,
                 context,
+                model=self.wrapper,
                 keep=config.keep,
                 asynchronous=not config.synchronous_checkpoints,
                 threads=4 if context.device.type == "cuda" else 1,

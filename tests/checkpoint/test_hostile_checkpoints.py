@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -219,6 +220,63 @@ def test_an_index_that_was_made_up_is_named(run):
         forge(run, content)
         assert message in refusal(run), dtype
     assert digest(run.trainer.wrapper) == before
+
+
+def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
+    """A world of a billion ranks took 40 seconds, and then all memory. Each of these must be refused at once."""
+    original = marker_of(run)
+    nothing = {"shape": [2**62, 0], "dtype": "uint8", "parts": []}
+    ((_, _, name, offset),) = original["tensors"][EMBEDDING]["parts"]
+    # As many boxes as elements, along one dimension or two: pairs of them would be a million.
+    rows = [[0, 1, name, offset + 4 * i, [[i // 32, i // 32 + 1], [i % 32, i % 32 + 1]]] for i in range(SIZE)]
+    line = {"shape": [2000, 1], "dtype": "float32"}
+    line["parts"] = [[0, 1, name, 4 * i, [[i, i + 1], [0, 1]]] for i in range(2000)]
+    generator = original["tensors"]["rng/0/torch"]
+    for changes, message in (
+        ({"world_size": 10**9}, "has the generators of ranks [0], and 1000000000 ranks wrote it"),
+        ({"world_size": 2**63}, "'world_size' is not a number of ranks"),
+        ({"step": 2**63}, "'step' is not a whole number"),
+        ({"tensors": {EMBEDDING: {"shape": [10**4000] * 1000}}}, "the shape of"),
+        ({"tensors": {EMBEDDING: {"shape": [2**63, 1]}}}, "the shape of"),
+        ({"tensors": {"optimizer/step/embedding.weight": {"shape": [1] * 1000}}}, "has 1000 dimensions"),
+        ({"tensors": {EMBEDDING: {"parts": rows}}}, "cut along 2 dimensions, and not along one"),
+        ({"tensors": {"model/line": line}}, "has 2000 boxes, and no tensor has more than 1024"),
+        ({"tensors": {"rng/0/torch": {"shape": [2**40]}}}, "rng/0/torch has "),
+        ({"tensors": {"rng/0/new": nothing}}, "has shape [4611686018427387904, 0], which the state of no random"),
+        (
+            {"tensors": {f"rng/{rank}/torch": generator | {"shape": [0], "parts": []} for rank in range(1, 100)}},
+            "has the generators of ranks 0 to 99 (100 of them), and 1 ranks wrote it",
+        ),
+        ({"files": {"rank_0_0.bin": {"bytes": 2**63}}}, "what it says of rank_0_0.bin is no size and checksum"),
+        ({"files": {"rank_0_0.bin": {"bytes": 2**50}}}, "has 1125899906842624 bytes, and tensors of"),
+    ):
+        content = copy.deepcopy(original)
+        for field, value in changes.items():
+            if field in ("tensors", "files"):
+                for key, entry in value.items():
+                    content[field][key] = content[field].get(key, {}) | entry
+            else:
+                content[field] = value
+        forge(run, content)
+        begin = time.process_time()
+        assert message in refusal(run), message
+        assert time.process_time() - begin < 5, message
+
+
+def test_boxes_that_overlap_are_named(run):
+    content = marker_of(run)
+    ((_, _, name, offset),) = content["tensors"][EMBEDDING]["parts"]
+    upper, lower = [[0, 16], [0, 32]], [[15, 31], [0, 32]]
+    parts = [[0, 512, name, offset, upper], [0, 512, name, offset + 2048, lower]]
+    content["tensors"][EMBEDDING]["parts"] = parts
+    forge(run, content)
+    assert "has boxes that overlap" in refusal(run)
+
+
+def test_a_marker_that_is_larger_than_any_is_not_read(run):
+    with open(path_of(run) / MARKER, "r+b") as file:
+        file.truncate(2**40)  # takes no space on the disk
+    assert "has 1099511627776 bytes, and no marker has more than" in refusal(run)
 
 
 def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(run):

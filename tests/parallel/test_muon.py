@@ -164,3 +164,168 @@ def test_where_no_rank_could_put_matrices_together_is_refused(context):
         STRATEGIES["fsdp2"].build(nn.Sequential(model), context.group, Muon)
     with pytest.raises(ValueError, match="has a matrix"):
         Muon.split(nn.Linear(2, 2))
+
+
+# -- arguments and states, as torch's optimizers have them ---------------------------------------------
+
+NAN = float("nan")
+REFUSED = [
+    *((name, value) for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps") for value in (-1e-9, NAN)),
+    ("lr", torch.ones(2)), ("lr", torch.tensor(NAN)), ("lr", torch.tensor(-1.0)),
+    *(("betas", value) for value in ((0.9, 1.0), (1.5, 0.9), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,))),
+    *(("ns_steps", value) for value in (0, -1, 100, 2.5, True)),
+    ("ns_coefficients", (1.0, 2.0)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, value", REFUSED)
+def test_what_torch_refuses_is_refused_wherever_a_group_comes_from(name, value):
+    """In the constructor, for all groups or for one; by a group that arrives later; by a state."""
+
+    def matrix():
+        return nn.Parameter(torch.ones(2, 3))
+
+    with pytest.raises(ValueError, match=f"Muon: {name}"):
+        Muon([matrix()], **{name: value})
+    with pytest.raises(ValueError, match=f"Muon: {name}"):
+        Muon([{"params": [matrix()]}, {"params": [matrix()], name: value, "orthogonalize": False}])
+    optimizer = Muon([matrix()])
+    with pytest.raises(ValueError, match=f"Muon: {name}"):
+        optimizer.add_param_group({"params": [matrix()], name: value})
+    assert len(optimizer.param_groups) == 1
+    before = optimizer.state_dict()
+    state = optimizer.state_dict()
+    state["param_groups"][0][name] = value
+    with pytest.raises(ValueError, match=f"Muon: {name}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.state_dict() == before
+
+
+def test_complex_matrices_and_sparse_gradients_are_refused():
+    matrix = nn.Parameter(torch.ones(2, 3, dtype=torch.complex64))
+    with pytest.raises(ValueError, match="Muon: a matrix of complex numbers"):
+        Muon([matrix])
+    optimizer = Muon([nn.Parameter(torch.ones(2, 3))])
+    with pytest.raises(ValueError, match="Muon: a matrix of complex numbers"):
+        optimizer.add_param_group({"params": [matrix]})
+    for matrices in (True, False):
+        table = nn.Embedding(4, 3, sparse=True)
+        table(torch.tensor([1])).sum().backward()
+        with pytest.raises(RuntimeError, match="Muon does not support sparse gradients"):
+            Muon([{"params": list(table.parameters()), "orthogonalize": matrices}]).step()
+
+
+def test_complex_vectors_are_stepped_as_by_adamw():
+    vectors = [torch.randn(3, dtype=torch.complex64) for _ in range(2)]
+    others = [vector.clone() for vector in vectors]
+    for vector, other in zip(vectors, others, strict=True):
+        vector.grad = other.grad = torch.randn(3, dtype=torch.complex64)
+    ours = Muon([{"params": vectors, "orthogonalize": False}], **OPTIONS)
+    for optimizer in (ours, torch.optim.AdamW(others, **OPTIONS)):
+        for _ in range(STEPS):
+            optimizer.step()
+    assert all(map(torch.equal, vectors, others))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("rate", [0.02, torch.tensor(0.02), torch.tensor([0.02])], ids=str)
+def test_every_dtype_decays_as_torchs(dtype, rate):
+    """A CPU rounded 0.998, by which bf16 matrices are multiplied, to bf16 first."""
+    matrices = [torch.randn(shape).to(dtype) for shape in ((8, 6), (6, 9), (8, 6))]
+    others = [matrix.clone() for matrix in matrices]
+    for matrix, other in zip(matrices, others, strict=True):
+        matrix.grad = other.grad = torch.randn(matrix.shape).to(dtype)
+    for optimizer in (Muon(matrices, lr=rate), torch.optim.Muon(others, lr=rate)):
+        for _ in range(STEPS):
+            optimizer.step()
+    assert all(map(torch.equal, matrices, others))
+
+
+class WithEmptyMatrices(nn.Module):
+    """Matrices without rows, without columns or without both, among others."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        shapes = (0, 4), (4, 4), (4, 0), (0, 0)
+        self.blocks = nn.ModuleList(nn.ParameterList([torch.randn(shape)]) for shape in shapes)
+
+    def forward(self):
+        return sum(block[0].square().sum() for block in self.blocks)
+
+
+@on_two_ranks
+def test_matrices_without_elements_are_left_alone(context):
+    for strategy, placement in CELLS:
+        found = []
+        for module in (WithEmptyMatrices(), nn.ParameterList([WithEmptyMatrices().blocks[1][0]])):
+            if isinstance(module, nn.ParameterList):
+                optimizer = torch.optim.Muon(module.parameters(), **OPTIONS)
+                module[0].square().sum().backward()
+                optimizer.step()
+                found.append(module[0])
+                continue
+            options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
+            model, optimizer = STRATEGIES[strategy].build(module, context.group, Muon, options)
+            model().backward()
+            model.finish_gradient_synchronization()
+            optimizer.step()
+            found.append(model.full_parameters()["blocks.1.0"])
+            model.close()
+        assert torch.equal(*found), strategy
+    only = nn.Parameter(torch.empty(3, 0))
+    only.grad = torch.empty(3, 0)
+    Muon([only]).step()
+
+
+def pair():
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6, 3))]
+
+
+def step_both(optimizers, number):
+    torch.manual_seed(number)
+    gradients = [torch.randn(4, 6), torch.randn(6, 3)]
+    for optimizer in optimizers:
+        for parameter, gradient in zip(optimizer.param_groups[0]["params"], gradients, strict=True):
+            parameter.grad = gradient.clone()
+        optimizer.step()
+
+
+def test_a_state_of_torchs_muon_is_continued_and_torchs_continues_ours():
+    theirs, ours = torch.optim.Muon(pair(), **OPTIONS), Muon(pair(), lr=0.5)
+    step_both([theirs], 1)
+    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+        mine.data.copy_(other.data)
+    ours.load_state_dict(theirs.state_dict())
+    assert ours.param_groups[0]["lr"] == OPTIONS["lr"] and ours.param_groups[0]["orthogonalize"]
+    again = Muon(pair(), lr=0.5)
+    step_both([theirs, ours], 2)
+    step_both([theirs, ours], 3)
+    assert all(map(torch.equal, ours.param_groups[0]["params"], theirs.param_groups[0]["params"]))
+    again.load_state_dict(ours.state_dict())
+    torch.optim.Muon(pair()).load_state_dict(ours.state_dict())
+
+
+@pytest.mark.parametrize("other", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
+def test_a_state_of_another_optimizer_is_refused_at_load(other):
+    theirs = other(pair(), lr=0.1)
+    step_both([theirs], 1)
+    with pytest.raises(ValueError, match=r"Muon\.load_state_dict: a saved group has no option"):
+        Muon(pair()).load_state_dict(theirs.state_dict())
+
+
+def test_a_state_that_does_not_fit_is_refused_at_load():
+    ours = Muon(pair(), **OPTIONS)
+    step_both([ours], 1)
+    state = ours.state_dict()
+    swapped = Muon(pair()[::-1])
+    with pytest.raises(ValueError, match=r"momentum_buffer of parameter 0 has shape \(4, 6\), and the parameter has"):
+        swapped.load_state_dict(state)
+    state["param_groups"][0]["orthogonalize"] = False
+    with pytest.raises(ValueError, match="parameter 0 has momentum_buffer, and a group with orthogonalize=False needs"):
+        Muon(pair()).load_state_dict(state)
+    with pytest.raises(ValueError, match="parameter group"):
+        Muon([pair()[0]]).load_state_dict(ours.state_dict())
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        Muon([{"params": [each]} for each in pair()]).load_state_dict(ours.state_dict())
