@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from distlab.text import for_terminal
+
 USAGE_ERROR = 2
 # What a person can mend. Anything else is our mistake and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
@@ -44,7 +46,12 @@ NO_MEMORY = re.compile(
 
 
 def message_of(error: Exception) -> str | None:
-    """The line for an error that a person can mend; None for any other, which keeps its traceback."""
+    """Return the line for an error that the user can fix; None for any other, which keeps its traceback."""
+    line = _line_of(error)
+    return None if line is None else for_terminal(line)  # it may quote a file that came from elsewhere
+
+
+def _line_of(error: Exception) -> str | None:
     if is_out_of_memory(error):
         said = str(error).strip()
         if type(error) is MemoryError and said:  # one of ours, which says what to do
@@ -244,7 +251,7 @@ def what_is_saved(folder: Path | None) -> str:
             folder.rmdir()
         return "nothing was saved"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"saved so far in {folder}: {', '.join(names[:SHOWN])}{more}"
+    return for_terminal(f"saved so far in {folder}: {', '.join(names[:SHOWN])}{more}")
 
 
 @contextlib.contextmanager

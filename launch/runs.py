@@ -11,10 +11,11 @@ from typing import Any
 
 from distlab.compare import SavedRun, compared, differences, failures, findings, undecided, view_of
 from distlab.options import Parser
-from distlab.report import Record, write
+from distlab.report import Record, reading, write
 from distlab.report.record import plain
 from distlab.report.terminal import WIDTH, highlighted, say
 from distlab.runs import as_text, files_of, listed, make_folder, write_index
+from distlab.text import for_terminal
 from launch.registry import ROOT, experiments, load
 
 MOST_RUNS = 20  # that are listed
@@ -63,13 +64,19 @@ def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
     saved = [SavedRun.read(run, args.out, ROOT) for run in args.runs]
-    rows = compared(saved, args.against)
-    view = view_of(saved, rows[0].config["metric"])
+    files = [run.path for run in saved]
+    with reading(files):
+        rows = compared(saved, args.against)
+        view = view_of(saved, rows[0].config["metric"])
+        differing = differences(saved)
+        view.headline_of(rows), view.table(rows)  # whatever cannot be shown is refused before there is a folder
     if not args.json:
-        for line in differences(saved):
+        for line in differing:
             print(highlighted(line))
         print()
-    page = write(view, rows, make_folder(args.out, view.name))
+    folder = make_folder(args.out, view.name)
+    with reading(files):
+        page = write(view, rows, folder)
     refresh_index(args.out)
     say(replace(view, findings=findings), rows, page, quiet=args.json)  # without the differences, printed above
     if args.fail_above is None:
@@ -77,7 +84,7 @@ def compare(arguments: Sequence[str]) -> int:
     failed, unsure = failures(rows, args.fail_above), undecided(rows, args.fail_above)
     more = f"worse by more than {args.fail_above:g} %"
     if failed:
-        print(f"distlab compare: {more}, or gone: {', '.join(failed)}", file=sys.stderr)
+        print(for_terminal(f"distlab compare: {more}, or gone: {', '.join(failed)}"), file=sys.stderr)
         return 1
     if unsure:
         print(

@@ -19,6 +19,7 @@ from distlab.comm import RankContext
 from distlab.comm.rank_process import run_rank
 from distlab.model.export import export
 from distlab.options import SEED, Options, config_from, option, parser_of
+from distlab.text import for_terminal
 from distlab.train.sample import generate, load_model, newest_usable
 
 
@@ -53,7 +54,8 @@ def sample(context: RankContext, args: SampleOptions) -> int:
         bytes_T = torch.tensor(list(os.fsencode(prompt)), dtype=torch.int64, device=context.device)
         tokens = generate(model, bytes_T, args.tokens, temperature=args.temperature, seed=args.seed)
         if context.is_main:
-            print(bytes(tokens.tolist()).decode(errors="replace"), flush=True)
+            text = bytes(tokens.tolist()).decode(errors="replace")
+            print(for_terminal(text) if sys.stdout.isatty() else text, flush=True)
     if context.is_main:
         print(f"(step {stored.step} of {args.run})", file=sys.stderr)
     return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 from distlab.report.record import Records, json_line
 from distlab.report.table import render_for_terminal
 from distlab.report.view import View
+from distlab.text import for_terminal
 
 MOST_ROWS = 16  # of a table
 WIDTH = 100  # characters of a line, where the terminal is not narrower
@@ -27,7 +28,7 @@ def short_table(view: View, records: Records) -> str:
         columns = [c for c in wanted if not c.is_empty(group)]
         text = render_for_terminal(group[:MOST_ROWS], columns, width())
         hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
-        texts.append((f"{part}:\n" if len(tables) > 1 else "") + text + hidden)
+        texts.append((f"{for_terminal(part)}:\n" if len(tables) > 1 else "") + text + hidden)
     return "\n\n".join(texts)
 
 
@@ -64,4 +65,4 @@ def highlighted(text: str) -> str:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(for_terminal(text), width(), break_long_words=False, break_on_hyphens=False)
