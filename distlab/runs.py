@@ -400,7 +400,7 @@ def short(commit: str | None) -> str:
 
 
 def when_of(path: Path, record: Record | None = None) -> str:
-    """Return when a run was made in UTC, `2026-11-22 14:05:33`: as its row says, by its commit, or by its file's time."""
+    """Return when a run was made, `2026-11-22 14:05:33` in UTC, by its row, its commit, or the time of its file."""
     made = None
     if record is not None:
         made = record.environment.get("date") or date_of_commit((record.commit or "").removesuffix("-dirty"))
