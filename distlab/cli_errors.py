@@ -92,12 +92,28 @@ def outlive_readers() -> None:
 
     The command goes on, so that a run of which only the first lines were wanted is saved nevertheless.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        _open_if_closed(number, name)
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
-        if old is not None:  # closed, as by `>&-`
-            buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
-            at_once = old.line_buffering or old.write_through
-            setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
+        buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
+        at_once = old.line_buffering or old.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
+
+
+def _open_if_closed(number: int, name: str) -> None:
+    """Give a standard stream that was closed, as by `>&-`, the null device: what is printed there is dropped.
+
+    Its number is taken as well. Else the next file that is opened would get it, and what C code prints with it.
+    """
+    if getattr(sys, name) is not None:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    os.set_inheritable(number, True)
+    setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 class Stopped(KeyboardInterrupt):

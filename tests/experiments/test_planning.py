@@ -32,7 +32,7 @@ MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
 
 def test_plan(tmp_path, capsys):
     arguments = ["--model", "tiny", "--batch", "4", "--devices", "h100:4", "--strategies", "bucketed,fsdp"]
-    assert main(["run", "plan", *arguments, "--out", str(tmp_path)]) == 0
+    assert main(["run", "plan", *arguments, "--out", str(tmp_path), "--json"]) == 0
     folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
     records = read_json(folder / "records.json")
     assert all(record.metrics["fits"] for record in records)
