@@ -52,6 +52,7 @@ RESULTS = (
     r"\w*_bytes", r"\w+",
 )  # fmt: skip
 STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
+LONGEST_NAME = 200  # bytes; file systems allow 255, of which files beside a run take some for their own endings
 MOST_VALUES = 3  # of an option that are written out
 LEAST_COLUMNS = 20  # of a line, however narrow the terminal says that it is
 
@@ -99,6 +100,10 @@ def check_names(out: str, *names: str | None) -> None:
     for name in names:
         if name is not None and (not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")):
             raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+        if name is not None and len(os.fsencode(name)) > LONGEST_NAME:
+            raise ValueError(
+                f"--name of {len(name)} characters is too long for a folder: give at most {LONGEST_NAME} bytes"
+            )
 
 
 def _fresh_folder(parent: Path) -> Path:

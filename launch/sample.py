@@ -61,6 +61,23 @@ def sample(context: RankContext, args: SampleOptions) -> int:
     return 0
 
 
+def check_export(folder: str) -> None:
+    """Refuse a folder in which an export would overwrite a file that is not an earlier export's.
+
+    Raises:
+        ValueError: an empty name, or a folder with the config.json of a run or of another program.
+    """
+    if not folder:
+        raise ValueError("--export '' names no folder: give one for the model")
+    target = Path(folder)
+    is_export = (target / "model.safetensors").exists()
+    if (target / "config.json").exists() and not is_export:
+        raise ValueError(
+            f"--export {folder}: its config.json is not of an export, a run's for example, and would be lost: give "
+            "another folder"
+        )
+
+
 def _lines(context: RankContext) -> Iterator[str]:
     """The lines that a person types, on the rank that has the terminal; an empty one is asked for again."""
     with contextlib.suppress(EOFError):
@@ -73,6 +90,8 @@ def main(argv: list[str]) -> int:
     """`distlab sample`; returns the exit code."""
     args = parser().parse_args(argv)
     options = config_from(SampleOptions, args)
+    if options.export is not None:
+        check_export(options.export)
     if options.prompt == "":
         raise ValueError("--prompt is empty: give at least one character to continue")
     return run_rank(lambda context: sample(context, options), backend=options.backend, timeout_s=60.0, name="sample")
