@@ -28,6 +28,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from distlab.text import for_terminal
+
 USAGE_ERROR = 2
 # What a person can mend. Anything else is our mistake and keeps its traceback.
 USER_ERRORS = (ValueError, OSError, MemoryError)
@@ -44,7 +46,12 @@ NO_MEMORY = re.compile(
 
 
 def message_of(error: Exception) -> str | None:
-    """The line for an error that a person can mend; None for any other, which keeps its traceback."""
+    """Return the line for an error that the user can fix; None for any other, which keeps its traceback."""
+    line = _line_of(error)
+    return None if line is None else for_terminal(line)  # it may quote a file that came from elsewhere
+
+
+def _line_of(error: Exception) -> str | None:
     if is_out_of_memory(error):
         said = str(error).strip()
         if type(error) is MemoryError and said:  # one of ours, which says what to do
@@ -85,12 +92,28 @@ def outlive_readers() -> None:
 
     The command goes on, so that a run of which only the first lines were wanted is saved nevertheless.
     """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        _open_if_closed(number, name)
     for name in ("stdout", "stderr"):
         old = getattr(sys, name)
-        if old is not None:  # closed, as by `>&-`
-            buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
-            at_once = old.line_buffering or old.write_through
-            setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
+        buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
+        at_once = old.line_buffering or old.write_through
+        setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
+
+
+def _open_if_closed(number: int, name: str) -> None:
+    """Give a standard stream that was closed, as by `>&-`, the null device: what is printed there is dropped.
+
+    Its number is taken as well. Else the next file that is opened would get it, and what C code prints with it.
+    """
+    if getattr(sys, name) is not None:
+        return
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != number:
+        os.dup2(null, number)
+        os.close(null)
+    os.set_inheritable(number, True)
+    setattr(sys, name, open(number, "r" if name == "stdin" else "w", closefd=False))  # noqa: SIM115
 
 
 class Stopped(KeyboardInterrupt):
@@ -244,7 +267,7 @@ def what_is_saved(folder: Path | None) -> str:
             folder.rmdir()
         return "nothing was saved"
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"saved so far in {folder}: {', '.join(names[:SHOWN])}{more}"
+    return for_terminal(f"saved so far in {folder}: {', '.join(names[:SHOWN])}{more}")
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ ALIKE = (
     "device_count",
 )  # of environments, what differs from run to run and changes no figure
 SLOWER, FASTER, TIE, UNSURE = "worse", "better", "tie", "noise unknown"
+MOVED_ROWS, MOVED_PCT = 3, 3.0  # that move together: so many rows, each by more
 MOST_COLUMNS = 4  # runs that have a column each; of more, the last two
 
 Key = tuple[str, ...]
@@ -153,37 +154,71 @@ def findings(rows: Records) -> list[str]:
         found.append(f"Inside the noise: {', '.join(ties)}.")
     for verdict, group in by_verdict.items():
         found.append(f"{verdict}: {', '.join(row.variant for row in group)}.")
-    moved = [row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])]
-    if len(moved) >= 3 and (min(moved) > 3 or max(moved) < -3):
+    moved = machine_moved(rows)
+    if moved is not None:
         found.append(
-            f"Every row's {metric} moved in one direction, by {min(moved, key=abs):+.1f} % at least: that is the "
+            f"Every row's {metric} moved in one direction, by {moved:+.1f} % at least: that is the "
             "machine or what all rows share, rather than one strategy."
         )
     return found
 
 
+def machine_moved(rows: Records) -> float | None:
+    """Return the smallest difference in %, with its sign, of 3 rows or more that all moved in one direction by over
+    3 %; None if they did not.
+    """
+    moved = [row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])]
+    if len(moved) >= MOVED_ROWS and (min(moved) > MOVED_PCT or max(moved) < -MOVED_PCT):
+        return min(moved, key=abs)
+    return None
+
+
+def gone(rows: Records) -> list[str]:
+    """Return the rows that only the first run has."""
+    return [row.variant for row in rows if row.metrics["verdict"].startswith("only in the first")]
+
+
 def failures(rows: Records, limit_pct: float) -> list[str]:
-    """The rows of `--fail-above`: worse by more than the limit and beyond the noise, or no longer there."""
-    return [
-        row.variant
-        for row in rows
-        if (row.metrics["verdict"] == SLOWER and abs(row.metrics["difference_pct"]) > limit_pct)
-        or row.metrics["verdict"].startswith("only in the first")
-    ]
+    """Return the rows that are certainly worse by more than the limit, and those that are gone.
+
+    Certainly: the lower end of their interval is above the limit.
+    """
+    worse = [row.variant for row in rows if row.metrics["verdict"] == SLOWER and worse_by(row)[0] > limit_pct]
+    return [*worse, *gone(rows)]
 
 
 def undecided(rows: Records, limit_pct: float) -> list[str]:
-    """The rows that may be worse by more than the limit without being found so, each with what it may be off by."""
+    """Return the rows that may be worse by more than the limit, but not certainly, each with how much worse it may be.
+
+    Their interval reaches above the limit, whether they are found worse or a tie.
+    """
     found = []
     for row in rows:
-        m = row.metrics
-        end = m["low_pct" if higher_is_better(row.config["metric"]) else "high_pct"]
-        hidden = max(m["least_pct"] or 0, abs(end or 0))
-        if m["verdict"] == UNSURE:
+        if row.metrics["verdict"] == UNSURE:
             found.append(f"{row.variant} (noise unknown)")
-        elif m["verdict"] == TIE and hidden > limit_pct:
-            found.append(f"{row.variant} (up to {hidden:.0f} %)")
+        elif row.metrics["verdict"] in (SLOWER, TIE):
+            least, most = worse_by(row)
+            if least <= limit_pct < most:
+                found.append(f"{row.variant} (up to {most:.1f} %)")
     return found
+
+
+def worse_by(row: Record) -> tuple[float, float]:
+    """Return the interval of how much worse a row may be, in %; negative numbers are better.
+
+    It is the 95 % interval of the table where both runs kept samples, else the difference and its noise to both sides.
+    A tie may hide at least its noise.
+    """
+    m = row.metrics
+    difference, noise = m["difference_pct"], m["least_pct"] or 0.0
+    low, high = m["low_pct"], m["high_pct"]
+    if low is None or high is None:
+        low, high = difference - noise, difference + noise
+    if higher_is_better(row.config["metric"]):
+        low, high = -high, -low
+    if m["verdict"] == TIE:
+        low, high = min(low, -noise), max(high, noise)
+    return low, high
 
 
 def view_of(runs: Sequence[SavedRun], metric: str) -> View:

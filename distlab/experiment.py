@@ -38,6 +38,7 @@ from distlab.report.record import Metrics, Record, Records, plain
 from distlab.report.terminal import say, say_table
 from distlab.report.view import View, headline_from, write
 from distlab.runs import Header, Run, check_names, make_folder, open_run
+from distlab.text import for_terminal
 
 __all__ = [
     "Column",
@@ -215,8 +216,9 @@ class Experiment(Generic[C]):
         ):
             run = self.open(config, context, folder, frame.commit)
             if run.header.complete:
+                since = for_terminal(run.header.complete)
                 progress.keep(
-                    f"this run is complete, since {run.header.complete} ({folder}). --fresh measures it again, another "
+                    f"this run is complete, since {since} ({folder}). --fresh measures it again, another "
                     "--name begins a new one"
                 )
                 return 1 if self.wrong(run.records) else 0

@@ -14,6 +14,7 @@ run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `recor
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import tempfile
 import textwrap
@@ -41,6 +42,7 @@ from distlab.report.record import (
     write_json,
 )
 from distlab.report.table import is_number
+from distlab.text import for_terminal
 
 HEADER = "run.json"
 ROWS = "records.json"
@@ -50,7 +52,9 @@ RESULTS = (
     r"\w*_bytes", r"\w+",
 )  # fmt: skip
 STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
+LONGEST_NAME = 200  # bytes; file systems allow 255, of which files beside a run take some for their own endings
 MOST_VALUES = 3  # of an option that are written out
+LEAST_COLUMNS = 20  # of a line, however narrow the terminal says that it is
 
 Defaults = Callable[[Record], Values]
 
@@ -96,6 +100,10 @@ def check_names(out: str, *names: str | None) -> None:
     for name in names:
         if name is not None and (not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")):
             raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+        if name is not None and len(os.fsencode(name)) > LONGEST_NAME:
+            raise ValueError(
+                f"--name of {len(name)} characters is too long for a folder: give at most {LONGEST_NAME} bytes"
+            )
 
 
 def _fresh_folder(parent: Path) -> Path:
@@ -397,9 +405,12 @@ def short(commit: str | None) -> str:
 
 
 def when_of(path: Path, record: Record | None = None) -> str:
-    """When a run was made, `2026-11-22 14:05:33` in UTC: as its row says, by its commit, or by its file's time."""
-    said = record and (record.environment.get("date") or date_of_commit((record.commit or "").removesuffix("-dirty")))
-    made = said or datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
+    """Return when a run was made, `2026-11-22 14:05:33` in UTC, by its row, its commit, or the time of its file."""
+    made = None
+    if record is not None:
+        made = record.environment.get("date") or date_of_commit((record.commit or "").removesuffix("-dirty"))
+    if not re.match(r"\d{4}-\d\d-\d\d", str(made)):  # what else a record has there would not sort as a date
+        made = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
     return str(made)[:19].replace("T", " ")
 
 
@@ -409,28 +420,37 @@ def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
     for path in files:
         try:
             rows.append(described(path, defaults))
-        except (OSError, ValueError) as error:
-            result = f"cannot be read: {error}" if path.exists() else "failed, without a row"
+        except Exception as error:  # whatever is odd in one run, the others are listed
+            result = f"cannot be read: {_reason(error, path)}" if path.exists() else "failed, without a row"
             rows.append({"run": str(path.parent), "when (UTC)": when_of(path.parent), "result": result})
     return sorted(rows, key=lambda row: row["when (UTC)"], reverse=True)
 
 
+def _reason(error: Exception, path: Path) -> str:
+    """Return why a run cannot be described, with its file; errors that Python raises name none."""
+    if isinstance(error, OSError | ValueError) and str(path.parent) in str(error):
+        return str(error)
+    return f"{path}: {type(error).__name__}: {error}"
+
+
 def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     """The list for a terminal: a run's name, which is never cut, with what it found, and below it the rest."""
+    rows = [{heading: for_terminal(" ".join(text.split())) for heading, text in row.items()} for row in rows]
     longest = max(len(row["run"]) for row in rows)
     texts = []
     for row in rows:
         texts.append(f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  {row['result']}")
         rest = "; ".join(filter(None, map(row.get, ("machine", "commit", "differs from the default"))))
-        texts += ["    " + textwrap.shorten(rest, columns - 4, placeholder=" …")] if rest else []
+        # A terminal may say that it has one column.
+        texts += ["    " + textwrap.shorten(rest, max(columns - 4, LEAST_COLUMNS), placeholder=" …")] if rest else []
     return "\n".join(texts)
 
 
 def write_index(root: Path) -> Path:
     """Write `index.html` into the folder of all results: a link to the page of every run, the newest first."""
     pages = sorted(root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True)
-    names = [page.relative_to(root).as_posix() for page in pages]
-    links = "".join(f'<li><a href="{quote(name)}">{escape(name)}</a></li>\n' for name in names)
+    names = [os.fsencode(page.relative_to(root)) for page in pages]  # a folder's name need not be UTF-8
+    links = "".join(f'<li><a href="{quote(name)}">{escape(name.decode(errors="replace"))}</a></li>\n' for name in names)
     index = root / "index.html"
     write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{links}</ul>\n")
     return index

@@ -19,6 +19,8 @@ from distlab.simulate.step import simulate_training
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.step_time import sharding_group
 
+MOST_RANKS = 2**20  # the lists of a group's ranks take seconds and gigabytes beyond them
+
 
 @dataclass(frozen=True)
 class ScaleConfig(MachineOptions):
@@ -26,7 +28,7 @@ class ScaleConfig(MachineOptions):
 
     model: str = option("10B", "a preset")
     device: str = option("h100", "kind of GPU, such as h100")
-    ranks: int = option(1024, "world size", least=1)
+    ranks: int = option(1024, "world size", least=1, most=MOST_RANKS)
     batch: int = option(2, "sequences per rank", least=1)
     strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab")
     bucket_size_mb: float = option(100.0, "MiB", above=0)

@@ -54,8 +54,12 @@ def main(argv: Arguments | None = None) -> int:
         return 0
     if command == "--version":
         # Of a checkout alone: an installed copy may lie within somebody else's.
-        failed, commit = subprocess.getstatusoutput(f"git --git-dir='{ROOT}/.git' rev-parse --short HEAD")
-        print(f"distlab {__version__}" + ("" if failed else f" ({commit})"))
+        words = ["git", f"--git-dir={ROOT}/.git", "rev-parse", "--short", "HEAD"]
+        try:
+            commit = f" ({subprocess.run(words, capture_output=True, text=True, check=True).stdout.strip()})"
+        except (OSError, subprocess.SubprocessError):
+            commit = ""
+        print(f"distlab {__version__}{commit}")
         return 0
     if command not in COMMANDS:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)

@@ -1,6 +1,7 @@
 """`distlab runs` and `distlab compare`: see distlab/runs.py and distlab/compare.py."""
 
 import argparse
+import math
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,12 +10,23 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from distlab.compare import SavedRun, compared, differences, failures, findings, undecided, view_of
+from distlab.compare import (
+    SavedRun,
+    compared,
+    differences,
+    failures,
+    findings,
+    gone,
+    machine_moved,
+    undecided,
+    view_of,
+)
 from distlab.options import Parser
-from distlab.report import Record, write
+from distlab.report import Record, Records, reading, write
 from distlab.report.record import plain
 from distlab.report.terminal import WIDTH, highlighted, say
 from distlab.runs import as_text, files_of, listed, make_folder, write_index
+from distlab.text import for_terminal
 from launch.registry import ROOT, experiments, load
 
 MOST_RUNS = 20  # that are listed
@@ -63,30 +75,45 @@ def compare(arguments: Sequence[str]) -> int:
     """Compare runs of one experiment: the last one given with the first, the baseline."""
     args = compare_parser().parse_args(arguments)
     saved = [SavedRun.read(run, args.out, ROOT) for run in args.runs]
-    rows = compared(saved, args.against)
-    view = view_of(saved, rows[0].config["metric"])
+    files = [run.path for run in saved]
+    with reading(files):
+        rows = compared(saved, args.against)
+        view = view_of(saved, rows[0].config["metric"])
+        differing = differences(saved)
+        view.headline_of(rows), view.table(rows)  # whatever cannot be shown is refused before there is a folder
     if not args.json:
-        for line in differences(saved):
+        for line in differing:
             print(highlighted(line))
         print()
-    page = write(view, rows, make_folder(args.out, view.name))
+    folder = make_folder(args.out, view.name)
+    with reading(files):
+        page = write(view, rows, folder)
     refresh_index(args.out)
     say(replace(view, findings=findings), rows, page, quiet=args.json)  # without the differences, printed above
     if args.fail_above is None:
         return 0
-    failed, unsure = failures(rows, args.fail_above), undecided(rows, args.fail_above)
-    more = f"worse by more than {args.fail_above:g} %"
-    if failed:
-        print(f"distlab compare: {more}, or gone: {', '.join(failed)}", file=sys.stderr)
-        return 1
+    code, reason = judged(rows, args.fail_above)
+    if reason:
+        print(for_terminal(f"distlab compare: {reason}"), file=sys.stderr)
+    return code
+
+
+def judged(rows: Records, limit_pct: float) -> tuple[int, str]:
+    """Return the exit code of `--fail-above` and its reason, as the option's help says."""
+    more = f"worse by more than {limit_pct:g} %"
+    remedy = (
+        "Measure both runs with more --steps or --rounds on a quieter machine, or compare --against a row that did "
+        "not change"
+    )
+    failed, unsure = failures(rows, limit_pct), undecided(rows, limit_pct)
+    moved = machine_moved(rows) is not None
+    if gone(rows) or (failed and not moved):
+        return 1, f"{more}, or gone: {', '.join(failed)}"
+    if moved:
+        return CANNOT_TELL, f"all rows moved together, so this cannot tell whether one is {more}. {remedy}"
     if unsure:
-        print(
-            f"distlab compare: cannot tell whether these are {more}: {', '.join(unsure)}. Measure both runs with more "
-            "--steps or --rounds on a quieter machine, or compare --against a row that did not change",
-            file=sys.stderr,
-        )
-        return CANNOT_TELL
-    return 0
+        return CANNOT_TELL, f"cannot tell whether these are {more}: {', '.join(unsure)}. {remedy}"
+    return 0, ""
 
 
 def compare_parser() -> argparse.ArgumentParser:
@@ -105,7 +132,13 @@ def compare_parser() -> argparse.ArgumentParser:
         "to it, step by step, from which drift of the machine cancels",
     )
     parser.add_argument(
-        "--fail-above", type=_percent, metavar="5%", help="exit code 1 if a row is worse by more, 3 if noise hides it"
+        "--fail-above",
+        type=_percent,
+        metavar="5%",
+        help="exit code 1 if a row is gone, or worse by more: the lower end of its 95 %% interval is above this limit; "
+        "3 if the interval of a worse row or of a tie reaches above it, the noise is unknown, or all rows moved "
+        "together, which is the machine; else 0. Without samples of both runs the interval is the difference and its "
+        "noise to both sides",
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
@@ -117,8 +150,8 @@ def _percent(text: str) -> float:
         value = float(text.removesuffix("%"))
     except ValueError:
         value = -1.0
-    if not value >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a percentage of at least 0, such as 5%")
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a finite percentage of at least 0, such as 5%")
     return value
 
 

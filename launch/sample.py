@@ -19,6 +19,7 @@ from distlab.comm import RankContext
 from distlab.comm.rank_process import run_rank
 from distlab.model.export import export
 from distlab.options import SEED, Options, config_from, option, parser_of
+from distlab.text import for_terminal
 from distlab.train.sample import generate, load_model, newest_usable
 
 
@@ -53,10 +54,28 @@ def sample(context: RankContext, args: SampleOptions) -> int:
         bytes_T = torch.tensor(list(os.fsencode(prompt)), dtype=torch.int64, device=context.device)
         tokens = generate(model, bytes_T, args.tokens, temperature=args.temperature, seed=args.seed)
         if context.is_main:
-            print(bytes(tokens.tolist()).decode(errors="replace"), flush=True)
+            text = bytes(tokens.tolist()).decode(errors="replace")
+            print(for_terminal(text) if sys.stdout.isatty() else text, flush=True)
     if context.is_main:
         print(f"(step {stored.step} of {args.run})", file=sys.stderr)
     return 0
+
+
+def check_export(folder: str) -> None:
+    """Refuse a folder in which an export would overwrite a file that is not an earlier export's.
+
+    Raises:
+        ValueError: an empty name, or a folder with the config.json of a run or of another program.
+    """
+    if not folder:
+        raise ValueError("--export '' names no folder: give one for the model")
+    target = Path(folder)
+    is_export = (target / "model.safetensors").exists()
+    if (target / "config.json").exists() and not is_export:
+        raise ValueError(
+            f"--export {folder}: its config.json is not of an export, a run's for example, and would be lost: give "
+            "another folder"
+        )
 
 
 def _lines(context: RankContext) -> Iterator[str]:
@@ -71,6 +90,8 @@ def main(argv: list[str]) -> int:
     """`distlab sample`; returns the exit code."""
     args = parser().parse_args(argv)
     options = config_from(SampleOptions, args)
+    if options.export is not None:
+        check_export(options.export)
     if options.prompt == "":
         raise ValueError("--prompt is empty: give at least one character to continue")
     return run_rank(lambda context: sample(context, options), backend=options.backend, timeout_s=60.0, name="sample")

@@ -33,6 +33,7 @@ from distlab.report import (
     read_json,
     write,
 )
+from distlab.report.terminal import stdout_is_file
 from distlab.runs import check_names
 from distlab.simulate.plan import plan_steps
 from distlab.train import run
@@ -94,7 +95,8 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
                 bits = f" ({loss / math.log(2):.2f} bits per byte)" if data.is_bytes else ""
                 progress(f"validation loss after step {step}: {loss:.4f} nats per token{bits}")
             progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}")
-            print(json_line(NAME, [record], folder), flush=True)
+            if stdout_is_file():
+                print(json_line(NAME, [record], folder), flush=True)
 
     with run_folder(context, args.out, NAME, name, fresh=args.fresh) as folder:
         outcome = run.train(

@@ -21,9 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "examples", "distlab", "kernels")
 
 # Unit of distlab → what it may import of distlab (and kernels), besides itself and what stands in COMMON.
-COMMON = "cli_errors files options precision hardware"
+COMMON = "cli_errors files options precision hardware text"
 ALLOWED = {
-    **dict.fromkeys(("cli_errors", "files", "options", "precision", "hardware"), ""),
+    **dict.fromkeys(("files", "options", "precision", "hardware", "text"), ""),
+    "cli_errors": "text",
     "comm": "",
     "report": "measure.statistics",
     "model": "",
@@ -130,7 +131,7 @@ def _forbidden_in_distlab(module, target):
     allowed = [f"distlab.{name}" for name in (unit, *f"{COMMON} {ALLOWED[unit]}".split())]
     allowed += [*OF_ONE_MODULE.get(module, ()), *(["kernels.cost"] if unit == "theory" else [])]
     if unit in COMMON.split():
-        allowed = [f"distlab.{unit}"]
+        allowed = [f"distlab.{name}" for name in (unit, *ALLOWED[unit].split())]
     if target == "distlab" or any(target == entry or target.startswith(f"{entry}.") for entry in allowed):
         return None
     return f"{unit} may import {', '.join(sorted(allowed)) or 'no sibling'}"

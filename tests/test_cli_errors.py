@@ -220,3 +220,11 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     (said,) = [line for line in lines if line and "round" not in line]
     assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith("; nothing was saved")
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_loses_no_run_and_ends_in_no_traceback(tmp_path, closed):
+    command = f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done
+    assert (tmp_path / "train" / "a" / "report.html").is_file()

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from distlab.report.record import Record, read_json
 from distlab.report.view import View
+from distlab.text import for_markdown
 
 # The file, variants, what was varied and its values, and columns.
 SOURCE = re.compile(r"([^#?@]+)(?:#([^?@]*))?(?:\?([^@=]*)=([^@]*))?(?:@(.*))?")
@@ -95,7 +96,8 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
     records = records_of(source, root)
     view = view_of(records[0].experiment)
     commits = dict.fromkeys((record.commit or "unknown")[:12] for record in records)
-    note = f"{view.headline_of(records)} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{path}`)"
+    headline = for_markdown(view.headline_of(records))
+    note = f"{headline} (commit{'s' * (len(commits) > 1)} {', '.join(commits)}, `{path}`)"
     return f"{note}\n\n{view.table(records, 'markdown', only.split(',') if only else ())}"
 
 

@@ -93,8 +93,17 @@ def commit(default: str | None = None) -> str | None:
 
 
 def date_of_commit(commit: str) -> str | None:
-    """When a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here."""
-    seconds = git(Path(__file__).parent, "show", "-s", "--format=%ct", commit) if commit else None
+    """Return when a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here.
+
+    Args:
+        commit: text of a record, which may come from anywhere. Only the digits of a hash are handed to git, because
+            git would take `--output=FILE` for an option and write that file.
+    """
+    if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
+        return None
+    # `log` shows what a tag points to, where `show` would print the tag as well.
+    options = ("-1", "--format=%ct", "--no-show-signature", "--end-of-options")
+    seconds = git(Path(__file__).parent, "log", *options, commit, "--")
     return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds") if seconds else None
 
 

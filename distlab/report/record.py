@@ -67,6 +67,9 @@ TURNED = {
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
+# The errors that odd values of a record cause where they are used: absent ones, words for numbers, zeros, huge numbers.
+ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+
 Metrics = dict[str, Any]  # name with unit → number, None (not measured) or text (`"OOM"`)
 
 
@@ -131,15 +134,22 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, altered or another program's; the message names the path.
     """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for, and /dev/zero never ends
+        raise ValueError(f"{path} is not a regular file: give a file of records")
     try:
-        body = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:  # covers broken JSON and broken UTF-8
+        text = Path(path).read_text(encoding="utf-8")
+        body = json.loads(text)
+        if "\\ud" in text.lower():  # half of a surrogate pair, which no file of results can hold
+            json.dumps(body, ensure_ascii=False).encode()
+        body = body if isinstance(body, dict) else {}
+        accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
+        digest = digest_of(body)
+        plain_values = _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
+    except (ValueError, RecursionError) as error:  # covers broken JSON, broken UTF-8 and deep nesting
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
-    body = body if isinstance(body, dict) else {}
-    accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
-    if body.pop("digest", accepted) != digest_of(body):
+    if plain_values.pop("digest", accepted) != digest:
         raise ValueError(f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}")
-    return _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
+    return plain_values
 
 
 def read_json(path: str | Path) -> list[Record]:
@@ -157,7 +167,7 @@ def read_json(path: str | Path) -> list[Record]:
         if body["format"] != OLD_FORMATS[0]:
             rows = [body["headers"][row.pop("header")] | row for row in rows]
         return [_as_now(from_fields(Record, row)) for row in rows]
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except ODD as error:
         raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
 
 
@@ -179,13 +189,18 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
     """Inside, records of these files are used, and what they lack is the files' fault.
 
     Raises:
-        ValueError: for a KeyError or TypeError; names the files.
+        ValueError: for any of `ODD`; names the files.
     """
     try:
         yield
-    except (KeyError, TypeError) as error:
+    except ODD as error:
+        names = [str(source) for source in sources]
+        if isinstance(error, ValueError):
+            if any(name in str(error) for name in names):
+                raise
+            raise ValueError(f"{', '.join(names)}: {error}") from error
         raise ValueError(
-            f"{', '.join(map(str, sources))}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
+            f"{', '.join(names)}: a record lacks what is needed of it ({type(error).__name__}: {error}); "
             "it was written by another version, or changed by hand"
         ) from error
 

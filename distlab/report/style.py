@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import textwrap
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -72,6 +73,7 @@ STYLE = {
     "figure.titlesize": 9.5,
     "figure.titleweight": "bold",
     "text.color": INK,
+    "text.parse_math": False,  # a name may hold a dollar sign, which begins no formula
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.top": False,
@@ -116,7 +118,8 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(STYLE | (SMALL if small else {})):
+    with matplotlib.rc_context(STYLE | (SMALL if small else {})), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may hold characters that no font has
         figure = Figure(figsize=(WIDTH_PX / DPI, height_in))
         yield figure
         figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left")

@@ -1,7 +1,6 @@
 """Tables from records: one list of columns, rendered as text for a terminal or as Markdown."""
 
 import math
-import re
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any, TypeVar
 from tabulate import tabulate
 
 from distlab.report.record import Record, Records
+from distlab.text import for_markdown, for_terminal
 
 K = TypeVar("K")
 LONGEST_CELL = 40  # in a terminal
@@ -98,8 +98,8 @@ def render(records: Records, columns: Sequence[Column], style: str = "text") -> 
     """
 
     def written(text: str) -> str:
-        line = " ".join(text.split())  # a line break would end the row
-        return re.sub(r"[\\|*<`]", r"\\\g<0>", line) if style == "markdown" else line
+        # A line break would end the row.
+        return for_markdown(text) if style == "markdown" else for_terminal(" ".join(text.split()))
 
     rows = [[written(_cell(column, record)) for column in columns] for record in records]
     titles = [written(column.title) for column in columns]
@@ -115,7 +115,7 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    cells = [[_cell(column, record) for column in columns] for record in records]
+    cells = [[for_terminal(" ".join(_cell(column, record).split())) for column in columns] for record in records]
     rows = [[c if len(c) <= LONGEST_CELL else c[: LONGEST_CELL - 1] + "…" for c in row] for row in cells]
     titles = [column.title for column in columns]
     if _width(_tabulate(rows, columns, titles)) > width:

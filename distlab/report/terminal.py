@@ -1,6 +1,8 @@
 """What a run prints in a terminal: its headline and short table, its findings, and where its report is."""
 
+import os
 import shutil
+import stat
 import sys
 import textwrap
 from pathlib import Path
@@ -8,9 +10,18 @@ from pathlib import Path
 from distlab.report.record import Records, json_line
 from distlab.report.table import render_for_terminal
 from distlab.report.view import View
+from distlab.text import for_terminal
 
 MOST_ROWS = 16  # of a table
 WIDTH = 100  # characters of a line, where the terminal is not narrower
+
+
+def stdout_is_file() -> bool:
+    """Return whether stdout is a regular file, which a program may read later; a terminal and a pipe are not."""
+    try:
+        return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # closed, or replaced by something that is no file
+        return False
 
 
 def width() -> int:
@@ -27,7 +38,7 @@ def short_table(view: View, records: Records) -> str:
         columns = [c for c in wanted if not c.is_empty(group)]
         text = render_for_terminal(group[:MOST_ROWS], columns, width())
         hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
-        texts.append((f"{part}:\n" if len(tables) > 1 else "") + text + hidden)
+        texts.append((f"{for_terminal(part)}:\n" if len(tables) > 1 else "") + text + hidden)
     return "\n\n".join(texts)
 
 
@@ -44,7 +55,7 @@ def say(
     Args:
         table: whether headline and table are still to be printed.
         quiet: the line of JSON alone.
-        line: whether there is one at all; it is left out in a terminal, for which it is not meant.
+        line: whether the line of JSON is printed at all. Without `quiet` it is only where stdout is a file.
     """
     if table and not quiet:
         say_table(view, records)
@@ -52,7 +63,7 @@ def say(
         for finding in view.findings_of(records):
             print(highlighted(finding))
         print(f"report: {page}")
-    if line and (quiet or not sys.stdout.isatty()):
+    if line and (quiet or stdout_is_file()):
         print(json_line(view.name, records, page.parent), flush=True)
 
 
@@ -64,4 +75,4 @@ def highlighted(text: str) -> str:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(text, width(), break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(for_terminal(text), width(), break_long_words=False, break_on_hyphens=False)

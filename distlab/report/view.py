@@ -19,6 +19,7 @@ from distlab.report import page as html
 from distlab.report.derived import add_noise
 from distlab.report.record import Record, Records, write_csv, write_json
 from distlab.report.table import Column, by_machine, grouped, render, text_column
+from distlab.text import for_markdown, for_terminal
 
 Draw = Callable[[Records, Path], None]
 
@@ -72,9 +73,12 @@ class View:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
             tables = [(part, group, [c for c in columns if c.name in ("variant", *only)])
                       for part, group, columns in tables]  # fmt: skip
-        title = "**{}**\n\n" if style == "markdown" else "{}:\n"
+        titles = {
+            part: f"**{for_markdown(part)}**\n\n" if style == "markdown" else f"{for_terminal(part)}:\n"
+            for part, _, _ in tables
+        }
         return "\n\n".join(
-            (title.format(part) if len(tables) > 1 else "") + render(group, columns, style)
+            (titles[part] if len(tables) > 1 else "") + render(group, columns, style)
             for part, group, columns in tables
         )
 
@@ -134,8 +138,9 @@ def write(view: View, records: Records, path: Path) -> Path:
     write_json(records, path / "records.json")
     write_csv(records, path / "records.csv")
     findings = view.findings_of(records)
-    below = "".join(f"\n{line}\n" for line in findings)
-    write_whole(path / "table.md", f"{view.headline_of(records)}\n\n{view.table(records, 'markdown')}\n{below}")
+    below = "".join(f"\n{for_markdown(line)}\n" for line in findings)
+    headline = for_markdown(view.headline_of(records))
+    write_whole(path / "table.md", f"{headline}\n\n{view.table(records, 'markdown')}\n{below}")
     page = html.page(view, records, _draw(view, records, path), findings, _links(path))
     write_whole(path / "report.html", page)
     return path / "report.html"

@@ -8,7 +8,6 @@
 such a prediction, and where each constant comes from: docs/learn/scale.md.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
@@ -20,7 +19,7 @@ from distlab.model import ModelConfig, model_of, preset
 from distlab.model.config import LOGITS_CHUNK, RECOMPUTATION
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.layout import DATA_PARALLEL
-from distlab.simulate.estimate import USABLE, estimate_step, machine_on
+from distlab.simulate.estimate import USABLE, estimate_step, machine_on, read_object
 from distlab.simulate.timeline import Machine
 from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.flops import mfu, step_flops
@@ -172,12 +171,9 @@ def read_case(path: str | Path) -> Case:
         OSError: a file that cannot be read.
     """
     try:
-        known = json.loads(Path(path).read_text(encoding="utf-8"))
-    except json.JSONDecodeError as wrong:
-        raise ValueError(f"{path} is not JSON: {wrong}") from None
-    if not isinstance(known, dict):
-        raise ValueError(f"{path}: a case is one JSON object, see docs/learn/scale.md")
-    return from_json({"name": Path(path).stem} | known)
+        return from_json({"name": Path(path).stem} | read_object(path))
+    except (AttributeError, TypeError, ValueError) as wrong:  # of a value of another kind, such as a list for a name
+        raise ValueError(f"{path}: {wrong}; a case is one JSON object, see docs/learn/scale.md") from None
 
 
 @dataclass(frozen=True)

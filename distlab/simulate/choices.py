@@ -75,13 +75,14 @@ def choices(
     """
     groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
     groups = [group for group in groups if group < ranks and ranks % group == 0]
+    every_micro = divisors(per_rank)[::-1]
     for strategy in strategies:
         sizes = BUCKET_SIZES_MB if KNOWN[strategy].has_buckets else BUCKET_SIZES_MB[:1]
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
-        micros = divisors(per_rank)[::-1]
+        micros = every_micro
         if layout.pipeline > 1:
             counts = range(layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline)
-            micros = [micro for micro in micros if per_rank // micro in counts]
+            micros = [micro for micro in every_micro if per_rank // micro in counts]
         for (group, recompute, size), micro in product(ways, micros):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
 

@@ -8,8 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -20,12 +21,12 @@ from distlab.options import option
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
 from distlab.parallel.layout import DATA_PARALLEL
-from distlab.parallel.schedules import SCHEDULES, Action, simulate
+from distlab.parallel.schedules import SCHEDULES, Action, Schedule, simulate
 from distlab.precision import DTYPES
 from distlab.simulate.calibrate import HOP_S, LAUNCH_S
 from distlab.simulate.timeline import DeviceModel, Machine
 from distlab.theory.axes import context_volume, pipeline_volume, tensor_volume
-from distlab.theory.memory.activations import PRECISIONS
+from distlab.theory.memory.activations import PRECISIONS, Precision
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
@@ -34,6 +35,7 @@ from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
 FP32 = 4
+CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
 USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
 # Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
 # in bf16 (records/ddp_bench/h200x2-xl-batch8.json and h200x2-medium-batch8.json; rules in
@@ -149,27 +151,26 @@ def estimate_step(
     inner = sharding_group(strategy, averaging, network.devices_per_node, group)
     fused_loss = config.loss_in_head if fused_loss is None else fused_loss
     precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"]
-    stages = []
-    every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
-    for part in rank_parts(config, every_stage, checkpointing, micro_batches):
-        work = Workload(
-            part.shape, batch, config.context_length // layout.context, precision,
-            kernels or ("eager" if config.ops == "torch" else "fused"),
-            fused_loss=fused_loss and layout.tensor == 1, shards=inner if strategy.casts_parameters else None,
-            sharing=layout.context, optimizer=optimizer,
-        )  # fmt: skip
-        levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
-        stages.append(stage_time(work, levels, machine, layout, dtype))
-    schedule = SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
-    splits = any(action.kind == "W" for actions in schedule for action in actions)
-    activation = precision.residual * work.residual
+    stages, activation = _stages(
+        config,
+        layout,
+        checkpointing,
+        batch=batch,
+        precision=precision,
+        kernels=kernels or ("eager" if config.ops == "torch" else "fused"),
+        fused_loss=fused_loss and layout.tensor == 1,
+        shards=inner if strategy.casts_parameters else None,
+        optimizer=optimizer,
+        machine=machine,
+        dtype=dtype,
+    )
     message = machine.network.across(ranks // layout.pipeline).seconds(activation, 2, 1, "broadcast")
-    timeline = simulate(schedule, lambda action: stages[action.stage].seconds(action, splits), message)
+    own = _stages_of_ranks(layout.pipeline, stages)
+    ends = _ends(layout, stages, micro_batches, message)
     parts = rank_parts(config, layout, checkpointing, micro_batches)
     times = []
-    for rank, (steps, part) in enumerate(zip(timeline, parts, strict=True)):
-        mine = stages[rank :: layout.pipeline]
-        once = sum((stage.compute for stage in mine), ComputeTime(0.0, 0.0, 0.0))
+    for mine, end, part in zip(own, ends, parts, strict=True):
+        once = mine.compute
         compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
         sent = messages(part.shape, dtype, bucket_size_mb, inner, reduced_bytes)
         time = step_time(
@@ -182,14 +183,82 @@ def estimate_step(
             exchanged = network.seconds(parts_sent, holders, 2, "all_to_all")
             time = replace(time, overhead=time.overhead + exchanged, communication=time.communication + exchanged,
                            calls=time.calls + 2)  # fmt: skip
-        waited = steps[-1].end - compute.forward - compute.backward
-        inside = micro_batches * sum(stage.sent + stage.returned for stage in mine)
-        between = pipeline_volume(part.shape, batch=batch, context=work.context, micro_batches=micro_batches)
-        calls = time.calls + micro_batches * sum(stage.calls for stage in mine) + between.collectives
-        host = host_time(micro_batches * sum(stage.operators for stage in mine), calls)
+        inside = micro_batches * (mine.sent + mine.returned)
+        waited = inside if end is None else end - compute.forward - compute.backward
+        between = pipeline_volume(
+            part.shape, batch=batch, context=config.context_length // layout.context, micro_batches=micro_batches
+        )
+        calls = time.calls + micro_batches * mine.calls + between.collectives
+        host = host_time(micro_batches * mine.operators, calls)
         overhead, communication = time.overhead + waited, time.communication + inside
         times.append(replace(time, overhead=overhead, communication=communication, calls=calls, host=host))
     return max(times, key=lambda time: time.step)
+
+
+@lru_cache(maxsize=CACHED)
+def _stages(
+    config: ModelConfig,
+    layout: Layout,
+    checkpointing: Checkpointing,
+    *,
+    batch: int,
+    precision: Precision,
+    kernels: str,
+    fused_loss: bool,
+    shards: int | None,
+    optimizer: str,
+    machine: Machine,
+    dtype: str,
+) -> tuple[tuple[Stage, ...], float]:
+    """Return the time of each stage, and the bytes of the activations that a stage hands on.
+
+    Strategies that compute alike share an entry of the cache: a plan asks for a stage a hundred times.
+    """
+    stages = []
+    every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
+    for part in rank_parts(config, every_stage, checkpointing):
+        work = Workload(
+            part.shape, batch, config.context_length // layout.context, precision, kernels, fused_loss=fused_loss,
+            shards=shards, sharing=layout.context, optimizer=optimizer,
+        )  # fmt: skip
+        levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
+        stages.append(stage_time(work, levels, machine, layout, dtype))
+    return tuple(stages), precision.residual * work.residual
+
+
+@lru_cache(maxsize=CACHED)
+def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
+    """Return what each rank of a pipeline does of a micro-batch: its stages together."""
+    found = []
+    for rank in range(pipeline):
+        mine = stages[rank::pipeline]
+        found.append(
+            Stage(
+                compute=sum((stage.compute for stage in mine), ComputeTime(0.0, 0.0, 0.0)),
+                operators=sum(stage.operators for stage in mine),
+                sent=sum(stage.sent for stage in mine),
+                returned=sum(stage.returned for stage in mine),
+                calls=sum(stage.calls for stage in mine),
+            )
+        )
+    return found
+
+
+@lru_cache(maxsize=CACHED)
+def _ends(layout: Layout, stages: tuple[Stage, ...], micro_batches: int, message: float) -> Sequence[float | None]:
+    """Return when each rank of a pipeline ends its last action, in seconds; None for a lone rank, which never waits."""
+    if layout.pipeline == 1:
+        return [None]  # and there may be 10^12 micro-batches, too many for a list of actions
+    schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
+    splits = any(action.kind == "W" for actions in schedule for action in actions)
+    seconds = [{kind: stage.seconds(Action(kind, 0, 0), splits) for kind in "FBW"} for stage in stages]
+    timeline = simulate(schedule, lambda action: seconds[action.stage][action.kind], message)
+    return [steps[-1].end for steps in timeline]
+
+
+@lru_cache(maxsize=CACHED)
+def _schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
+    return SCHEDULES[name](ranks, micro_batches)
 
 
 def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[float, int]:
@@ -216,6 +285,7 @@ def host_time(operators: int, calls: int) -> float:
     return HOST_OPERATOR_S * operators + HOST_CALL_S * calls
 
 
+@lru_cache(maxsize=CACHED)
 def messages(
     shape: ModelShape, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
 ) -> Messages:
@@ -305,6 +375,23 @@ def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceM
     return DeviceModel(matmuls, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE, peak * share)
 
 
+def read_object(path: str | Path) -> dict[str, Any]:
+    """Read a file that holds one JSON object.
+
+    Raises:
+        OSError: it cannot be read. ValueError: it holds anything else; the message says what.
+    """
+    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for
+        raise ValueError("it is not a regular file")
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as wrong:  # covers broken UTF-8 and deep nesting
+        raise ValueError(f"it is not JSON: {wrong}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"it holds a JSON {type(found).__name__}, not one object {{…}}")
+    return found
+
+
 @dataclass(frozen=True)
 class MachineOptions(ModelChanges):
     """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them, and
@@ -328,8 +415,8 @@ class MachineOptions(ModelChanges):
         if not self.model.endswith(".json"):
             return self.changed(preset(self.model))
         try:
-            known = model_of(json.loads(Path(self.model).read_text()))
-        except (OSError, json.JSONDecodeError) as wrong:
+            known = model_of(read_object(self.model))
+        except (OSError, TypeError, ValueError) as wrong:
             raise ValueError(f"model {self.model!r}: {wrong}; give a file with a model's sizes") from wrong
         return self.changed(known)
 

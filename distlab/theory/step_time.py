@@ -188,6 +188,8 @@ def step_time(
 
     def beside(work: float, comm: float, tail: float = 0.0) -> float:
         """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
+        if comm == 0:
+            return 0.0  # exactly, where the sum below would leave what rounding does
         return pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
 
     if strategy.sends == "nothing":

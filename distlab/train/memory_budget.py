@@ -161,7 +161,8 @@ def rank_parts(
         ends = list(itertools.accumulate(sizes))
         of_stages = [plan[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         keeps = [sum(of_stages[rank::ranks], ()) for rank in range(ranks)]
-    most = _most_held(layout.schedule, ranks, micro_batches)
+    # A lone rank takes one micro-batch after the other, and there may be 10^12 of them.
+    most = [1] if ranks == 1 and layout.schedule == "1f1b" else _most_held(layout.schedule, ranks, micro_batches)
     forwards = micro_batches * stages // ranks
     return [RankPart(*part, part[-1] < forwards) for part in zip(shapes, keeps, most, strict=True)]
 

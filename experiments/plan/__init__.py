@@ -3,7 +3,7 @@
     distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
 
-Every strategy is tried with every micro-batch that divides a rank's share of the batch, hybrid sharding with groups of
+Every strategy is tried with the micro-batches that divide a rank's share of the batch, hybrid sharding with groups of
 one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full, in every layout that the model
 and the cluster allow: data × pipeline × context × tensor, tensor within a node, a stage on one node or several. Memory
 comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave:
@@ -12,7 +12,12 @@ holds the first choice against others, simulated.
 """
 
 import math
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from heapq import heappop, heappush
+from itertools import count
 
 from distlab.experiment import (
     Column,
@@ -28,8 +33,8 @@ from distlab.experiment import (
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
 from distlab.report import gib_column, text_column
-from distlab.simulate.choices import Choice, choices, estimated, memory
-from distlab.simulate.estimate import host_time
+from distlab.simulate.choices import BUCKET_SIZES_MB, MOST_MICRO_BATCHES, Choice, choices, estimated, memory
+from distlab.simulate.estimate import FP32, host_time
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
 from distlab.theory.memory.peak import devices_to_fit
@@ -40,6 +45,9 @@ from experiments._own_model import simulated
 from .question import PlanConfig
 
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
+# Micro-batches of a series that are timed: those of a pipeline, or the few largest, of which the fastest is one.
+CANDIDATES = max(PER_STRATEGY, MOST_MICRO_BATCHES)
+NOTHING_FITS = {"predicted_step_ms": None, "limited_by": "memory"}
 HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
 PARTS = {  # of a step, and the metric of each
     "compute": "compute", "memory bandwidth": "memory_bandwidth", "overhead of communication": "communication",
@@ -54,36 +62,10 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     """One row per choice, those that fit first, fastest first; of each layout its fastest."""
     machine, (gpu, ranks) = config.machine(), config.fleet()
     own = {"num_parameters": config.num_parameters(), "world_size": ranks}
-    # Of a strategy with its group and recomputation: each micro-batch with the memory it takes.
-    ways: dict[tuple, list[tuple[Choice, Metrics]]] = {}
-    nodes = machine.network.devices_per_node
-    recomputation = config.recomputation if config.factory is None else ("none",)
-    strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
-    tried = (
-        replace(choice, optimizer=config.optimizer)
-        for layout in config.offered()
-        for choice in choices(
-            ranks // (layout.tensor * layout.pipeline), max(1, nodes // layout.tensor),
-            config.batch * layout.ranks // ranks, strategies, recomputation, layout,
-        )
-    )  # fmt: skip
-    for choice in tried:
-        way = ways.setdefault((choice.strategy, choice.group, choice.recompute, choice.layout), [])
-        fitting = sum(needed["fits"] for _, needed in way)
-        if config.factory is None or fitting < PER_STRATEGY:  # a user's model is stepped, which takes seconds each
-            way.append((choice, _memory(config, choice, ranks)))
-    found: dict[Layout, list[tuple[Choice, Metrics]]] = {}
-    for way in ways.values():
-        rows = [(choice, needed | _time(config, choice, machine)) for choice, needed in way if needed["fits"]]
-        rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"])[:PER_STRATEGY]
-        if not rows:
-            choice, needed = way[-1]
-            rows = [(choice, needed | {"predicted_step_ms": None, "limited_by": "memory"})]
-        found.setdefault(rows[0][0].layout, []).extend(rows)
-    for layout, rows in found.items():
-        if layout.ranks > 1:
-            rows = sorted(rows, key=lambda row: row[1]["predicted_step_ms"] or math.inf)[:1]
-        for choice, metrics in rows:
+    layouts = config.offered()
+    for number, layout in enumerate(layouts, 1):
+        run.progress(f"layout {number} of {len(layouts)}: {layout if layout.ranks > 1 else 'a model on every rank'}")
+        for choice, metrics in search(config, layout, machine):
             row = run.add(str(choice), metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
             row.environment["device_name"] = f"{gpu.name}, predicted"
     run.records.sort(
@@ -93,6 +75,115 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
         )
     )
     run.save()
+
+
+def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[Choice, Metrics]]:
+    """Return the choices of a layout that become rows, without trying all of them.
+
+    Without a model that ranks share, those are the fastest micro-batches that fit of each way (a strategy with its
+    group and recomputation), else the one fastest choice. A way of which nothing fits is shown by its least memory.
+    """
+    _, ranks = config.fleet()
+
+    @cache
+    def memory_of(choice: Choice) -> Metrics:
+        return _memory(config, choice, ranks)
+
+    def needed(choice: Choice) -> Metrics:
+        return memory_of(replace(choice, bucket_size_mb=BUCKET_SIZES_MB[0]))  # which takes the same at every size
+
+    series = _series(config, layout, machine)
+    ways: dict[tuple, list[list[Choice]]] = {}  # one series per size of buckets
+    for choices_of_one in series:
+        first = choices_of_one[0]
+        ways.setdefault((first.strategy, first.group, first.recompute), []).append(choices_of_one)
+
+    if layout.ranks > 1:
+        found = _fastest(config, series, machine, needed)
+        if found is None:  # show the way that comes closest
+            least = min(least_bytes(config, each[0]) for each in series)
+            closest = [each[-1] for each in series if least_bytes(config, each[0]) == least]
+            last = min(closest, key=lambda choice: needed(choice)["predicted_peak_bytes"])
+            return [(last, needed(last) | NOTHING_FITS)]
+        return [(found, needed(found) | _time(config, found, machine))]
+
+    rows = []
+    for way in ways.values():
+        fitting = [choice for each in way for choice in _largest_fitting(each, needed)]
+        timed = [(choice, needed(choice) | _time(config, choice, machine)) for choice in fitting]
+        timed.sort(key=lambda row: row[1]["predicted_step_ms"])
+        last = way[-1][-1]
+        rows.extend(timed[:PER_STRATEGY] or [(last, needed(last) | NOTHING_FITS)])
+    return rows
+
+
+def least_bytes(config: PlanConfig, choice: Choice) -> float:
+    """Return what a rank certainly needs, in no time: where parameters are whole, these and their gradients in fp32."""
+    if get_strategy(choice.strategy).sends == "units":
+        return 0.0
+    shares = choice.layout.tensor * choice.layout.pipeline
+    return 2 * FP32 * config.num_parameters() / shares
+
+
+def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[Choice]]:
+    """Return the choices of a layout that differ in their micro-batch alone, the largest first, in a list each."""
+    _, ranks = config.fleet()
+    nodes = machine.network.devices_per_node
+    recomputation = config.recomputation if config.factory is None else ("none",)
+    strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
+    found: dict[tuple, list[Choice]] = {}
+    for choice in choices(
+        ranks // (layout.tensor * layout.pipeline), max(1, nodes // layout.tensor),
+        config.batch * layout.ranks // ranks, strategies, recomputation, layout,
+    ):  # fmt: skip
+        way = (choice.strategy, choice.group, choice.recompute, choice.bucket_size_mb)
+        found.setdefault(way, []).append(replace(choice, optimizer=config.optimizer))
+    return list(found.values())
+
+
+def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metrics]) -> list[Choice]:
+    """Return the largest micro-batches of a series that fit, the largest first, as many as can be the fastest.
+
+    Larger ones take more memory, so that the largest which fits is found by halving. The whole share at once is the
+    exception: where nothing is accumulated, no sums of gradients stand in memory.
+    """
+    whole = [choice for choice in series if choice.micro_batches == 1 and needed(choice)["fits"]]
+    parts = [choice for choice in series if choice.micro_batches > 1]
+    first = bisect_left(parts, True, key=lambda choice: needed(choice)["fits"])
+    return [*whole, *parts[first : first + CANDIDATES]]
+
+
+def _fastest(
+    config: PlanConfig, series: Sequence[Sequence[Choice]], machine: Machine, needed: Callable[[Choice], Metrics]
+) -> Choice | None:
+    """Return the fastest choice that fits, or None.
+
+    Choices are taken in order of their time, and only of these the memory is asked for. A smaller micro-batch is never
+    faster, except in a pipeline, which it keeps busier: there all are timed at once.
+    """
+    shape, (_, ranks) = config.shape(), config.fleet()
+    waiting: list[tuple[float, int, Sequence[Choice]]] = []  # seconds, a number that breaks ties, what is left
+    numbers = count()
+
+    def wait(left: Sequence[Choice]) -> None:
+        time = estimated(shape, left[0], machine, ranks, config.dtype, config.kernels())
+        heappush(waiting, (time.step, next(numbers), left))
+
+    for each in series:
+        if least_bytes(config, each[0]) > config.usable_bytes():
+            continue
+        if each[0].layout.pipeline > 1:
+            for choice in each:
+                wait([choice])
+        else:
+            wait(each)
+    while waiting:
+        _, _, left = heappop(waiting)
+        if needed(left[0])["fits"]:
+            return left[0]
+        if smaller := _largest_fitting(left[1:], needed):
+            wait(smaller)
+    return None
 
 
 def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:

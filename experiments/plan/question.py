@@ -38,9 +38,9 @@ class PlanConfig(MachineOptions):
             raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
         if self.optimizer != "adamw" and self.factory is not None:
             raise ValueError(f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out")
-        for asked in map(Layout.parse, self.layouts):
-            if reason := mismatch(self, asked):
-                raise ValueError(f"layout {asked}: {reason}")
+        for text in self.layouts:
+            if reason := mismatch(self, Layout.parse(text)):
+                raise ValueError(f"layout {text or 'of one rank'}: {reason}")
         if self.offered():
             return
         if self.batch < count:

@@ -32,7 +32,7 @@ MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
 
 def test_plan(tmp_path, capsys):
     arguments = ["--model", "tiny", "--batch", "4", "--devices", "h100:4", "--strategies", "bucketed,fsdp"]
-    assert main(["run", "plan", *arguments, "--out", str(tmp_path)]) == 0
+    assert main(["run", "plan", *arguments, "--out", str(tmp_path), "--json"]) == 0
     folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
     records = read_json(folder / "records.json")
     assert all(record.metrics["fits"] for record in records)
@@ -244,3 +244,79 @@ def test_hybrid_sharding_at_scale(tmp_path):
     records = measured(scaling.EXPERIMENT, tmp_path, **fields, context=8192, batch=1, recompute="block")
     words = " ".join(scaling.findings(records))
     assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "3", '"tiny"', "[" * 100_000, "{", "\xff"])
+@pytest.mark.parametrize("name", ["plan", "scaling", "simulate_scale"])
+def test_a_file_that_holds_no_model_is_refused_by_its_name(tmp_path, capsys, name, content):
+    path = tmp_path / "odd.json"
+    path.write_text(content, encoding="latin-1")
+    line = refused(capsys, name, "--model", str(path))
+    assert "odd.json" in line and "give a file with a model's sizes" in line
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "[]",
+        "null",
+        '{"model": [], "cluster": "dgx-h100:8", "strategy": "fsdp", "batch": 1}',
+        '{"model": "8B", "cluster": 3, "strategy": "fsdp", "batch": 1}',
+    ],
+)
+def test_a_file_that_holds_no_case_is_refused_by_its_name(tmp_path, capsys, content):
+    path = tmp_path / "odd.json"
+    path.write_text(content)
+    assert "odd.json" in refused(capsys, "predict", "--case", str(path))
+
+
+def test_more_ranks_than_can_be_simulated_are_refused(capsys):
+    assert "at most 1,048,576" in refused(capsys, "simulate_scale", "--ranks", "3000000000", "--model", "tiny")
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 8])
+@pytest.mark.parametrize("batch", [10**12, 1_000_000_007, 720_720])
+def test_a_plan_asks_for_few_choices_whatever_the_batch(tmp_path, monkeypatch, batch, gpus):
+    """A batch has up to 240 divisors, and a step up to 10^12 micro-batches: neither is gone through."""
+    asked = []
+    memory, estimated = plan.memory, plan.estimated
+    monkeypatch.setattr(plan, "memory", lambda *given, **more: asked.append(given) or memory(*given, **more))
+    monkeypatch.setattr(plan, "estimated", lambda *given, **more: asked.append(given) or estimated(*given, **more))
+    records = measured(plan.EXPERIMENT, tmp_path, model="tiny", batch=batch, device=f"h100:{gpus}")
+    assert records[0].metrics["fits"]
+    layouts = PlanConfig(model="tiny", batch=batch, device=f"h100:{gpus}").offered()
+    assert len(asked) < 25 * len(layouts) * len(STRATEGIES)
+
+
+@pytest.mark.parametrize("fields", [{"model": "medium", "batch": 96, "device": "h100:2"},
+                                    {"model": "llama-8B", "batch": 32, "device": "h100:8"},
+                                    {"model": "llama-70B", "batch": 16, "device": "h100:8"}])  # fmt: skip
+def test_what_is_not_tried_would_not_be_shown(tmp_path, fields):
+    """The fastest that fits of each layout, and of each way without one, as if every choice had been tried."""
+    config = PlanConfig(**fields, strategies=("bucketed", "zero1", "fsdp"))
+    machine, (_, ranks) = config.machine(), config.fleet()
+    for layout in config.offered():
+        rows = plan.search(config, layout, machine)
+        tried = []
+        for choice in itertools.chain(*plan._series(config, layout, machine)):
+            needed = plan._memory(config, choice, ranks)
+            assert plan.least_bytes(config, choice) <= needed["predicted_peak_bytes"]
+            if needed["fits"]:
+                tried.append(plan._time(config, choice, machine)["predicted_step_ms"])
+        shown = [metrics["predicted_step_ms"] for _, metrics in rows if metrics["fits"]]
+        assert min(shown, default=None) == min(tried, default=None), layout
+
+
+def test_a_plan_says_at_once_what_it_does(tmp_path, capsys):
+    main(["run", "plan", "--model", "tiny", "--batch", "8", "--devices", "h100:8", "--out", str(tmp_path)])
+    assert re.search(r"layout 1 of \d+: a model on every rank", capsys.readouterr().err)
+
+
+def test_one_gpu_has_no_overhead_of_communication(tmp_path):
+    for record in measured(plan.EXPERIMENT, tmp_path, model="medium", batch=96, device="h100:1"):
+        if record.metrics["fits"]:
+            assert record.metrics["predicted_overhead_ms"] == record.metrics["communication_ms"] == 0.0
+
+
+def test_a_layout_of_one_rank_is_named_in_its_refusal(capsys):
+    assert "layout tp1: " in refused(capsys, "plan", "--layouts", "tp1", "--devices", "h100:8", "--batch", "7")

@@ -26,6 +26,8 @@ MISTAKES = {
         (f"--seed {10**26}", "--seed: 100000000000000000000000000: give a whole number"),
         ("--warmup 1e20", f"--warmup: '1e20': {LIMITS.format(1)}"),
         ("--out ", "--out '' names no folder: give one, such as outputs"),
+        (f"--name {'a' * 300}", "--name of 300 characters is too long for a folder: give at most 200 bytes"),
+        (f"--name {'é' * 101}", "--name of 101 characters is too long for a folder: give at most 200 bytes"),
         ("--name a\033[31mb", "--name 'a\\x1b[31mb' cannot name a folder"),
         ("--strategies naive,buckted", "'buckted' is unknown (did you mean bucketed?); allowed: local, naive"),
         ("--stratgies naive", "arguments: --stratgies naive (did you mean --strategies?)"),

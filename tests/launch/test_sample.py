@@ -31,3 +31,13 @@ def test_an_export_says_where_it_is(trained, tmp_path, capsys):
     assert sample.sample(lone_context("cpu"), SampleOptions(run="r", export=str(folder))) == 0
     assert {path.name for path in Path(folder).iterdir()} == {"config.json", "model.safetensors"}
     assert str(folder) in capsys.readouterr().out
+
+
+def test_an_export_overwrites_no_run(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}")
+    for folder, says in ((tmp_path, "its config.json is not of an export"), ("", "names no folder")):
+        with pytest.raises(ValueError, match=says):
+            sample.main([str(tmp_path), "--export", str(folder)])
+    (tmp_path / "model.safetensors").touch()
+    sample.check_export(str(tmp_path))  # an earlier export is replaced
+    assert (tmp_path / "config.json").read_text() == "{}"

@@ -3,7 +3,10 @@
 import dataclasses
 import json
 import math
+import os
+import pty
 import re
+import sys
 
 import pytest
 
@@ -11,6 +14,7 @@ from distlab.report import Column, Record, View, read_json, write
 from distlab.report.charts import stacked_bars
 from distlab.report.page import _setup
 from distlab.report.table import by_machine
+from distlab.report.terminal import say
 from distlab.report.view import headline_from
 from launch import __main__ as command
 from tests.report.browser import chromium, visit
@@ -144,7 +148,7 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
         (page.parent / "step_time.png").read_bytes()
     )  # only the run could
     monkeypatch.setattr(command, "view_of", lambda name: VIEW)
-    assert command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path)]) == 0
+    assert command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path), "--json"]) == 0
     (again,) = (tmp_path / "bench").iterdir()
     assert "report.html" in (tmp_path / "index.html").read_text()  # to which the page links
     assert repr(read_json(again / "records.json")) == repr(RECORDS)
@@ -168,3 +172,17 @@ def test_machines_are_never_mixed(tmp_path):
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
     line = headline_from("batch {batch} on {device_name}, {num:M}, {num:N} of {rows}", num=lambda rs: 3.21e9, rows=len)
     assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3,210.0 M, 3.2 B of 2"
+
+
+@pytest.mark.parametrize("kind, lines_of_json", [("file", 1), ("pipe", 0), ("terminal", 0)])
+def test_json_is_printed_where_it_is_kept(tmp_path, monkeypatch, kind, lines_of_json):
+    """Without --json, only into a file: a pipe or a terminal is for a person."""
+    path = tmp_path / "stdout"
+    reader, writer = (os.pipe() if kind == "pipe" else pty.openpty() if kind == "terminal" else (None, None))
+    stdout = open(path if writer is None else writer, "w")  # noqa: SIM115
+    monkeypatch.setattr(sys, "stdout", stdout)
+    say(VIEW, RECORDS, tmp_path / "report.html")
+    monkeypatch.undo()
+    stdout.close()
+    said = path.read_text() if reader is None else os.read(reader, 100_000).decode()
+    assert [line[:1] for line in said.splitlines()].count("{") == lines_of_json

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from distlab.compare import SavedRun, compared, differences, failures, findings
+from distlab.compare import SavedRun, compared, differences, failures, findings, gone, undecided, worse_by
 from distlab.measure.statistics import percentiles
 from distlab.report import Record, write_json
 from launch.__main__ import main
+from launch.runs import judged
 from tests.runs.cases import MACHINE, record, saved
 
 # Steps on a calm host of what `python -m tests.slowed` runs: two gloo ranks; `slower_…` sleeps so long after bucketed's
@@ -83,7 +84,8 @@ def test_rows_that_came_went_or_ran_out_of_memory():
         "same": "tie",
         "c": "only in the last run",
     }
-    assert failures(rows, 5) == ["a", "b"]
+    assert gone(rows) == failures(rows, 5) == ["a", "b"]
+    assert judged(rows, 5)[0] == 1
     assert "only in the first run: a, b." in findings(rows)
 
 
@@ -124,8 +126,8 @@ def test_noise_that_hides_the_limit_has_an_exit_code_of_its_own(tmp_path, capsys
     for name, step, noise in (("before", 10.0, 47.0), ("after", 10.5, 40.0)):
         saved(tmp_path, name, record("a", step, noise_pct=noise), record("b", 1.0))
     for later, limit, code, said in (
-        ("after", "5%", 3, r"cannot tell whether .* by more than 5 %: a \(up to 94 %\)\. Measure .* --rounds"),
-        ("after", "95%", 0, ""),
+        ("after", "5%", 3, r"cannot tell whether .* by more than 5 %: a \(up to 99\.0 %\)\. Measure .* --rounds"),
+        ("after", "99.1%", 0, ""),
     ):
         arguments = ["compare", "bench/before", f"bench/{later}", "--fail-above", limit, "--out", str(tmp_path)]
         assert main(arguments) == code, later
@@ -158,9 +160,10 @@ def test_bad_input_is_one_message_each(tmp_path, capsys):
         assert main(["compare", *map(str, arguments)]) == 2
         (said,) = capsys.readouterr().err.strip().splitlines()
         assert line in said
-    with pytest.raises(SystemExit):
-        main(["compare", "--fail-above", "a lot"])
-    assert "give a percentage" in capsys.readouterr().err
+    for limit in ("a lot", "-1", "inf", "1e309", "nan", "infinity%"):
+        with pytest.raises(SystemExit):
+            main(["compare", f"--fail-above={limit}"])
+        assert "give a finite percentage" in capsys.readouterr().err
 
 
 def test_what_does_not_differ_is_not_listed():
@@ -175,3 +178,49 @@ def test_a_difference_below_twice_the_noise_is_none(tmp_path):
     ]
     assert verdicts(compared(runs[:2])) == {"local": "tie"}
     assert verdicts(compared([runs[0], runs[2]])) == {"local": "worse"}
+
+
+def row(difference, low=None, high=None, *, least=None, verdict="worse", metric="step_p50_ms", variant="a"):
+    metrics = {"difference_pct": difference, "low_pct": low, "high_pct": high, "least_pct": least, "verdict": verdict}
+    return Record("compare", variant, {"metric": metric}, metrics, {}, None)
+
+
+@pytest.mark.parametrize(
+    "rows, code",
+    [
+        ([row(4.8, 3.7, 5.7)], 3),  # found worse, and the interval holds the limit
+        ([row(5.2, 4.9, 5.7)], 3),
+        ([row(6.0, 5.1, 7.0)], 1),
+        ([row(4.0, 3.0, 4.9)], 0),  # worse, by less
+        ([row(4.8, 4.0, 5.0)], 0),  # does not reach above
+        ([row(1.0, -4.0, 5.7, verdict="tie")], 3),
+        ([row(1.0, -4.0, 4.7, verdict="tie")], 0),
+        ([row(1.0, 0.9, 1.1, least=6.0, verdict="tie")], 3),  # its noise hides more than its interval
+        ([row(7.0, least=1.0)], 1),  # no samples: the noise to both sides
+        ([row(7.0, least=3.0)], 3),
+        ([row(4.0, least=2.0)], 3),
+        ([row(4.0, least=0.5)], 0),
+        ([row(10.0, metric="peak_alloc_bytes")], 1),  # bytes are counted
+        ([row(-6.0, -7.0, -5.1, metric="tokens_per_s")], 1),  # less of a rate is worse
+        ([row(-4.8, -5.7, -3.7, metric="tokens_per_s")], 3),
+        ([row(-4.8, -4.9, -3.7, metric="tokens_per_s")], 0),
+        ([row(4.8, 3.7, 5.7, metric="tokens_per_s", verdict="better")], 0),
+        ([row(-9.0, -10.0, -8.0, verdict="better")], 0),
+        ([row(9.0, verdict="noise unknown")], 3),
+        ([row(None, verdict="only in the first run")], 1),
+        ([row(None, verdict="only in the last run"), row(None, verdict="in neither run")], 0),
+        ([row(9.0, 8.0, 10.0), row(9.0, 8.0, 10.0)], 1),
+        ([row(9.0, 8.0, 10.0), row(40.0, 39.0, 41.0), row(8.0, 6.0, 9.0)], 3),  # all: the machine
+        ([row(9.0, 8.0, 10.0), row(40.0, 39.0, 41.0), row(0.0, -1.0, 1.0, verdict="tie")], 1),
+        ([row(-9.0, verdict="better"), row(-9.0, verdict="better"), row(-9.0, verdict="better")], 3),
+        ([*[row(9.0, 8.0, 10.0)] * 3, row(None, verdict="only in the first run")], 1),  # a row is gone all the same
+    ],
+)
+def test_one_rule_decides_the_exit_code(rows, code):
+    assert judged(rows, 5.0)[0] == code, (worse_by(rows[0]) if rows[0].metrics["difference_pct"] else "")
+
+
+def test_a_worse_row_that_may_exceed_the_limit_is_named():
+    rows = [row(4.8, 3.7, 5.7, variant="bucketed")]
+    assert failures(rows, 5) == [] and undecided(rows, 5) == ["bucketed (up to 5.7 %)"]
+    assert undecided(rows, 6) == [] and failures(rows, 3) == ["bucketed"]
