@@ -685,7 +685,7 @@ class _Copy:
         main_states: Sequence[Sequence[Tensors]],
         is_main: bool,
         late: Tensors | None = None,
-        arrival: int = 0,
+        arrival: int | None = None,
     ) -> _Run:
         """Repeat the steps of this rank.
 
@@ -696,7 +696,8 @@ class _Copy:
             policy: whose buffers forward reads.
             main_states: `_Run.states` of rank 0, for a policy that reads its buffers.
             late: parameters that arrive in the last step, if they are others.
-            arrival: phase before which they arrive: 1 the backward of the first micro-batch, 2 the second forward.
+            arrival: phase before which they arrive: 1 the backward of the first micro-batch, 2 the second forward, 0
+                never in this step. None: there are none.
         """
         if is_main:
             policy = OWN_BUFFERS
@@ -711,7 +712,8 @@ class _Copy:
             then = late if number == len(steps) - 1 else None
             step = (parameters[number], then, arrival, micro_batches, before, read)
             gradients, states, loss = self._step(*step, moved=False)
-            others, _, _ = self._step(*step, moved=True)
+            # With weights that did not arrive in time, only the values are wanted, and not their noise.
+            others = gradients if arrival is not None else self._step(*step, moved=True)[0]
             sums = {}
             for name in self.trainable:
                 sums[name] = _Sums.of([each[name] for each in gradients], [each[name] for each in others])
@@ -724,7 +726,7 @@ class _Copy:
         self,
         parameters: Tensors,
         late: Tensors | None,
-        arrival: int,
+        arrival: int | None,
         micro_batches: Sequence[Any],
         before: Tensors,
         read: Mapping[int, Tensors],
@@ -1065,12 +1067,13 @@ class _Judge:
             return False  # 2^P ways
         alike = [each for each in self.copy.trainable if each != name]
         alike = [each for each in alike if self.copy.trainable[each].shape == self.copy.trainable[name].shape]
+        # A tensor whose gradient is noise explains nothing: its share cannot be seen.
+        alike = [each for each in alike if not expected.mean(each).agrees(torch.zeros_like(seen[0]))]
 
         def explains(other: str, theirs: Sequence[bool], value: Tensor) -> bool:
             mine = expected.combination(name, [0.0 if each else 1 / ranks for each in theirs])
             mixed = mine.plus(expected.combination(other, [1 / ranks if each else 0.0 for each in theirs]))
-            # A share of another tensor that cannot be seen explains nothing.
-            return mixed.agrees(value) and not mine.agrees(value)
+            return mixed.agrees(value)
 
         changed = False
         for value in seen:
@@ -1177,11 +1180,10 @@ class _Judge:
         for shrink, times in tries:
             plain = updated(times)
             rounding = torch.finfo(dtype).eps * before.abs()  # of two more products
-            fitted = _Right(
-                plain.value + shrink * before,
-                plain.element + 2 * rounding,
-                plain.rms + rounding.square().mean().sqrt().item(),
-            )
+            usual = rounding.square().mean().sqrt().item()
+            # The fitted numbers are off by what the rounding of all elements does to them.
+            element = plain.element + 2 * rounding + 4 * usual
+            fitted = _Right(plain.value + shrink * before, element, plain.rms + usual)
             if shrink < 0 and abs(times - 1) < 0.1 and all(map(fitted.agrees, after)):
                 return True
         return False
@@ -1232,7 +1234,7 @@ def _named_stale(
         run = _on_all(
             own,
             lambda mixed=mixed, arrival=arrival: copy.run(
-                (old, mixed), steps, old, OWN_BUFFERS, (), own.is_main, new if arrival else None, arrival
+                (old, mixed), steps, old, OWN_BUFFERS, (), own.is_main, new if arrival > 0 else None, arrival
             ),
         )
         others = _gather_on_main(run, own)
