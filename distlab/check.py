@@ -971,7 +971,9 @@ class _Judge:
         if not seen.isfinite().all():
             return NOT_A_NUMBER
         best, chosen = math.inf, None
-        for signature, rights in self._factors(step, name):
+        # Zeros are near a small value, which does not make them that value.
+        factors = self._factors(step, name) if seen.any() else ()
+        for signature, rights in factors:
             distance = max(right.distance(each) for each, right in zip(seen, rights, strict=True))
             # In half precision several may be near enough: 1/P and 1/M, say. The nearest is it.
             if distance <= 1 and distance < 0.5 * best:
