@@ -3,21 +3,33 @@
     distlab check my_model:build --strategy fsdp
     distlab check my_model:build --wrap my_code:parallelize --nproc 4
 
-What `build` and `parallelize` return: docs/learn/check.md. Exit code 1 when something is wrong.
+What `build` and `parallelize` return: docs/learn/check.md. Exit code 1 when something is wrong, 0 also for a wrapper
+that is right with one backward per step and does not claim to accumulate gradients.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from distlab.bench.task import check_name
 from distlab.check import on_rank
-from distlab.comm import RankContext
+from distlab.comm import RankContext, RankEnvironment
 from distlab.experiment import RankOptions
 from distlab.options import SEED, config_from, option, parser_of
 from distlab.parallel import STRATEGIES
 from launch.ranks import run_on_ranks
+
+NAME = "distlab check"
+FOLDER = "DISTLAB_CHECK_FOLDER"  # environment variable: where rank 0 leaves the exit code for the launching process
+EXIT_CODE, STDERR = "exit_code", "ranks.log"  # files in it
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,9 @@ class CheckOptions(RankOptions):
     wrap: str | None = option(None, "your wrapper: package.module:function (module, group)")
     strategy: str = option("bucketed", "without --wrap: what to check instead", choices=tuple(STRATEGIES))
     batch: int = option(4, "examples per micro-batch", least=1)
+    micro_batches: int | None = option(
+        None, "per rank and step; default: ranks + 1, and where that is wrong also one", least=1
+    )
     same_batch: bool = option(False, "ranks get the same batches, as in tensor or context parallelism")
     seed: int = option(0, "of parameters and data", **SEED)
     backend: str | None = option("gloo", "of the ranks", choices=("nccl", "gloo"))
@@ -48,10 +63,86 @@ def main(arguments: Sequence[str]) -> int:
         check_name(options.wrap, "--wrap")
 
     def work(context: RankContext) -> int:
-        chosen = {name: getattr(options, name) for name in ("batch", "same_batch", "seed")}
-        verdict = on_rank(context, options.model, options.wrap or options.strategy, **chosen)
-        if context.is_main:
-            print(json.dumps(verdict.to_dict()) if options.json else verdict)
-        return 0 if verdict.right or not context.is_main else 1
+        verdict = on_rank(
+            context,
+            options.model,
+            options.wrap or options.strategy,
+            batch=options.batch,
+            same_batch=options.same_batch,
+            micro_batches=options.micro_batches,
+            seed=options.seed,
+        )
+        if not context.is_main:
+            return 0
+        print(json.dumps(verdict.to_dict()) if options.json else verdict, flush=True)
+        code = 0 if verdict.right else 1
+        folder = os.environ.get(FOLDER)
+        if folder is None:
+            return code
+        # A rank that ends with another code than 0 would make torchrun stop the others, with its own messages.
+        Path(folder, EXIT_CODE).write_text(str(code))
+        return 0
 
-    return run_on_ranks(work, ["check", *arguments], options, 2, "distlab check")
+    command = ["check", *arguments]
+    if RankEnvironment.read().launched:
+        return run_on_ranks(work, command, options, 2, NAME)
+    folder = Path(tempfile.mkdtemp(prefix="distlab-check-"))
+    keep = False
+    try:
+        os.environ[FOLDER] = str(folder)
+        with _stderr_into(folder / STDERR):
+            code = run_on_ranks(work, command, options, 2, NAME)
+        written = (folder / STDERR).read_text(errors="replace")
+        judged = folder / EXIT_CODE
+        if code == 0 and judged.exists():
+            print(written, end="", file=sys.stderr, flush=True)
+            return int(judged.read_text())
+        said = _what_happened(written, folder / STDERR)
+        keep = str(folder) in said
+        print(said, file=sys.stderr, flush=True)
+        return code or 1
+    finally:
+        del os.environ[FOLDER]
+        if not keep:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _stderr_into(file: Path) -> Iterator[None]:
+    """Write stderr of this process and of those that it starts into a file.
+
+    Ranks that lose another one print stacks of a hundred lines, in which the sentence that says what happened is lost.
+    """
+    sys.stderr.flush()
+    before = os.dup(2)
+    with open(file, "wb") as log:
+        os.dup2(log.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def _what_happened(written: str, file: Path) -> str:
+    """Return one sentence for a check that came to no verdict, from what was written to stderr."""
+    lines = written.splitlines()
+    stopped = [line for line in lines if line.startswith(NAME) and "stopped by" in line]
+    errors = [line for line in lines if re.search(rf"{NAME}: error:", line)]
+    ended = [line for line in lines if re.match(r"rank \d+ (ended with|was stopped by)", line)]
+    if errors and len(lines) == 1:
+        return errors[0]
+    if errors:
+        return f"{errors[0]} (all that the ranks wrote: {file})"
+    if ended:
+        reason = ""
+        if "EnforceNotMet" in written:
+            reason = (
+                ", because another rank sent it a message of another size: every rank must make the same calls in the "
+                "same order, with tensors of the same sizes"
+            )
+        return f"{NAME}: error: {ended[0]}{reason} (all that the ranks wrote: {file})"
+    if stopped:
+        return stopped[0]
+    return f"{NAME}: error: the ranks ended without a verdict (all that they wrote: {file})"

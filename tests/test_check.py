@@ -1,7 +1,15 @@
-"""`distlab check`: every known mistake gets its name, and what is right gets none."""
+"""`distlab check`: every known mistake gets its name, and what is right gets none.
+
+`python -m tests.check_matrix` runs many more wrappers, in three dtypes and at more ranks.
+"""
 
 import json
+import re
+import shutil
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +25,7 @@ from distlab.check import check, on_rank
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
 from launch.__main__ import main
+from tests import check_matrix
 
 HERE = __name__
 NAMED = {  # mistake → signature of the tensors that differ; a message of the strategy's own where it raises
@@ -275,6 +284,51 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
         assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
 
 
+# -- kinds, a few cases of each in `tests/check_matrix.py` ------------------------------------------------------
+
+HALF = [  # found in half precision, where what is right may differ by a few percent; and right ones
+    "summed", "divided twice", "unreduced", "zeroed", "of rank 0", "one missing", "one missing, groups",
+    "one bias missing", "first micro-batch", "stepped twice", "decay",
+    "by hand, attention", "divided first", "added backwards", "added in fp32", "torch DDP, convolution",
+    "fsdp, mlp", "zero1, attention", "FSDP2, groups",
+]  # fmt: skip
+KINDS = {
+    "an exact gradient of zero": [
+        "by hand, convolution", "torch DDP, groups", "FSDP2, attention", "bucketed, convolution",
+        "garbage, convolution", "garbage, attention",
+    ],
+    "one backward per step": ["overlapped", "overlapped, convolution", "overlapped, own method"],
+    "names that are computed": [
+        "a step late", "stale after", "not reset", "averaged over steps", "stepped twice", "not stepped", "not sent",
+        "decay", "exchanged", "one bias missing", "last micro-batch", "scaled", "noisy", "one element",
+    ],
+    "buffers that forward reads": [
+        "by hand, running", "torch DDP, running", "buffers of rank 0 in finish", "buffers of rank 0 in forward",
+    ],
+    "changed besides the training": ["frozen changed", "buffers damaged", "by hand, frozen", "torch DDP, frozen"],
+    "some parameters in bf16": [
+        "summed, mixed", "divided twice, mixed", "unreduced, mixed", "zeroed, mixed", "torch DDP, mixed",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind(kind):
+    expect(2, "fp32", KINDS[kind])
+
+
+@pytest.mark.parametrize("dtype, ranks", [("bf16", 2), ("bf16", 3), ("fp16", 2)])
+def test_half_precision(dtype, ranks):
+    expect(ranks, dtype, HALF)
+
+
+def expect(ranks, dtype, names):
+    verdicts = run_ranks(check_matrix.judge, ranks, names, dtype, deadline_s=200)[0]
+    for name, verdict in zip(names, verdicts, strict=True):
+        said, _ = check_matrix.outcome(check_matrix.CASES[name], dtype, verdict)
+        assert said in ("right", "found"), f"{name}: {said}\n{verdict}"
+
+
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -290,6 +344,27 @@ def random_in_forward():
 def no_numbers():
     module, batch, loss = mlp()
     return module, batch, lambda model, batch: loss(model, batch) * float("nan")
+
+
+def no_gradient():
+    module, batch, loss = mlp()
+    return module, batch, lambda model, batch: loss(model, batch) * 0
+
+
+def three_things(module, group):
+    return module, lambda: None, group
+
+
+def other_order(module, group):
+    """Rank 1 sends its gradients from the last to the first."""
+    module, _ = by_hand(module, group)
+
+    def finish():
+        parameters = list(module.parameters())
+        for parameter in parameters[::-1] if group.rank() else parameters:
+            dist.all_reduce(parameter.grad, group=group)
+
+    return module, finish
 
 
 def deadlock(module, group):
@@ -312,6 +387,8 @@ def a_copy(module, group):
         (no_numbers, "flat", "not a number in one process either"),
         (mlp, deadlock, r"waited 2 s \(--timeout\) in a collective that the others did not join"),
         (mlp, raises, r"failed at test_check.py:\d+ \(KeyError: 'no such layer'"),
+        (no_gradient, "flat", "every gradient is exactly zero in one process .* nothing to compare"),
+        (mlp, three_things, r"must return a callable module, or \(callable module, finish\); it returned 3 things"),
         (mlp, a_copy, "must train the module it is given"),
         (mlp, "bucketted", "did you mean bucketed"),
         (mlp, f"{HERE}:nothing", r"--wrap .* has no function 'nothing'"),
@@ -331,12 +408,44 @@ def test_one_rank_is_refused():
 # -- what is shown -----------------------------------------------------------------------------------------
 
 
-def test_the_table_and_the_command(capfd):
+def test_the_table():
     verdict = check_gradients(mlp, named("divided_twice"))
-    assert str(verdict).startswith("WRONG: 0 of 6 tensors") and str(verdict).count(signatures.DIVIDED) == 6
+    assert str(verdict).startswith("WRONG: 6 of 6 tensors differ from one process")
+    assert str(verdict).count(signatures.DIVIDED) == 6
     assert len(str(verdict).splitlines()) <= 30
+    assert repr(verdict) == str(verdict)  # pytest shows the repr
+    assert "finish that was called: the second thing" in str(verdict)
+
+
+def test_the_command_ends_with_the_verdict(capfd):
     begin = time.monotonic()
     assert main(["check", f"{HERE}:mlp", "--strategy", "local", "--json"]) == 1
     assert time.monotonic() - begin < 30  # 10 on a quiet machine
-    shown = json.loads(capfd.readouterr().out)
+    captured = capfd.readouterr()
+    shown = json.loads(captured.out)
     assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
+    assert captured.err == ""  # nothing about processes that were stopped
+
+
+@pytest.mark.parametrize(
+    "options, headline",
+    [
+        ([], "right with one backward per step; does not support accumulation: 6 of 6 tensors"),
+        (["--micro-batches", "1"], "right: 6 of 6 tensors as in one process (2 ranks × 1 micro-batch, 2 steps)"),
+    ],
+)
+def test_the_command_says_that_a_wrapper_needs_one_backward(capfd, options, headline):
+    assert main(["check", f"{HERE}:mlp", "--wrap", "tests.check_matrix:overlapped", *options]) == 0
+    assert capfd.readouterr().out.startswith(headline)
+
+
+def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
+    # In a process of its own, since pytest's own handler of crashes would be inherited by the ranks.
+    command = ["check", f"{HERE}:mlp", "--wrap", f"{HERE}:other_order", "--timeout", "5"]
+    done = subprocess.run([sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100)
+    assert done.returncode != 0 and done.stdout == ""
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "same calls in the same order" in done.stderr
+    log = re.search(r"the ranks wrote: (.*)\)", done.stderr)
+    assert log and Path(log[1]).is_file()
+    shutil.rmtree(Path(log[1]).parent)

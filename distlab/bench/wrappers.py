@@ -1,0 +1,97 @@
+"""The adapter that lets the lab train a module under a user's own wrapper, given by its function's name.
+
+    def parallelize(module, group):     # torch DDP and FSDP2 can be returned as they are
+        ...
+        return module, finish           # or the callable module alone
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from distlab.bench.task import factory_of
+from distlab.parallel import ParallelModel, Strategy
+
+FINISH = "finish_gradient_synchronization"  # the method that the trainer calls after the last backward
+
+
+class UserWrapper(ParallelModel):
+    """A module under a wrapper of the user's own.
+
+    Args:
+        module: what is trained.
+        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in place or keeps it.
+            Where it returns the callable alone, `finish_gradient_synchronization()` of the callable is called, if it
+            has that method.
+
+    Attributes:
+        finish: words that say which function is called after the last backward of a step.
+        can_accumulate: whether the callable has `no_sync()`, and so says that it can accumulate gradients.
+
+    Raises:
+        ValueError: `wrap` returned something else.
+    """
+
+    def __init__(self, module: nn.Module, wrap: Callable[..., Any], group: ProcessGroup):
+        super().__init__()
+        self.module, self.process_group = module, group
+        self.device = next(module.parameters()).device
+        self._call, self._finish, self.finish = _call_and_finish(wrap(module, group))
+        self.can_accumulate = callable(getattr(self._call, "no_sync", None))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(*args, **kwargs)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Return the wrapper's own `no_sync()`; without one, every micro-batch synchronises."""
+        return getattr(self._call, "no_sync", nullcontext)()
+
+    def finish_gradient_synchronization(self) -> None:
+        self._finish()
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """See `ParallelModel.full_parameters`."""
+        return {name: whole_tensor(p).detach() for name, p in self.module.named_parameters()}
+
+
+def wrapped_by(name: str) -> Strategy:
+    """Return a user's wrapper, named `package.module:function`, as a strategy.
+
+    Raises:
+        ValueError: there is no such function.
+    """
+    wrap = factory_of(name, "--wrap")
+    return Strategy(name, lambda module, process_group: UserWrapper(module, wrap, process_group))
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Return a DTensor's whole, by a collective; any other tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def _call_and_finish(made: Any) -> tuple[Callable[..., Any], Callable[[], Any], str]:
+    """Return the module to call, the function that finishes a step, and words that say which one it is."""
+    expected = "the wrapper must return a callable module, or (callable module, finish)"
+    if isinstance(made, tuple):
+        if len(made) != 2:
+            raise ValueError(f"{expected}; it returned {len(made)} things")
+        call, finish = made
+        told = "the second thing that the wrapper returned"
+    else:
+        call = made
+        finish = getattr(call, FINISH, None)
+        told = f"{FINISH}() of the {type(call).__name__} that the wrapper returned"
+        if finish is None:
+            finish = _nothing
+            told = f"none: the wrapper returned a {type(call).__name__} without {FINISH}()"
+    if not callable(call) or not callable(finish):
+        kinds = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else (made,)))
+        raise ValueError(f"{expected}; it returned {kinds}")
+    return call, finish, told
+
+
+def _nothing() -> None:
+    """Finish a step of a wrapper whose backward has done everything."""

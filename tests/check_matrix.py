@@ -1,0 +1,739 @@
+"""Hold `distlab check` against wrappers that are known to be wrong or right, in three dtypes, at several ranks.
+
+    python -m tests.check_matrix --ranks 2 3 8 --dtypes fp32 bf16 fp16
+
+Prints per case whether a mistake was found or missed, whether a right wrapper was accused, and the name that was given.
+Exits with 1 if anything is missed or accused. `tests/test_check.py` runs one case of each kind.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distlab import check as signatures
+from distlab.bench.task import own_task
+from distlab.bench.wrappers import UserWrapper
+from distlab.check import check
+from distlab.parallel import Strategy, get_strategy
+from distlab.testing import run_ranks
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# -- models ------------------------------------------------------------------------------------------------
+
+
+def classified(module: nn.Module, dtype: torch.dtype, shape: tuple[int, ...] = (6,)) -> tuple[Any, ...]:
+    """Return a factory's three parts for a module that tells five classes of inputs of this shape apart."""
+
+    def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        inputs = torch.randn(size, *shape, generator=generator)
+        return inputs.to(dtype), torch.randint(5, (size,), generator=generator)
+
+    def loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(batch[0]).float(), batch[1])
+
+    return module, batch, loss
+
+
+def mlp(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Two linear layers with a LayerNorm."""
+    module = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5))
+    return classified(module.to(dtype), dtype)
+
+
+def alike(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Layers of equal shape, whose gradients can be exchanged."""
+    module = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 5))
+    return classified(module.to(dtype), dtype)
+
+
+def convolution(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A bias in front of BatchNorm: its exact gradient is zero."""
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Flatten(),
+        nn.Linear(64, 5),
+    )  # fmt: skip
+    return classified(module.to(dtype), dtype, (3, 8, 8))
+
+
+def groups(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A bias in front of a GroupNorm of one channel per group: its exact gradient is zero."""
+    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5))
+    return classified(module.to(dtype), dtype, (3, 6, 6))
+
+
+def tied(dtype: torch.dtype) -> tuple[Any, ...]:
+    """One matrix in two layers."""
+    first, last = nn.Linear(6, 6), nn.Linear(6, 6)
+    last.weight = first.weight
+    return classified(nn.Sequential(first, nn.GELU(), last, nn.Linear(6, 5)).to(dtype), dtype)
+
+
+def frozen(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A first layer that does not train."""
+    module, batch, loss = mlp(dtype)
+    module[0].requires_grad_(False)
+    return module, batch, loss
+
+
+def mixed(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A first layer in another dtype than the last."""
+    del dtype
+    module = nn.Sequential(nn.Linear(6, 12).bfloat16(), ToFloat(), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5))
+    return classified(module, torch.bfloat16)
+
+
+class ToFloat(nn.Module):
+    """Casts to fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float()
+
+
+class Attention(nn.Module):
+    """Attention with biases: that of the keys has a gradient of exactly zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(40, 16)
+        self.q, self.k, self.v, self.out = (nn.Linear(16, 16) for _ in range(4))
+        self.head = nn.Linear(16, 40)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        q, k, v = (each(x).unflatten(-1, (4, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        scores = (q @ k.transpose(-1, -2) / 2).softmax(-1)
+        return self.head(x + self.out((scores @ v).transpose(1, 2).flatten(2)))
+
+
+def attention(dtype: torch.dtype) -> tuple[Any, ...]:
+    """A language model of one layer."""
+
+    def batch(size: int, generator: torch.Generator) -> Tensor:
+        return torch.randint(40, (size, 13), generator=generator)
+
+    def loss(model: nn.Module, tokens: Tensor) -> Tensor:
+        return F.cross_entropy(model(tokens[:, :-1]).float().mT, tokens[:, 1:])
+
+    return Attention().to(dtype), batch, loss
+
+
+class Running(nn.Module):
+    """Subtracts a running mean of its inputs, also in training."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("average", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # A new tensor: backward may need the old one.
+        self.average = (0.5 * self.average + 0.5 * x.detach().mean(0)).to(x.dtype)
+        return x - self.average
+
+
+def running(dtype: torch.dtype) -> tuple[Any, ...]:
+    """Forward reads a buffer that it updates."""
+    module = nn.Sequential(Running(6), nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 5))
+    return classified(module.to(dtype), dtype)
+
+
+# -- wrappers ----------------------------------------------------------------------------------------------
+
+
+def broadcast(module: nn.Module, group: Any) -> None:
+    """Give every rank the values of rank 0."""
+    for tensor in [*module.parameters(), *module.buffers()]:
+        dist.broadcast(tensor.data, 0, group)
+
+
+def trained(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Return the parameters that have a gradient."""
+    return [(name, p) for name, p in module.named_parameters() if p.grad is not None]
+
+
+class Wrapped(nn.Module):
+    """Calls functions around forward and after the last backward. It says that it can accumulate.
+
+    Args:
+        finish: `finish(self)`, after the last backward of a step.
+        before: `before(self)`, before each forward.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: Any,
+        finish: Callable[["Wrapped"], None],
+        before: Callable[["Wrapped"], None] = lambda wrapped: None,
+    ):
+        super().__init__()
+        self.module, self.group, self.finish, self.before = module, group, finish, before
+        self.calls = 0  # forwards in this step
+        self.steps = 0
+        self.kept: dict[str, Tensor] = {}
+        broadcast(module, group)
+
+    def forward(self, *args: Any) -> Any:
+        self.calls += 1
+        self.before(self)
+        return self.module(*args)
+
+    def no_sync(self) -> Any:
+        """Return a context in which nothing is different: `finish` alone sends."""
+        return torch.enable_grad()
+
+    def finish_gradient_synchronization(self) -> None:
+        """Finish the step."""
+        self.steps += 1
+        self.finish(self)
+        self.calls = 0
+
+
+def average(wrapped: Wrapped) -> None:
+    """Replace every gradient by its mean."""
+    for _, parameter in trained(wrapped.module):
+        dist.all_reduce(parameter.grad, group=wrapped.group)
+        parameter.grad /= wrapped.group.size()
+
+
+Wrap = Callable[[nn.Module, Any], Any]
+
+
+def finishing(finish: Callable[[Wrapped], None], before: Callable[[Wrapped], None] = lambda wrapped: None) -> Wrap:
+    """Return a wrapper with this finish."""
+    return lambda module, group: Wrapped(module, group, finish, before)
+
+
+def reducing(reduce: Callable[[str, Tensor, Any], None]) -> Wrap:
+    """Return a wrapper whose finish reduces one gradient after the other."""
+
+    def finish(wrapped: Wrapped) -> None:
+        for name, parameter in trained(wrapped.module):
+            reduce(name, parameter.grad, wrapped.group)
+
+    return finishing(finish)
+
+
+def mean(name: str, gradient: Tensor, group: Any) -> None:
+    """Average one gradient in its dtype."""
+    dist.all_reduce(gradient, group=group)
+    gradient /= group.size()
+
+
+# Right ones.
+
+
+def ddp(module: nn.Module, group: Any) -> nn.Module:
+    """Return torch's DDP as it is."""
+    return DistributedDataParallel(module, process_group=group)
+
+
+def fsdp2(module: nn.Module, group: Any) -> nn.Module:
+    """Return torch's FSDP2, all in one unit."""
+    broadcast(module, group)
+    return fully_shard(module, mesh=DeviceMesh.from_group(group, "cpu"))
+
+
+def divided_first(name: str, gradient: Tensor, group: Any) -> None:
+    """Divide, then add."""
+    gradient /= group.size()
+    dist.all_reduce(gradient, group=group)
+
+
+def added_backwards(name: str, gradient: Tensor, group: Any) -> None:
+    """Add from the last rank to the first, in the gradient's dtype."""
+    parts = [torch.empty_like(gradient) for _ in range(group.size())]
+    dist.all_gather(parts, gradient, group=group)
+    gradient.zero_()
+    for part in reversed(parts):
+        gradient += part
+    gradient /= group.size()
+
+
+def added_in_fp32(name: str, gradient: Tensor, group: Any) -> None:
+    """Add in fp32."""
+    wide = gradient.float()
+    mean(name, wide, group)
+    gradient.copy_(wide)
+
+
+def overlapped(module: nn.Module, group: Any) -> Any:
+    """Divide and send in a hook of each gradient, wait in finish: right with one backward per step."""
+    broadcast(module, group)
+    works = []
+
+    def send(parameter: nn.Parameter) -> None:
+        parameter.grad /= group.size()
+        works.append(dist.all_reduce(parameter.grad, group=group, async_op=True))
+
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(send)
+
+    def finish() -> None:
+        while works:
+            works.pop().wait()
+
+    return module, finish
+
+
+class OwnMethod(nn.Module):
+    """The handout's form: a module with `finish_gradient_synchronization()`, returned alone."""
+
+    def __init__(self, module: nn.Module, group: Any):
+        super().__init__()
+        self.module = module
+        _, self.finish = overlapped(module, group)
+
+    def forward(self, *args: Any) -> Any:
+        return self.module(*args)
+
+    def finish_gradient_synchronization(self) -> None:
+        self.finish()
+
+
+def buffers_of_main(wrapped: Wrapped) -> None:
+    """Give all ranks rank 0's buffers."""
+    for buffer in wrapped.module.buffers():
+        dist.broadcast(buffer, 0, wrapped.group)
+
+
+def average_then_buffers(wrapped: Wrapped) -> None:
+    """Average, then give all ranks rank 0's buffers."""
+    average(wrapped)
+    buffers_of_main(wrapped)
+
+
+# Wrong ones.
+
+
+def not_broadcast(module: nn.Module, group: Any) -> Any:
+    """Leave ranks with the weights that each has drawn."""
+
+    def finish() -> None:
+        for name, parameter in trained(module):
+            mean(name, parameter.grad, group)
+
+    return module, finish
+
+
+def summed(name: str, gradient: Tensor, group: Any) -> None:
+    """Add, and do not divide."""
+    dist.all_reduce(gradient, group=group)
+
+
+def divided_twice(name: str, gradient: Tensor, group: Any) -> None:
+    """Divide once too often."""
+    mean(name, gradient, group)
+    gradient /= group.size()
+
+
+def unreduced(name: str, gradient: Tensor, group: Any) -> None:
+    """Send nothing."""
+
+
+def never_summed(name: str, gradient: Tensor, group: Any) -> None:
+    """Divide, and send nothing."""
+    gradient /= group.size()
+
+
+def zeroed(name: str, gradient: Tensor, group: Any) -> None:
+    """Lose the gradient."""
+    gradient.zero_()
+
+
+def of_main(name: str, gradient: Tensor, group: Any) -> None:
+    """Take rank 0's gradient for the mean."""
+    dist.broadcast(gradient, 0, group)
+
+
+def one_missing(name: str, gradient: Tensor, group: Any) -> None:
+    """Add without the last rank."""
+    if group.rank() == group.size() - 1:
+        gradient.zero_()
+    mean(name, gradient, group)
+
+
+def one_missing_renormalized(name: str, gradient: Tensor, group: Any) -> None:
+    """Average over all ranks but the last."""
+    one_missing(name, gradient, group)
+    gradient *= group.size() / max(group.size() - 1, 1)
+
+
+def times_micro_batches(name: str, gradient: Tensor, group: Any) -> None:
+    """Do not divide by the micro-batches."""
+    mean(name, gradient, group)
+    gradient *= group.size() + 1
+
+
+def one_bias_missing(name: str, gradient: Tensor, group: Any) -> None:
+    """Do not send the last layer's bias."""
+    if name != "3.bias":
+        mean(name, gradient, group)
+
+
+def scaled(name: str, gradient: Tensor, group: Any) -> None:
+    """Multiply by a factor that is none of the usual ones."""
+    mean(name, gradient, group)
+    gradient *= 1.4
+
+
+def scaled_by_rank(name: str, gradient: Tensor, group: Any) -> None:
+    """Multiply by another factor on each rank."""
+    mean(name, gradient, group)
+    gradient *= 1.4 + group.rank()
+
+
+def noisy(name: str, gradient: Tensor, group: Any) -> None:
+    """Add noise of a third of the gradient, the same on all ranks."""
+    mean(name, gradient, group)
+    generator = torch.Generator().manual_seed(gradient.numel())
+    noise = torch.randn(gradient.shape, generator=generator)
+    gradient += (noise * gradient.float().square().mean().sqrt() / 3).to(gradient.dtype)
+
+
+def one_element(name: str, gradient: Tensor, group: Any) -> None:
+    """Change the sign of the largest element of each tensor."""
+    mean(name, gradient, group)
+    flat = gradient.view(-1)
+    flat[flat.abs().argmax()] *= -1
+
+
+def in_bf16(name: str, gradient: Tensor, group: Any) -> None:
+    """Reduce an fp32 gradient in bf16."""
+    sent = gradient.bfloat16()
+    mean(name, sent, group)
+    gradient.copy_(sent)
+
+
+def garbage(name: str, gradient: Tensor, group: Any) -> None:
+    """Write what does not belong there into a gradient that is zero, or else add it."""
+    mean(name, gradient, group)
+    if name in ("0.bias", "k.bias"):
+        gradient += 0.01
+
+
+def keep_first(wrapped: Wrapped) -> None:
+    """Keep what the first micro-batch gave."""
+    if wrapped.calls == 2:
+        wrapped.kept = {name: p.grad.clone() for name, p in trained(wrapped.module)}
+
+
+def send_first(wrapped: Wrapped) -> None:
+    """Average what was kept."""
+    for name, parameter in trained(wrapped.module):
+        if name in wrapped.kept:
+            parameter.grad.copy_(wrapped.kept[name])
+    wrapped.kept = {}
+    average(wrapped)
+
+
+def drop_earlier(wrapped: Wrapped) -> None:
+    """Lose what earlier micro-batches gave."""
+    for _, parameter in trained(wrapped.module):
+        parameter.grad.zero_()
+
+
+def a_step_late(wrapped: Wrapped) -> None:
+    """Give the previous step's mean, in the first step zeros."""
+    average(wrapped)
+    fresh = {name: p.grad.clone() for name, p in trained(wrapped.module)}
+    for name, parameter in trained(wrapped.module):
+        parameter.grad.copy_(wrapped.kept.get(name, torch.zeros_like(parameter)))
+    wrapped.kept = fresh
+
+
+def stale_after(wrapped: Wrapped) -> None:
+    """Give the first step's mean from the second on."""
+    average(wrapped)
+    for name, parameter in trained(wrapped.module):
+        if name in wrapped.kept:
+            parameter.grad.copy_(wrapped.kept[name])
+        wrapped.kept[name] = parameter.grad.clone()
+
+
+def not_reset(wrapped: Wrapped) -> None:
+    """Add the previous step's mean."""
+    average(wrapped)
+    for name, parameter in trained(wrapped.module):
+        fresh = parameter.grad.clone()
+        if name in wrapped.kept:
+            parameter.grad += wrapped.kept[name]
+        wrapped.kept[name] = fresh
+
+
+def averaged_over_steps(wrapped: Wrapped) -> None:
+    """Mix with the previous step's mean."""
+    average(wrapped)
+    for name, parameter in trained(wrapped.module):
+        if name in wrapped.kept:
+            parameter.grad.mul_(0.5).add_(wrapped.kept[name], alpha=0.5)
+        wrapped.kept[name] = parameter.grad.clone()
+
+
+def remember(wrapped: Wrapped) -> None:
+    """Average, and keep the values before the update."""
+    average(wrapped)
+    wrapped.kept = {name: p.detach().clone() for name, p in trained(wrapped.module)}
+
+
+@torch.no_grad()
+def update_again(wrapped: Wrapped) -> None:
+    """Make the last update once more."""
+    if wrapped.calls == 1 and wrapped.kept:
+        for name, parameter in wrapped.module.named_parameters():
+            if name in wrapped.kept:
+                parameter.data += parameter.data - wrapped.kept[name]
+
+
+@torch.no_grad()
+def undo_update(wrapped: Wrapped) -> None:
+    """Undo the last update."""
+    if wrapped.calls == 1 and wrapped.kept:
+        for name, parameter in wrapped.module.named_parameters():
+            if name in wrapped.kept:
+                parameter.data.copy_(wrapped.kept[name])
+
+
+@torch.no_grad()
+def undo_on_last_rank(wrapped: Wrapped) -> None:
+    """Undo the last update on one rank."""
+    if wrapped.group.rank() == wrapped.group.size() - 1:
+        undo_update(wrapped)
+
+
+@torch.no_grad()
+def decay(wrapped: Wrapped) -> None:
+    """Shrink all values."""
+    average(wrapped)
+    for _, parameter in trained(wrapped.module):
+        parameter.data *= 0.98
+
+
+@torch.no_grad()
+def change_frozen(wrapped: Wrapped) -> None:
+    """Zero what does not train, in the last step."""
+    average(wrapped)
+    if wrapped.steps == 2:
+        for parameter in wrapped.module.parameters():
+            if not parameter.requires_grad:
+                parameter.zero_()
+
+
+@torch.no_grad()
+def damage_buffers(wrapped: Wrapped) -> None:
+    """Change the buffers of the last rank."""
+    average(wrapped)
+    if wrapped.group.rank() == wrapped.group.size() - 1:
+        for buffer in wrapped.module.buffers():
+            if buffer.is_floating_point():
+                buffer += 1
+
+
+def exchanged(wrapped: Wrapped) -> None:
+    """Send two layers of equal shape in another order on the last rank."""
+    order = [parameter for _, parameter in trained(wrapped.module)]
+    if wrapped.group.rank() == wrapped.group.size() - 1:
+        order[0], order[1], order[2], order[3] = order[2], order[3], order[0], order[1]
+    for parameter in order:
+        mean("", parameter.grad, wrapped.group)
+
+
+def tied_twice(wrapped: Wrapped) -> None:
+    """Reduce over names, so a tied matrix twice."""
+    for _, parameter in wrapped.module.named_parameters(remove_duplicate=False):
+        dist.all_reduce(parameter.grad, group=wrapped.group)
+    for _, parameter in trained(wrapped.module):
+        parameter.grad /= wrapped.group.size()
+
+
+# -- cases -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model under a wrapper.
+
+    Attributes:
+        name: unique.
+        model: factory that takes a dtype.
+        wrap: wrapper, or the name of a strategy.
+        right: whether it is right.
+        signatures: the names that are right in fp32; none: any.
+        dtypes: in which it is what `right` says.
+        least_ranks: number of ranks from which on it is.
+        accumulates: whether it is right with several micro-batches per step.
+    """
+
+    name: str
+    model: Callable[[torch.dtype], tuple[Any, ...]]
+    wrap: Wrap | str
+    right: bool = True
+    signatures: tuple[str, ...] = ()
+    dtypes: tuple[str, ...] = ("fp32", "bf16", "fp16")
+    least_ranks: int = 2
+    accumulates: bool = True
+
+
+def _right() -> list[Case]:
+    models = (mlp, convolution, groups, attention, tied, frozen, running, mixed)
+    cases = [Case(f"by hand, {model.__name__}", model, reducing(mean)) for model in models]
+    cases += [Case(f"torch DDP, {model.__name__}", model, ddp) for model in models]
+    cases += [Case(f"FSDP2, {model.__name__}", model, fsdp2) for model in (mlp, convolution, groups, attention)]
+    cases += [Case(f"{name}, mlp", mlp, name) for name in ("naive", "bucketed", "zero1", "fsdp")]
+    cases += [Case(f"{name}, attention", attention, name) for name in ("bucketed", "zero1", "fsdp", "fsdp2")]
+    cases += [
+        Case("bucketed, convolution", convolution, "bucketed"),
+        Case("divided first", attention, reducing(divided_first)),
+        Case("added backwards", attention, reducing(added_backwards)),
+        Case("added in fp32", attention, reducing(added_in_fp32)),
+        Case("buffers of rank 0 in finish", running, finishing(average_then_buffers)),
+        Case("buffers of rank 0 in forward", running, finishing(average, buffers_of_main)),
+        Case("overlapped", attention, overlapped, accumulates=False),
+        Case("overlapped, convolution", convolution, overlapped, accumulates=False),
+        Case("overlapped, own method", mlp, OwnMethod, accumulates=False),
+    ]
+    return cases
+
+
+def _wrong() -> list[Case]:
+    def wrong(name: str, model: Any, wrap: Any, *named: str, **limits: Any) -> Case:
+        return Case(name, model, wrap, right=False, signatures=named, **limits)
+
+    missing = (signatures.MISSING, signatures.OWN_DIVIDED, signatures.ONE_RANK)
+    return [
+        wrong("not broadcast", mlp, not_broadcast, signatures.NOT_BROADCAST),
+        wrong("summed", attention, reducing(summed), signatures.SUMMED),
+        wrong("summed, convolution", convolution, reducing(summed), signatures.SUMMED),
+        wrong("summed, mixed", mixed, reducing(summed), signatures.SUMMED),
+        wrong("divided twice", attention, reducing(divided_twice), signatures.DIVIDED),
+        wrong("divided twice, mixed", mixed, reducing(divided_twice), signatures.DIVIDED),
+        wrong("unreduced", attention, reducing(unreduced), signatures.OWN),
+        wrong("unreduced, mixed", mixed, reducing(unreduced), signatures.OWN),
+        wrong("unreduced, frozen", frozen, reducing(unreduced), signatures.OWN),
+        wrong("never summed", mlp, reducing(never_summed), signatures.OWN_DIVIDED),
+        wrong("zeroed", mlp, reducing(zeroed), signatures.ABSENT),
+        wrong("zeroed, mixed", mixed, reducing(zeroed), signatures.ABSENT),
+        wrong("of rank 0", attention, reducing(of_main), signatures.ONE_RANK),
+        wrong("one missing", attention, reducing(one_missing), *missing),
+        wrong("one missing, groups", groups, reducing(one_missing), *missing),
+        wrong("one missing, renormalized", mlp, reducing(one_missing_renormalized), *missing),
+        wrong("times M", mlp, reducing(times_micro_batches), signatures.MICRO_SUMMED),
+        wrong("one bias missing", mlp, reducing(one_bias_missing), signatures.OWN),
+        wrong("scaled", mlp, reducing(scaled), signatures.SCALED),
+        wrong("scaled by rank", mlp, reducing(scaled_by_rank), signatures.APART),
+        wrong("noisy", attention, reducing(noisy), signatures.UNKNOWN),
+        wrong("one element", mlp, reducing(one_element), signatures.UNKNOWN),
+        wrong("in bf16", mlp, reducing(in_bf16), signatures.ROUNDED, dtypes=("fp32",)),
+        wrong("garbage, convolution", convolution, reducing(garbage), signatures.UNKNOWN),
+        wrong("garbage, attention", attention, reducing(garbage), signatures.UNKNOWN),
+        wrong("first micro-batch", mlp, finishing(send_first, keep_first), signatures.FIRST),
+        wrong("last micro-batch", mlp, finishing(average, drop_earlier), signatures.LAST),
+        wrong("a step late", mlp, finishing(a_step_late), signatures.PREVIOUS),
+        wrong("stale after", mlp, finishing(stale_after), signatures.PREVIOUS),
+        wrong("not reset", mlp, finishing(not_reset), signatures.ADDED),
+        wrong("averaged over steps", mlp, finishing(averaged_over_steps), signatures.MIXED),
+        wrong("stepped twice", mlp, finishing(remember, update_again), signatures.STEPPED_TWICE),
+        wrong("not stepped", mlp, finishing(remember, undo_update), signatures.NOT_STEPPED),
+        wrong("not sent", mlp, finishing(remember, undo_on_last_rank), signatures.NOT_SENT),
+        wrong("decay", attention, finishing(decay), signatures.DECAYED),
+        wrong("frozen changed", frozen, finishing(change_frozen), signatures.FROZEN),
+        wrong("buffers damaged", convolution, finishing(damage_buffers), signatures.BUFFER),
+        wrong("exchanged", alike, finishing(exchanged), signatures.OTHER_TENSOR),
+        wrong("tied twice", tied, finishing(tied_twice), signatures.TIED),
+    ]
+
+
+CASES = {case.name: case for case in (*_right(), *_wrong())}
+
+
+def strategy_of(case: Case) -> Strategy:
+    """Return the wrapper as a strategy."""
+    if isinstance(case.wrap, str):
+        return get_strategy(case.wrap)
+    return Strategy(case.name, lambda module, process_group: UserWrapper(module, case.wrap, process_group))
+
+
+FACTORIES = {
+    f"{case.model.__name__}_{dtype}": partial(case.model, DTYPES[dtype])
+    for case in CASES.values()
+    for dtype in DTYPES
+}
+globals().update(FACTORIES)  # so that they have names of the form package.module:function
+
+
+def judge(context: Any, names: list[str], dtype: str) -> list[Any]:
+    """Return the verdict on each case, or the error in its place. Runs on every rank."""
+    found = []
+    for name in names:
+        case = CASES[name]
+        task = own_task(f"{__name__}:{case.model.__name__}_{dtype}", 4)
+        try:
+            found.append(check(context, task, strategy_of(case)))
+        except (ValueError, OSError) as error:
+            found.append(error)
+    return found
+
+
+def chosen(ranks: int, dtype: str, part: str = "") -> list[str]:
+    """Return the names of the cases for so many ranks in this dtype."""
+    return [
+        name for name, case in CASES.items()
+        if dtype in case.dtypes and ranks >= case.least_ranks and part in name
+    ]  # fmt: skip
+
+
+def outcome(case: Case, dtype: str, verdict: Any) -> tuple[str, str]:
+    """Return what is to be said of a verdict, and the names that it gave."""
+    if isinstance(verdict, Exception):
+        return "ERROR", str(verdict)
+    names = sorted({finding.signature for finding in verdict.findings})
+    if case.right:
+        good = verdict.right and bool(verdict.accumulation) != case.accumulates
+        return ("right" if good else "FALSE ALARM"), "; ".join(names)
+    if verdict.right:
+        return "MISSED", ""
+    named = dtype != "fp32" or not case.signatures or set(names) <= set(case.signatures)
+    return ("found" if named else "found, MISNAMED"), "; ".join(names)
+
+
+def main() -> int:
+    """Run the cases and print them; return 1 if one is missed or accused."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 8])
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    options = parser.parse_args()
+    rows, failed, total = [], 0, 0
+    for ranks in options.ranks:
+        for dtype in options.dtypes:
+            names = chosen(ranks, dtype, options.only)
+            verdicts = run_ranks(judge, ranks, names, dtype, deadline_s=1800.0)[0]
+            for name, verdict in zip(names, verdicts, strict=True):
+                said, signature = outcome(CASES[name], dtype, verdict)
+                rows.append((name, dtype, ranks, said, signature[:100]))
+                failed += said.isupper() or "MISNAMED" in said
+                total += 1
+            print(tabulate(rows, ("case", "dtype", "ranks", "verdict", "name")), flush=True)
+            rows = []
+    print(f"{total} cases, {failed} missed, accused or misnamed")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    # As an imported module, whose functions the rank processes know by name.
+    from tests import check_matrix
+
+    sys.exit(check_matrix.main())
