@@ -28,8 +28,7 @@ from distlab.parallel import STRATEGIES
 from launch.ranks import run_on_ranks
 
 NAME = "distlab check"
-FOLDER = "DISTLAB_CHECK_FOLDER"  # environment variable: where rank 0 leaves the exit code for the launching process
-EXIT_CODE, STDERR = "exit_code", "ranks.log"  # files in it
+STDERR = "ranks.log"  # file in the command's temporary folder
 
 
 @dataclass(frozen=True)
@@ -75,13 +74,7 @@ def main(arguments: Sequence[str]) -> int:
         if not context.is_main:
             return 0
         print(json.dumps(verdict.to_dict()) if options.json else verdict, flush=True)
-        code = 0 if verdict.right else 1
-        folder = os.environ.get(FOLDER)
-        if folder is None:
-            return code
-        # A rank that ends with another code than 0 would make torchrun stop the others, with its own messages.
-        Path(folder, EXIT_CODE).write_text(str(code))
-        return 0
+        return 0 if verdict.right else 1
 
     command = ["check", *arguments]
     if RankEnvironment.read().launched:
@@ -89,20 +82,18 @@ def main(arguments: Sequence[str]) -> int:
     folder = Path(tempfile.mkdtemp(prefix="distlab-check-"))
     keep = False
     try:
-        os.environ[FOLDER] = str(folder)
+        judged = folder / "exit_code"
         with _stderr_into(folder / STDERR):
-            code = run_on_ranks(work, command, options, 2, NAME)
+            code = run_on_ranks(work, command, options, 2, NAME, judged)
         written = (folder / STDERR).read_text(errors="replace")
-        judged = folder / EXIT_CODE
-        if code == 0 and judged.exists():
+        if judged.exists() and code == int(judged.read_text()):
             print(written, end="", file=sys.stderr, flush=True)
-            return int(judged.read_text())
+            return code
         said = _what_happened(written, folder / STDERR)
         keep = str(folder) in said
         print(said, file=sys.stderr, flush=True)
         return code or 1
     finally:
-        del os.environ[FOLDER]
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
@@ -24,6 +25,7 @@ from distlab.comm.context import choose_device
 from distlab.comm.rank_process import run_rank
 from distlab.measure.memory import free_bytes
 
+VERDICT_FILE = "DISTLAB_VERDICT_FILE"  # environment variable: where rank 0 leaves the exit code of its work
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
     signal.SIGKILL: "; if nobody sent it, the kernel did, because memory ran out",
@@ -82,7 +84,12 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
 
 
 def run_on_ranks(
-    work: Callable[[RankContext], int], arguments: Sequence[str], options: Any, ranks: int | None, name: str
+    work: Callable[[RankContext], int],
+    arguments: Sequence[str],
+    options: Any,
+    ranks: int | None,
+    name: str,
+    verdict: Path | None = None,
 ) -> int:
     """Run `work` on this rank; where this process is none, start the ranks of `distlab ARGUMENTS`.
 
@@ -90,14 +97,42 @@ def run_on_ranks(
         options: with `nproc`, `backend`, `timeout` and `max_restarts`, see `distlab.experiment.RankOptions`.
         ranks: how many, where `nproc` is None; None: one per GPU, or two on a machine without.
         name: for messages.
+        verdict: file for the exit code that `work` returns on rank 0; by default a temporary one.
 
     Returns:
-        The exit code.
+        The exit code: that of `work` on rank 0, or that of a rank that failed.
     """
-    if not RankEnvironment.read().launched:
-        gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
-        return start_ranks(arguments, options.nproc or ranks or gpus or 2, options.backend, options.max_restarts)
-    return run_rank(work, backend=options.backend, timeout_s=options.timeout, name=name)
+    if RankEnvironment.read().launched:
+        return run_rank(
+            lambda context: _leave_verdict(work(context), context),
+            backend=options.backend,
+            timeout_s=options.timeout,
+            name=name,
+        )
+    gpus = torch.cuda.device_count() if options.backend != "gloo" else 0
+    ranks = options.nproc or ranks or gpus or 2
+    with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
+        verdict = Path(folder) / "exit_code" if verdict is None else verdict
+        os.environ[VERDICT_FILE] = str(verdict)
+        try:
+            code = start_ranks(arguments, ranks, options.backend, options.max_restarts)
+        finally:
+            del os.environ[VERDICT_FILE]
+        return int(verdict.read_text()) if code == 0 and verdict.exists() else code
+
+
+def _leave_verdict(code: int, context: RankContext) -> int:
+    """Write the exit code of a rank that did its work into the file that the launching process reads; return 0.
+
+    A rank that ends with another code than 0 makes torchrun stop the others, with messages as of a crash. A result
+    that is wrong is no crash. Under a torchrun of the user's own there is no such file, and the code is returned.
+    """
+    path = os.environ.get(VERDICT_FILE)
+    if path is None:
+        return code
+    if context.is_main:
+        Path(path).write_text(str(code))
+    return 0
 
 
 def _forked(arguments: Sequence[str]) -> None:

@@ -62,6 +62,9 @@ COLOURS = {
     "loss": BLACK,
     "casts and copies": GREY,
     "other": LIGHT_GREY,
+    "slower compute": YELLOW,
+    "idle": GREEN,
+    "not explained": LIGHT_GREY,
 }
 _SPARE = [GREEN, YELLOW, PURPLE, SKY, BLACK]
 

@@ -1,6 +1,9 @@
 """What the rows of `ddp_bench` say: columns, comparisons, what is wrong, and the picture of a step."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Optional
 
 from distlab.bench.reference import other_parameters, rows_that_ran_eager
 from distlab.experiment import Column, Record, Records, View, headline_from
@@ -21,9 +24,12 @@ from distlab.report import (
 )
 
 REFUSED = "refused"
-NOISY_PCT = 10  # of a row, above which no account is expected to close
-HOST_BOUND_PCT = 50  # of the step without work on the GPU
+FAILED = "failed"
+NOISY_PCT = 10  # of a row, above which its noise is named as a reason for an open account
 OVERHEAD_PCT = 10  # of a step, above which communication is in the way
+COVERED_PCT = 50  # of communication, below which it is not called hidden
+NOT_EXPLAINED = "not explained"
+RIGHT = "right"  # a verdict that begins so: the row's gradients are those of one process
 CAUSES = {
     "exposed communication": "overhead_exposed_ms",
     "slower compute": "overhead_slowdown_ms",
@@ -77,35 +83,38 @@ headline = headline_from(
 )
 
 
-def unexplained_rows(records: Records) -> list[str]:
-    """Rows of whose overhead the trace leaves more than 5 % of the step and 1 ms unexplained.
+def open_rows(records: Records) -> list[str]:
+    """Name the rows whose overhead the trace does not explain, except for 5 % of the step or 1 ms."""
+    return [record.variant for record in records if record.metrics.get("overhead_closes") is False]
 
-    The account is of steps under the profiler, so a row within its noise is let pass; where the GPU waits for the host
-    most of the time, which the headline says, the profiler's own calls decide and no account can close.
-    """
-    if any((r.metrics.get("gpu_idle_pct") or 0.0) > HOST_BOUND_PCT for r in records if r.variant == "local"):
-        return []
-    return [
-        record.variant
-        for record in records
-        if record.metrics.get("overhead_closes") is False
-        and abs(record.metrics["overhead_unexplained_ms"])
-        > (noise_of(record.metrics) or 0.0) / 100 * record.metrics["step_p50_ms"]
-    ]
+
+def open_account(record: Record) -> str:
+    """Return the mark of a row whose account does not close, for its overhead in the table."""
+    return " open" if record.metrics.get("overhead_closes") is False else ""
 
 
 def open_accounts(records: Records) -> list[str]:
-    """One line for the rows that are not explained; none on a CPU, or where a row is noisier than 10 %."""
-    noisy = any((noise_of(record.metrics) or 0.0) > NOISY_PCT for record in records)
-    if noisy or records[0].config.get("backend") == "gloo" or not (rows := unexplained_rows(records)):
+    """Say in one line which rows are not explained, on every backend and at every noise."""
+    rows = open_rows(records)
+    if not rows:
         return []
-    return [f"(The trace explains the overhead of {', '.join(rows)} only in part; the page says how much is open, "
-            "and more --profile-steps, or a machine that does nothing else, may close it.)"]
+    noise = max((noise_of(record.metrics) or 0.0) for record in records)
+    remedy = "more --profile-steps may close it"
+    if noise > NOISY_PCT:
+        remedy = f"steps differ by up to ± {noise:.0f} % here, so a quiet machine may close it"
+    return [
+        f"The trace does not explain the overhead of {', '.join(rows)} (marked open). The page says how much is "
+        f"unexplained. {remedy[0].upper()}{remedy[1:]}."
+    ]
 
 
 def wrong_rows(records: Records) -> list[str]:
-    """What is wrong with the results, one line each: volumes off the closed form, parameters off the reference."""
+    """Return what is wrong with the results, a line each: volumes, parameters or gradients, code that ran eager."""
     problems = []
+    for record in records:
+        verdict = record.metrics.get("verdict")
+        if verdict is not None and not verdict.startswith(RIGHT):
+            problems.append(f"{record.variant}: {record.metrics.get('verdict_detail', verdict)}")
     for record in records:
         metrics = record.metrics
         if metrics.get("volume_as_predicted") is False:
@@ -115,11 +124,16 @@ def wrong_rows(records: Records) -> list[str]:
                 f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
             )
         if metrics.get("sent_nothing"):
-            problems.append(
-                f"{record.variant}: sent nothing, so no row is compared with it; torch's static_graph DDP does that "
-                "where forward returns a type that pytree does not know"
-            )
+            problems.append(f"{record.variant}: sent nothing, so no row is compared with it{_why_silent(record)}")
     return problems + rows_that_ran_eager(records) + other_parameters(records)
+
+
+def _why_silent(record: Record) -> str:
+    """Return the known reason why a peer sends nothing, for the end of a sentence."""
+    strategy = strategy_of(record.variant)
+    if strategy is None or not strategy.is_peer:
+        return ""
+    return "; torch's static_graph DDP does that where forward returns a type that pytree does not know"
 
 
 def compiled_parts(record: Record) -> str | None:
@@ -128,33 +142,91 @@ def compiled_parts(record: Record) -> str | None:
     return None if calls is None else f"{calls} of {record.metrics['compiled_parts']}"
 
 
+@dataclass(frozen=True)
+class Overhead:
+    """The share of a row's step that it takes longer than `local`, in %, with its 95 % interval."""
+
+    middle: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, record: Record) -> Optional["Overhead"]:
+        """Return the overhead of a row; None if it was not compared with `local`."""
+        ratios = [record.metrics.get(f"vs_local{end}") for end in ("", "_low", "_high")]
+        if not all(is_number(ratio) and ratio > 0 for ratio in ratios):
+            return None
+        return cls(*(100 * (1 - 1 / ratio) for ratio in ratios))
+
+
 def what_communication_costs(records: Records) -> list[str]:
-    """Say whether the fastest of our strategies that overlap hides its communication, or what most of the rest is."""
+    """Say whether the fastest of our strategies that overlap hides its communication.
+
+    There are three verdicts. *Hidden* needs an interval that ends below 10 % of the step and a trace in which compute
+    covers at least half of the communication. *In the way* needs an interval that begins above 10 %. Everything else
+    is *cannot tell*, with the reason and what would help.
+    """
     overlapping = [r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward]
     if not overlapping:
         return []
     best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
-    share = 100 * best.metrics["overhead_ms"] / best.metrics["step_p50_ms"]
-    hidden = share <= OVERHEAD_PCT or OVER_LOCAL.tie(best)
-    causes = {text: ms for text, name in CAUSES.items() if is_number(ms := best.metrics.get(name)) and ms > 0}
-    told = best.metrics.get("overhead_closes") and not hidden
-    most = max(causes, key=causes.__getitem__, default=None) if told else None
-    return [
-        f"Communication is {'hidden' if hidden else 'in the way'}: {best.variant}, the fastest of ours that overlaps, "
-        f"has {best.metrics['overhead_ms']:.1f} ms overhead, {max(share, 0.0):.0f} % of its step"
-        f"{f', most of it {most} ({causes[most]:.1f} ms)' if most else ''}."
-    ]
+    overhead = Overhead.of(best)
+    if overhead is None:
+        return []
+    who = f"{best.variant}, the fastest of ours that overlaps,"
+    measured = (
+        f"takes {best.metrics['overhead_ms']:+.1f} ms longer than local, {overhead.middle:.0f} % of its step "
+        f"(95 %: {overhead.low:.0f} to {overhead.high:.0f} %)"
+    )
+    if overhead.low > OVERHEAD_PCT:
+        return [f"Communication is in the way: {who} {measured}{_largest_cause(best)}."]
+    doubt = _doubt(best, overhead, records)
+    if doubt:
+        return [f"This run cannot tell whether communication is hidden: {who} {measured}. {doubt}"]
+    covered = best.metrics["overlap_pct"]
+    return [f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its communication."]
+
+
+def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
+    """Return the reason why communication cannot be called hidden, in a sentence; empty if it can."""
+    metrics = best.metrics
+    local = LOCAL(records)
+    noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
+    try_again = f"Noise is ± {noise:.0f} %: try --rounds 6, or a machine that does nothing else."
+    if overhead.high > OVERHEAD_PCT:
+        return f"The interval reaches above {OVERHEAD_PCT} %. {try_again}"
+    if overhead.high < 0 and strategy_of(best.variant).updates == "all":
+        return f"A strategy cannot be faster than no communication, so other work disturbed the run. {try_again}"
+    covered = metrics.get("overlap_pct")
+    if not is_number(covered):
+        return "There is no trace of it that shows what covers its communication: see --profile-steps."
+    if covered < COVERED_PCT:
+        return f"Compute covers only {covered:.0f} % of its communication in the trace."
+    return ""
+
+
+def _largest_cause(record: Record) -> str:
+    """Return the cause of most of a row's overhead, for a sentence; empty if the trace does not explain it."""
+    causes = {text: record.metrics.get(name) for text, name in CAUSES.items()}
+    causes = {text: ms for text, ms in causes.items() if is_number(ms) and ms > 0}
+    if not causes or not record.metrics.get("overhead_closes"):
+        return ""
+    largest = max(causes, key=causes.__getitem__)
+    return f", most of it {largest} ({causes[largest]:.1f} ms)"
 
 
 def against_the_peer(records: Records) -> list[str]:
-    """Say where the fastest of our strategies stands beside torch DDP's fastest row."""
+    """Compare the fastest of our strategies with torch DDP's fastest row."""
     compared = ours(records, "vs_torch_ddp")
     if not compared:
         return []
     best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
-    ratio = best.metrics["vs_torch_ddp"]
-    than = f"takes {ratio:.3f} times as long as torch DDP's fastest row"
-    return [f"{best.variant}, the fastest of ours, {than}{': a tie' if OVER_TORCH.tie(best) else ''}."]
+    ratio, low, high = (best.metrics.get(f"vs_torch_ddp{end}") for end in ("", "_low", "_high"))
+    interval = f" (95 %: {low:.3f} to {high:.3f})" if is_number(low) and is_number(high) else ""
+    theirs = "torch DDP's fastest row"
+    if OVER_TORCH.tie(best):
+        return [f"{best.variant}, the fastest of ours, ties with {theirs}: {ratio:.3f}{interval}."]
+    return [f"{best.variant}, the fastest of ours, takes {ratio:.3f} times as long as {theirs}{interval}."]
 
 
 def ours(records: Records, metric: str) -> list[Record]:
@@ -164,30 +236,43 @@ def ours(records: Records, metric: str) -> list[Record]:
 
 
 def draw_step_times(records: Records, path: Path) -> None:
-    """Stacked bars: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
+    """Draw a bar per row: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
 
-    A bar ends at the step's median; compute is what local's optimizer leaves of its step. What the rest takes longer is
-    divided in the proportions of the trace's account; without one it is a single part, `overhead`.
+    Compute is `local`'s step without its optimizer. Causes have the length that the trace gives them. The overhead of a
+    row without a trace, or whose account does not close, is one grey part, `not explained`.
     """
-    local = next((r.metrics for r in records if r.variant == "local" and is_number(r.metrics.get("step_p50_ms"))), None)
-    parts = {name: [] for name in ("compute", "optimizer", *CAUSES, "overhead")}
-    ends = []
-    for metrics in (record.metrics for record in records):
-        said = metrics["step_p50_ms"] if isinstance(metrics["step_p50_ms"], str) else None
-        bar = dict.fromkeys(parts, said)
-        if local and said is None:
-            compute, optimizer = local["step_p50_ms"] - local["optimizer_p50_ms"], metrics["optimizer_p50_ms"]
-            longer = metrics["step_p50_ms"] - optimizer - compute
-            causes = {text: max(metrics.get(name) or 0.0, 0.0) for text, name in CAUSES.items()}
-            causes = causes if any(causes.values()) else {"overhead": 1.0}
-            bar = dict.fromkeys(parts, 0.0) | {"compute": compute, "optimizer": optimizer}
-            bar |= {text: longer * ms / sum(causes.values()) for text, ms in causes.items()}
-        for name, value in bar.items():
-            parts[name].append(value)
-        ends.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if local and said is None else None)
-    drawn = {name: values for name, values in parts.items() if any(values) or name in ("compute", "optimizer")}
+    timed = [record for record in records if is_number(record.metrics.get("step_p50_ms"))]
+    local = LOCAL(timed)
+    parts = {name: [] for name in ("compute", "optimizer", *CAUSES, NOT_EXPLAINED)}
+    whiskers = []
+    for record in records:
+        metrics = record.metrics
+        if isinstance(metrics["step_p50_ms"], str):  # out of memory, refused
+            bar = dict.fromkeys(parts, metrics["step_p50_ms"])
+        elif local is None:
+            bar = dict.fromkeys(parts)
+        else:
+            bar = _step_parts(metrics, local.metrics)
+        for name, values in parts.items():
+            values.append(bar[name])
+        drawn = local is not None and is_number(metrics["step_p50_ms"])
+        whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if drawn else None)
+    shown = {name: values for name, values in parts.items() if any(values) or name in ("compute", "optimizer")}
     title = f"Where a step's time goes: {headline(records)}"
-    stacked_bars(path, [record.variant for record in records], drawn, title=title, unit="ms", whiskers=ends)
+    stacked_bars(path, [record.variant for record in records], shown, title=title, unit="ms", whiskers=whiskers)
+
+
+def _step_parts(metrics: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, float]:
+    """Divide a row's median step into the parts of its bar, in ms."""
+    compute = local["step_p50_ms"] - local["optimizer_p50_ms"]
+    optimizer = metrics["optimizer_p50_ms"]
+    rest = metrics["step_p50_ms"] - optimizer - compute
+    bar = {"compute": compute, "optimizer": optimizer} | dict.fromkeys(CAUSES, 0.0)
+    if metrics.get("overhead_closes"):
+        for text, name in CAUSES.items():
+            bar[text] = max(metrics.get(name) or 0.0, 0.0)
+            rest -= bar[text]
+    return bar | {NOT_EXPLAINED: max(rest, 0.0)}
 
 
 VIEW = View(
@@ -203,8 +288,9 @@ VIEW = View(
         ),
         Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f", about="median of the optimizer's step"),
         Column(
-            "metrics.overhead_ms", "overhead ms", ".1f", note=OVER_LOCAL.tie,
-            about="what a step takes longer than `local`'s; a tie where the 95 % interval of their ratio contains 1",
+            "metrics.overhead_ms", "overhead ms", ".1f", note=lambda r: OVER_LOCAL.tie(r) + open_account(r),
+            about="what a step takes longer than `local`'s; a tie where the 95 % interval of their ratio contains 1; "
+            "open where the trace leaves more than 5 % of the step, or 1 ms, unexplained",
         ),
         Column("metrics.comm_ms", "comm ms", ".1f", about="time of all communication in the trace of rank 0"),
         Column("metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"),
@@ -238,6 +324,15 @@ VIEW = View(
             "config.ran_compiled", "compiled", optional=True, derived=compiled_parts,
             about="compiled graphs that ran in a step after the timing, of those that a compiled step runs",
         ),
+        text_column(
+            "metrics.verdict", "as one process", optional=True,
+            about="whether gradients, parameters and buffers are those of training in one process, as `distlab check` "
+            "judges",
+        ),
+        Column(
+            "metrics.traced_step_ms", "traced step ms", ".1f", optional=True,
+            about="the step under the profiler whose account is given: on a CPU, of several the one nearest the median",
+        ),
         *(
             Column(f"metrics.{name}", f"overhead: {part} ms", form, optional=True, about=about)
             for name, part, form, about in (
@@ -256,7 +351,10 @@ VIEW = View(
     ],
     headline=headline,
     derive=compare,
-    terminal=("variant", "step_p50_ms", "noise_pct", "overhead_ms", "peak_alloc_bytes", "vs_torch_ddp", "does"),
+    terminal=(
+        "variant", "step_p50_ms", "noise_pct", "overhead_ms", "collectives_per_step", "overlap_pct",
+        "peak_alloc_bytes", "vs_torch_ddp", "verdict",
+    ),
     pictures={"step_time.png": draw_step_times},
     findings=lambda records: [
         *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
@@ -264,8 +362,9 @@ VIEW = View(
         *against_the_peer(records),
         *open_accounts(records),
     ],
-    reading="Overhead is divided among its causes by the profiler's trace of rank 0. The bars end at the median of the "
-    "untraced steps, and divide what a step takes longer than local's in the proportions of that account.\n\n"
+    reading="Overhead is divided among its causes by the profiler's trace of rank 0. In the bars, causes have "
+    "the length that the trace gives them, and what is not explained is grey. Where the account does not close, all of "
+    "the overhead is.\n\n"
     "In the timeline compute is above, communication below; what is exposed is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict`, before a measurement.",

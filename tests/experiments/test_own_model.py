@@ -1,6 +1,7 @@
 """A user's model through `--model`: right with every strategy whose contract admits it, the others say why not."""
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_ddp_bench_takes_it_with_every_strategy_that_can(name, strategies, tmp_p
         UNUSED[row] in text and "'experts." in text and "\n" not in text for row, text in left_out.items()
     )
     for row in set(rows) - set(left_out) - {"local"}:
-        assert rows[row].metrics["max_abs_param_diff"] == 0.0, row  # two ranks: bit for bit, dropout included
+        assert rows[row].metrics["verdict"] == "right", row  # dropout included
         assert rows[row].metrics["examples_per_s"] > 0 and rows[row].metrics["comm_bytes_per_step"] > 0
     assert rows["local"].config["size"] == OURS + name and rows["local"].config["num_parameters"] > 100
     assert "Left out: fsdp " in (tmp_path / "ddp_bench/run/report.html").read_text() or name != "mixture"
@@ -60,9 +61,57 @@ def test_a_peer_that_sends_nothing_is_nobody_s_baseline(tmp_path):
     metrics = {record.variant: record.metrics for record in records}
     assert [name for name in rows if metrics[name]["sent_nothing"]] == ["torch-ddp-tuned"]
     assert not any("vs_torch_ddp" in each for each in metrics.values()) and metrics["bucketed"]["vs_local"] > 0
-    said, differs = (line for line in ddp_bench.EXPERIMENT.view.findings(records) if line.startswith("WRONG"))
+    differs, said = (line for line in ddp_bench.EXPERIMENT.view.findings(records) if line.startswith("WRONG"))
     assert said.startswith("WRONG: torch-ddp-tuned: sent nothing, so no row is compared with it; torch's static_graph")
-    assert "parameters differ" in differs
+    assert differs.startswith("WRONG: torch-ddp-tuned: ") and "tensors differ from one process" in differs
+
+
+WRAPPERS = "tests.bench.own_wrappers:"
+
+
+def test_a_users_wrapper_is_a_row(tmp_path):
+    """Right ones are compared, wrong ones are printed as wrong, one that raises does not end the run."""
+    wraps = [WRAPPERS + name for name in ("overlapped", "summed", "silent", "raising", "torch_ddp")]
+    choice = {"factory": "tests.bench.odd_values:large", "check_steps": 2, **SHORT}
+    choice |= {"strategies": ("local", "bucketed", "torch-ddp"), "wraps": tuple(wraps)}
+    records = measured(ddp_bench.EXPERIMENT, tmp_path, **choice)
+    found = {record.variant.removeprefix(WRAPPERS): record.metrics for record in records}
+    verdicts = {name: metrics.get("verdict") for name, metrics in found.items()}
+    assert verdicts == {
+        "local": None,
+        "bucketed": "right",
+        "torch-ddp": "right",
+        "overlapped": "right",
+        "summed": "WRONG",
+        "silent": "WRONG",
+        "raising": "failed",
+        "torch_ddp": "right",
+    }
+    parameters = 16 * 32 + 32 + 32 * 4 + 4
+    assert found["overlapped"]["collectives_per_step"] == 4
+    assert found["overlapped"]["comm_bytes_per_step"] == 4 * parameters
+    assert found["overlapped"]["vs_local"] > 0 and "vs_local" not in found["summed"]
+    assert found["raising"]["step_p50_ms"] == "failed" and found["silent"]["sent_nothing"]
+    lines = ddp_bench.EXPERIMENT.view.findings(records)
+    wrong = [line for line in lines if line.startswith("WRONG")]
+    assert len(wrong) == 4 and "× P: summed over ranks" in wrong[0] and "a bug of the user's" in wrong[2]
+
+
+def test_a_users_wrapper_around_the_labs_transformer(tmp_path):
+    choice = {"strategies": ("local",), "wraps": (WRAPPERS + "overlapped",), "check_steps": 2, "profile_steps": 0}
+    records = measured(ddp_bench.EXPERIMENT, tmp_path, **choice)
+    assert records[1].metrics["verdict"] == "right" and records[1].metrics["vs_local"] > 0
+
+
+@pytest.mark.parametrize("name, ranks", [("bf16", 2), ("large", 3)])
+def test_nobody_is_accused_of_rounding(name, ranks, tmp_path):
+    """FSDP has fp32 copies of bf16 parameters, and gradients of data around ±100 round by more than 1e-5."""
+    choice = {"factory": f"tests.bench.odd_values:{name}", "check_steps": 2, **SHORT}
+    choice |= {"strategies": ("local", "naive", "bucketed", "fsdp", "torch-ddp"), "wraps": (WRAPPERS + "summed",)}
+    records = measured(replace(ddp_bench.EXPERIMENT, nproc=ranks), tmp_path, **choice)
+    verdicts = {record.variant: record.metrics.get("verdict") for record in records}
+    assert verdicts.pop(WRAPPERS + "summed") == "WRONG" and verdicts.pop("local") is None
+    assert set(verdicts.values()) == {"right"}, verdicts
 
 
 def test_memory_is_measured_and_predicted(tmp_path):

@@ -94,6 +94,11 @@ def _launched(events: Sequence[Event]) -> list[Event]:
     return [event for event in events if event.kind == "compute" and event.launched_ms is not None]
 
 
+def nearest_step(events: Sequence[Event], step_ms: float) -> Interval:
+    """Return the window of the step whose duration is nearest to `step_ms`, the median of steps without a profiler."""
+    return min(step_windows(events), key=lambda window: abs(window[1] - window[0] - step_ms))
+
+
 def median_step(events: Sequence[Event]) -> Interval:
     """Return the window of the step of median duration (the shorter of the middle two)."""
     windows = sorted(step_windows(events), key=lambda window: window[1] - window[0])
@@ -134,13 +139,13 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     )
 
 
-def lanes(events: Sequence[Event]) -> dict[str, list[Interval]]:
-    """What a timeline picture shows of the median step, which starts at 0 ms.
+def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
+    """Return the lanes of a timeline picture of `window`, by default the median step, which starts at 0 ms.
 
     Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no compute covers),
     each disjoint and ascending.
     """
-    window = median_step(events)
+    window = median_step(events) if window is None else window
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
     found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
     begin, _ = window
