@@ -13,6 +13,8 @@ or when its function is first called.
 The functions are imported at the first call: importing this module imports no Triton.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,7 +23,21 @@ class RMSNorm(torch.nn.RMSNorm):
     """`torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True)` over the last dimension.
 
     eps None is that of fp32, in which the mean is taken, whatever the input's dtype.
+
+    Raises:
+        ValueError: a `normalized_shape` of several dimensions.
     """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float | None = None,
+        elementwise_affine: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, device, dtype)
+        _refuse_several_dimensions(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, D) → (…, D)."""
@@ -32,13 +48,37 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True)` over the last dimension."""
+    """`torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True)` over the last dimension.
+
+    Raises:
+        ValueError: a `normalized_shape` of several dimensions.
+    """
+
+    def __init__(
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(normalized_shape, eps, elementwise_affine, bias, device, dtype)
+        _refuse_several_dimensions(self)
 
     def forward(self, input: Tensor) -> Tensor:
         """(…, D) → (…, D)."""
         from .. import layernorm
 
         return layernorm.layer_norm(input, _weight(self, input), self.bias, self.eps)
+
+
+def _refuse_several_dimensions(norm: RMSNorm | LayerNorm) -> None:
+    if len(norm.normalized_shape) != 1:
+        raise ValueError(
+            f"kernels.nn.{type(norm).__name__} normalises over the last dimension, and normalized_shape is "
+            f"{tuple(norm.normalized_shape)}: give one number, or take torch.nn.{type(norm).__name__}"
+        )
 
 
 def _weight(norm: RMSNorm | LayerNorm, input: Tensor) -> Tensor:
