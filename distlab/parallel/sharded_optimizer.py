@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import order
+from distlab.parallel.agreement import agree_on_call, collective, prepare
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
 from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
 from distlab.parallel.shard import Shard
@@ -54,6 +55,7 @@ class ShardedOptimizer(LocalOptimizer):
         self._owner: dict[nn.Parameter, int] = {}
         self._load: list[int] = []  # elements owned by each rank
         super().__init__(params, optimizer_cls, kwargs)
+        prepare(self._group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -85,11 +87,13 @@ class ShardedOptimizer(LocalOptimizer):
 
         A collective: call it on every rank; every rank gets the whole state, on the CPU.
         """
+        call = "ShardedOptimizer.state_dict()"
+        agree_on_call(self._group, call)
         self._copy_options_inwards()
         packed = super().state_dict()
         mine = {number: to_cpu(state) for number, state in packed["state"].items()}
         state: dict[int, Any] = {}
-        for shard in collectives.gather_objects(mine, self._group):
+        for shard in collectives.gather_objects(mine, self._group, collective(call)):
             state |= shard
         return packed | {"state": dict(sorted(state.items()))}
 

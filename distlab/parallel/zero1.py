@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.agreement import agree_on_call, collective
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
@@ -134,11 +135,13 @@ class ZeroOptimizer(LocalOptimizer):
 
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
+        call = "ZeroOptimizer.state_dict()"
+        agree_on_call(self._ddp.process_group, call)
         self._copy_options_inwards()
         tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._ddp.named}
         mine = {name: to_cpu(self.state[tensor]) for name, tensor in tensors.items() if tensor in self.state}
         parts: dict[str, list[dict[str, Any]]] = {}  # in the order of ranks, and so of the parameter's elements
-        for states in collectives.gather_objects(mine, self._ddp.process_group):
+        for states in collectives.gather_objects(mine, self._ddp.process_group, collective(call)):
             for name, state in states.items():
                 parts.setdefault(name, []).append(state)
         state = {name: _join(parts[name], parameter) for name, parameter in self._ddp.named if name in parts}
