@@ -23,8 +23,9 @@ from distlab.comm import collectives
 from distlab.parallel import order
 from distlab.parallel.agreement import agree_on_call, collective, prepare
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
-from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
+from distlab.parallel.guards.optimizers import group_of, is_elementwise, refuse_lbfgs
 from distlab.parallel.shard import Shard
+from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
 
 
 class ShardedOptimizer(LocalOptimizer):
@@ -101,8 +102,9 @@ class ShardedOptimizer(LocalOptimizer):
         """Take over a state saved by the unsharded optimizer, or by a sharded one at any world size.
 
         Raises:
-            ValueError: other groups, or groups of other sizes.
+            ValueError: other groups, groups of other sizes, state of other shapes, or one rank's shards.
         """
+        refuse_shards(state_dict)
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -112,7 +114,12 @@ class ShardedOptimizer(LocalOptimizer):
         for group in saved:
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
+        state = {}
+        for number, value in state_dict["state"].items():
+            parameter = parameters[index_of[number]]
+            if is_elementwise(type(self.local)):  # others, such as Adafactor, have state of other shapes
+                refuse_other_shapes(value, f"parameter {index_of[number]}", parameter)
+            state[parameter] = value
         load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:

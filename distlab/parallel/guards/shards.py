@@ -18,6 +18,7 @@ from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.guards.gradients import find_edited
 from distlab.parallel.guards.module import Attached, Guard, Named, the_device
 from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
+from distlab.parallel.shard_states import take_parts, watch_states
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
@@ -211,7 +212,7 @@ class ShardGuard(Guard):
         too.
 
         Raises:
-            ValueError: an optimizer that is neither element-wise nor takes shards.
+            ValueError: an optimizer that is neither element-wise nor takes shards, or has state of other shapes.
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
@@ -232,6 +233,9 @@ class ShardGuard(Guard):
             return
         if not (is_elementwise(type(optimizer)) or takes_shards(type(optimizer))):
             refuse_matrices(optimizer)
+        if optimizer not in self._of_steps:  # it may have loaded a state before any hook saw it
+            take_parts(optimizer)
+            watch_states(optimizer)
         for handle in self._of_steps.get(optimizer, ()):
             handle.remove()
         # Behind the optimizer's own hooks, which may edit gradients.
