@@ -94,7 +94,7 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
     )
 
     # Resume: every rank reads its part of the newest checkpoint, whoever wrote which.
-    checkpoints = Checkpointer(options.folder, context)
+    checkpoints = Checkpointer(options.folder, context, model=model)  # refuses now what it cannot store
     first, stored = 0, checkpoints.newest()
     if stored is not None:
         checkpoints.load(stored, model, optimizer)
@@ -129,9 +129,9 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
             checkpoints.save(done, model, optimizer, strategy=options.strategy, extra={})
     checkpoints.wait()  # files are written while training goes on; what failed there is raised here
 
-    # Sample, from an ordinary module. Every rank calls full_parameters: where they are sharded, all send their part.
+    # Sample, from an ordinary module. Every rank calls full_state_dict: where they are sharded, all send their part.
     whole = TransformerLM(config, device=context.device)
-    whole.load_state_dict(model.full_parameters())
+    whole.load_state_dict(model.full_state_dict())
     prompt = torch.tensor(list(b"The "), device=context.device)
     say(bytes(generate(whole.eval(), prompt, 200).tolist()).decode(errors="replace"))
     return losses

@@ -749,11 +749,11 @@ class OneProcess:
             module.zero_grad(set_to_none=self.case.regime.to_none)
 
     def save(self) -> None:
-        states = [
-            {name: value.detach().clone() for name, value in model.state_dict().items()}
-            for model in self.models.values()
-        ]
+        states = [self.state_of(model) for model in self.models.values()]
         self.saved = states, copy.deepcopy(self.optimizer.state_dict())
+
+    def state_of(self, model: nn.Module) -> dict[str, Tensor]:
+        return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
     def load(self) -> None:
         states, optimizer = self.saved
@@ -807,6 +807,14 @@ class OnRanks(OneProcess):
         super().prepare()
         # The memory itself: reading a parameter of ZeRO-1's would wait for it, whoever forgot to.
         self.memory = {name: parameter.data for name, parameter in self.first.named_parameters()}
+
+    def state_of(self, model: nn.Module) -> dict[str, Tensor]:
+        """Of sharded parameters the whole; buffers are this rank's, as in one process."""
+        if not isinstance(model, FSDP):
+            return super().state_of(model)
+        state = model.full_state_dict()
+        own = {name: value.clone() for name, value in self.first.named_buffers() if name in state}
+        return state | own
 
     def make_optimizer(self, cls: type[Optimizer], **options: Any) -> Optimizer:
         return self.strategy.optimizer(self.wrapper, cls, **options)

@@ -69,7 +69,7 @@ def parameter_difference(
             nn.utils.clip_grad_norm_(reference.parameters(), max_grad_norm)
         reference_optimizer.step()
     expected = dict(reference.named_parameters())
-    mine = strategy_model.whole_parameters()
+    mine = strategy_model.full_state_dict()
     # torch's maximum keeps a NaN, which Python's would lose in a comparison.
     difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
     strategy_model.close(restore=False)

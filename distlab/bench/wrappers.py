@@ -54,7 +54,8 @@ class UserWrapper(ParallelModel):
 
     def full_parameters(self) -> dict[str, Tensor]:
         """See `ParallelModel.full_parameters`."""
-        return {name: whole_tensor(p).detach() for name, p in self.module.named_parameters()}
+        named = self.module.named_parameters(remove_duplicate=False)
+        return {name: whole_tensor(p).detach() for name, p in named}
 
 
 def wrapped_by(name: str) -> Strategy:

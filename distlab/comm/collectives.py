@@ -231,10 +231,14 @@ class Coalesced:
         self._sent = []
 
 
-def gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
-    """Every rank's picklable `value`, in rank order. Blocks."""
+def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging objects") -> list[Any]:
+    """Return every rank's picklable `value`, in rank order. Blocks.
+
+    Args:
+        what: is being done, for the message if a rank does not come; see `wait`.
+    """
     gathered: list[Any] = [None] * group.size()
-    with waiting(group, "exchanging objects"):
+    with waiting(group, what):
         dist.all_gather_object(gathered, value, group=group)
     return gathered
 

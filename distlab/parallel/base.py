@@ -5,9 +5,10 @@ on a rank: a model's shards are stored and stepped; `stepped()` says which of th
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +17,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel import order
+from distlab.parallel.agreement import agree_on_call
+from distlab.parallel.full_state import Place, by_own_names, entries_of, places_of_rest, refuse_other_state
 from distlab.parallel.pipeline import Pipeline
-from distlab.parallel.shard import Cut, Shard, local_part, whole
+from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
 from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.precision import autocast
 
@@ -148,6 +152,7 @@ class ParallelModel(nn.Module, ABC):
         """Over all ranks of the data strategy, each element once."""
         total = square_sum(replicated, self.device)
         if self.shards_gradients:
+            agree_on_call(self.process_group, f"clip_grad_norm_() or grad_norm() of {type(self).__name__}")
             # Over all ranks, not over a shard group: replicas must not differ in the last bit.
             squares = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)
             total = (squares if self.replicas == 1 else squares / self.replicas) + total
@@ -188,32 +193,108 @@ class ParallelModel(nn.Module, ABC):
     def synchronize(self) -> None:
         """Wait until nothing of the last step is in flight."""
 
-    def full_parameters(self) -> dict[str, Tensor]:
-        """Every parameter, whole and up to date, by its name in the wrapped module; the module's own where it has them.
+    @torch.no_grad()
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return all parameters and persistent buffers, whole, as `state_dict()` of the wrapped module would.
 
-        A tied parameter stands under each of its names. A collective: call it on every rank.
+        A collective: call it on every rank, and every rank gets the same. Names are the module's own,
+        without `module.` and without the `_orig_mod.` of compiled blocks; a tied tensor has each of its
+        names. The tensors are copies, on the wrapper's device, so this needs the memory of the whole
+        model. Parameters have the dtype that the optimizer steps (fp32 under FSDP, for a module in
+        bf16 as well). Buffers are those of rank 0.
+
+        Raises:
+            RuntimeError: a rank does something else instead.
+        """
+        agree_on_call(self.process_group, f"{type(self).__name__}.full_state_dict()")
+        if order.begun:
+            order.send_begun(self.process_group)
+        self.synchronize()
+        parameters = {plain_name(name): value for name, value in self.full_parameters().items()}
+        copies: dict[int, Tensor] = {}  # by the identity of what was copied: tied tensors stay tied
+        buffers: dict[int, Tensor] = {}
+        state: dict[str, Any] = {}
+        for name, owner, attribute, kind in entries_of(self.module):
+            if kind == "extra":
+                state[name] = owner.get_extra_state()
+                continue
+            tensor = parameters[name] if kind == "parameter" else owner._buffers[attribute]
+            if id(tensor) not in copies:
+                copies[id(tensor)] = tensor.detach().clone()
+                if kind == "buffer":
+                    buffers[id(tensor)] = copies[id(tensor)]
+            state[name] = copies[id(tensor)]
+        if buffers and self.process_group is not None:
+            collectives.broadcast_all(buffers.values(), self.process_group)
+        if self.tensor_group is not None:
+            state = gather_cuts(state, self.cuts, self.tensor_group)
+        if self.pipeline is None:
+            return state
+        on_host = [(name, value.cpu() if isinstance(value, Tensor) else value) for name, value in state.items()]
+        everyones = self.of_all_stages(on_host)
+        return {
+            name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in everyones
+        }
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Overwrite all parameters and persistent buffers: the inverse of `full_state_dict()`.
+
+        Call it on every rank with the same state dict, on any device. Names may begin with
+        `module.`, as those of a wrapper's `state_dict()` do.
+
+        Raises:
+            ValueError: names that are missing or unexpected, or other shapes. Nothing was loaded.
+        """
+        self.synchronize()
+        places = [*self._places_of_parameters(), *places_of_rest(self.module)]
+        needed = self.of_all_stages([(place.names, place.shape) for place in places])
+        given = by_own_names(state_dict, {name for names, _ in needed for name in names})
+        refuse_other_state(given, needed)
+        for place in places:
+            name = next(name for name in place.names if name in given)
+            place.load(given[name])
+
+    def _places_of_parameters(self) -> list[Place]:
+        """Return where whole parameters are loaded to."""
+        places = []
+        for names, shape, load in self._own_places():
+            cut = next((self.cuts[name] for name in names if name in self.cuts), None)
+            if cut is not None:
+                shape, load = cut.shape, partial(_load_cut, cut, load)
+            places.append(Place(names, shape, load))
+        return places
+
+    def _own_places(self) -> list[Place]:
+        """Return where this model's parameters, perhaps a tensor-parallel rank's part, are loaded to."""
+        names: dict[nn.Parameter, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            names.setdefault(parameter, []).append(plain_name(name))
+        return [Place(found, parameter.shape, parameter.copy_) for parameter, found in names.items()]
+
+    def full_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters alone, whole over the data-parallel ranks, by their names in the wrapped module.
+
+        `full_state_dict()` copies them and adds what ranks of other groups hold. These may be the
+        module's own tensors. A tied parameter has each of its names. A collective.
         """
         self.synchronize()
         return dict(self.module.named_parameters(remove_duplicate=False))
 
-    def whole_parameters(self) -> dict[str, Tensor]:
-        """`full_parameters()`, of matrices that ranks share the whole, too, and of all stages. A collective."""
-        found = self.full_parameters()
-        if self.tensor_group is not None:
-            found = gather_cuts(found, self.cuts, self.tensor_group)
-        if self.pipeline is None:
-            return found
-        everyones = self.of_all_stages([(name, value.detach().cpu()) for name, value in found.items()])
-        return {name: value.to(self.device) for name, value in everyones}
-
     def sync_buffers(self) -> None:
-        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks."""
+        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks. A collective."""
+        agree_on_call(self.process_group, f"{type(self).__name__}.sync_buffers()")
         collectives.broadcast_all(self.module.buffers(), self.process_group)
 
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
         any more, and nothing is sent.
         """
+
+
+def _load_cut(cut: Cut, load: Callable[[Tensor], Any], value: Tensor) -> None:
+    """Load this rank's part of a parameter that ranks of a tensor-parallel group share."""
+    load(cut.of(value))
 
 
 class Gradients(NamedTuple):

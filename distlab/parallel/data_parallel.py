@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.comm.two_level import Message, OneLevel, all_reduce_on
-from distlab.parallel import order
+from distlab.parallel import agreement, order
 from distlab.parallel.buckets import UsedFlags, withdraw_targets
 from distlab.parallel.guards.gradients import GradientGuard
 from distlab.parallel.guards.module import Guarded, check_module
@@ -68,6 +68,7 @@ class DataParallel(Guarded):
         self.module, self.mesh = module, mesh
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.all_reduce = groups.world, all_reduce_on(groups)
+        agreement.prepare(self.process_group)
         self.named = check_module(module, type(self).__name__, self.process_group)
         self.trainable = [parameter for _, parameter in self.named]
         self.device = self.trainable[0].device

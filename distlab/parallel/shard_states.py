@@ -2,11 +2,14 @@
 
 An optimizer of torch over the shards of `FSDP` saves this rank's part of everything, and torch's
 `load_state_dict` compares no shapes: another rank's part trains on silently, and the whole state
-fails in the next step. The hooks here note the rank in a state dict and look at every shape when
-one is loaded. Checkpoints do not need them: they are written by name and read at any rank
+fails in the next step. The hooks here note the rank in a state dict, and in each of its groups, and
+look at every shape when one is loaded. An optimizer that has not stepped yet has no hooks, unless
+`Strategy.build` made it. What it has loaded is checked before its first step, by the note in its
+groups. Checkpoints do not need all this: they are written by name and read at any rank
 (`distlab.checkpoint`).
 """
 
+import weakref
 from typing import Any
 
 from torch import Tensor
@@ -15,11 +18,17 @@ from torch.optim import Optimizer
 from distlab.parallel.buckets import view_like
 from distlab.parallel.shard import spread_of, whole_shape
 
-KEY = "shards"  # of a state dict: whose it is
+KEY = "shards"  # of a state dict and of its groups: whose it is
+
+# Module state, as torch has no way to ask an optimizer for its hooks.
+_watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
 
 def watch_states(optimizer: Optimizer) -> None:
     """Let state dicts of an optimizer name their rank, and be checked when they are loaded."""
+    if optimizer in _watched:
+        return
+    _watched.add(optimizer)
     optimizer.register_state_dict_post_hook(_note_rank)
     optimizer.register_load_state_dict_pre_hook(own_part)
 
@@ -36,13 +45,7 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
         ValueError: it is another rank's, or was saved by another number of ranks, or a shape is
             that of neither the shard nor the whole parameter.
     """
-    saved_by, mine = state_dict.get(KEY), _place(optimizer)
-    if saved_by is not None and mine is not None and saved_by != mine:
-        raise ValueError(
-            f"this optimizer state holds the shards of rank {saved_by['rank']} of {saved_by['ranks']}, "
-            f"and this is rank {mine['rank']} of {mine['ranks']}: load on each rank what it has saved, "
-            "or use distlab's Checkpointer, which can be read at any rank"
-        )
+    _refuse_other_place(state_dict.get(KEY), _place(optimizer))
     state = dict(state_dict["state"])
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved["params"], group["params"], strict=False):
@@ -51,7 +54,72 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
                     name: _part_of(value, parameter, f"{name} of parameter {number}")
                     for name, value in state[number].items()
                 }
-    return state_dict | {"state": state}
+    groups = [
+        {key: value for key, value in group.items() if key != KEY} for group in state_dict["param_groups"]
+    ]
+    return state_dict | {"state": state, "param_groups": groups}
+
+
+def check_loaded(optimizer: Optimizer) -> None:
+    """Check before a step what an optimizer without hooks has loaded.
+
+    Raises:
+        ValueError: the state is another rank's, or one rank's where parameters are whole.
+    """
+    saved_by = next((group[KEY] for group in optimizer.param_groups if KEY in group), None)
+    if saved_by is not None:
+        _refuse_other_place(saved_by, _place(optimizer))
+        for group in optimizer.param_groups:
+            group.pop(KEY, None)
+
+
+def take_parts(optimizer: Optimizer) -> None:
+    """Replace whole state that an optimizer without hooks has loaded by this rank's part of it.
+
+    Raises:
+        ValueError: a shape is that of neither the shard nor the whole parameter.
+    """
+    for group in optimizer.param_groups:
+        for number, parameter in enumerate(group["params"]):
+            if parameter in optimizer.state and spread_of(parameter) is not None:
+                state = optimizer.state[parameter]
+                for name, value in state.items():
+                    state[name] = _part_of(value, parameter, f"{name} of parameter {number}")
+
+
+def _refuse_other_place(saved_by: dict[str, int] | None, mine: dict[str, int] | None) -> None:
+    if mine is None:
+        refuse_shards({KEY: saved_by})
+    elif saved_by is not None and saved_by != mine:
+        raise ValueError(
+            f"this optimizer state holds the shards of rank {saved_by['rank']} of {saved_by['ranks']}, "
+            f"and this is rank {mine['rank']} of {mine['ranks']}: load on each rank what it has saved, "
+            "or use distlab's Checkpointer, which can be read at any rank"
+        )
+
+
+def refuse_shards(state_dict: dict[str, Any]) -> None:
+    """Check that a state dict is whole, for an optimizer whose parameters are whole.
+
+    Raises:
+        ValueError: it holds the shards of one of several ranks.
+    """
+    saved_by = state_dict.get(KEY)
+    if saved_by is not None and saved_by["ranks"] > 1:
+        raise ValueError(
+            f"this optimizer state holds the shards of rank {saved_by['rank']} of {saved_by['ranks']}, and this "
+            "optimizer needs the whole state: use distlab's Checkpointer, which any strategy can read"
+        )
+
+
+def refuse_other_shapes(state: dict[str, Any], name: str, parameter: Tensor) -> None:
+    """Raise ValueError for state that is not one number, and not in the shape of its parameter."""
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
+            raise ValueError(
+                f"the saved {key} of '{name}' has shape {tuple(value.shape)}, and the parameter "
+                f"{tuple(parameter.shape)}: load the state of the same parameters in the same order"
+            )
 
 
 def _part_of(value: Any, parameter: Tensor, what: str) -> Any:
@@ -93,4 +161,7 @@ def _place(optimizer: Optimizer) -> dict[str, int] | None:
 
 def _note_rank(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     place = _place(optimizer)
-    return state_dict if place is None else state_dict | {KEY: place}
+    if place is None or place["ranks"] == 1:
+        return state_dict
+    groups = [group | {KEY: place} for group in state_dict["param_groups"]]
+    return state_dict | {KEY: place, "param_groups": groups}

@@ -21,9 +21,11 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.parallel import order
+from distlab.parallel.agreement import agree_on_call, collective, prepare
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
-from distlab.parallel.guards.optimizers import group_of, refuse_lbfgs
+from distlab.parallel.guards.optimizers import group_of, is_elementwise, refuse_lbfgs
 from distlab.parallel.shard import Shard
+from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
 
 
 class ShardedOptimizer(LocalOptimizer):
@@ -54,6 +56,7 @@ class ShardedOptimizer(LocalOptimizer):
         self._owner: dict[nn.Parameter, int] = {}
         self._load: list[int] = []  # elements owned by each rank
         super().__init__(params, optimizer_cls, kwargs)
+        prepare(self._group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -85,11 +88,13 @@ class ShardedOptimizer(LocalOptimizer):
 
         A collective: call it on every rank; every rank gets the whole state, on the CPU.
         """
+        call = "ShardedOptimizer.state_dict()"
+        agree_on_call(self._group, call)
         self._copy_options_inwards()
         packed = super().state_dict()
         mine = {number: to_cpu(state) for number, state in packed["state"].items()}
         state: dict[int, Any] = {}
-        for shard in collectives.gather_objects(mine, self._group):
+        for shard in collectives.gather_objects(mine, self._group, collective(call)):
             state |= shard
         return packed | {"state": dict(sorted(state.items()))}
 
@@ -97,8 +102,9 @@ class ShardedOptimizer(LocalOptimizer):
         """Take over a state saved by the unsharded optimizer, or by a sharded one at any world size.
 
         Raises:
-            ValueError: other groups, or groups of other sizes.
+            ValueError: other groups, groups of other sizes, state of other shapes, or one rank's shards.
         """
+        refuse_shards(state_dict)
         saved = state_dict["param_groups"]
         sizes = [len(group["params"]) for group in self.param_groups]
         if [len(group["params"]) for group in saved] != sizes:
@@ -108,7 +114,12 @@ class ShardedOptimizer(LocalOptimizer):
         for group in saved:
             index_of |= {number: len(index_of) + i for i, number in enumerate(group["params"])}
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        state = {parameters[index_of[number]]: value for number, value in state_dict["state"].items()}
+        state = {}
+        for number, value in state_dict["state"].items():
+            parameter = parameters[index_of[number]]
+            if is_elementwise(type(self.local)):  # others, such as Adafactor, have state of other shapes
+                refuse_other_shapes(value, f"parameter {index_of[number]}", parameter)
+            state[parameter] = value
         load_shards(self, saved, state)
 
     def shards(self, held: Iterable[Shard]) -> list[Shard]:

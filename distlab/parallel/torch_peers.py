@@ -1,8 +1,9 @@
 """torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
 from distlab.parallel.fsdp.entry import list_entries
 from distlab.parallel.fsdp.units import plan_units
+from distlab.parallel.full_state import Place
 from distlab.parallel.shard import Shard, local_part, plain_name, whole
 
 UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
@@ -175,6 +177,28 @@ class TorchFSDP2(ParallelModel):
             for name, p in self.module.named_parameters(remove_duplicate=False)
         }
         return found | {name: found[name][rows.to(self.device)] for name, rows in self._moved.items()}
+
+    def _own_places(self) -> list[Place]:
+        return [
+            place._replace(load=partial(self._load, self.module.get_parameter(place.names[0]), place.names))
+            for place in super()._own_places()
+        ]
+
+    def _load(self, parameter: nn.Parameter, names: Sequence[str], whole: Tensor) -> None:
+        """Overwrite this rank's part of a parameter. No communication."""
+        from torch.distributed.tensor import DTensor, distribute_tensor
+
+        rows = next((self._moved[name] for name in names if name in self._moved), None)
+        if rows is not None:  # undo what `full_parameters` does
+            moved = torch.empty_like(whole)
+            moved[rows.to(whole.device)] = whole
+            whole = moved
+        if isinstance(parameter, DTensor):
+            whole = whole.to(parameter.device, parameter.dtype)
+            whole = distribute_tensor(
+                whole, parameter.device_mesh, parameter.placements, src_data_rank=None
+            )
+        parameter.copy_(whole)
 
     def close(self, *, restore: bool = True) -> None:
         """Leave what torch's own axes need; the module stays sharded."""

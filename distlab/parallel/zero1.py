@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.parallel.agreement import agree_on_call, collective
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.bucketed import BucketedDDP
 from distlab.parallel.buckets import view_like
@@ -29,6 +30,7 @@ from distlab.parallel.exchange import ReduceScatter
 from distlab.parallel.guards.optimizers import check_zero, refuse_other_groups, takes_shards
 from distlab.parallel.placement import Slices
 from distlab.parallel.shard import Shard
+from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
 
 
 class ZeroOptimizer(LocalOptimizer):
@@ -134,11 +136,13 @@ class ZeroOptimizer(LocalOptimizer):
 
         A collective: call it on every rank; every rank gets all of it, on the CPU.
         """
+        call = "ZeroOptimizer.state_dict()"
+        agree_on_call(self._ddp.process_group, call)
         self._copy_options_inwards()
         tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._ddp.named}
         mine = {name: to_cpu(self.state[tensor]) for name, tensor in tensors.items() if tensor in self.state}
         parts: dict[str, list[dict[str, Any]]] = {}  # in the order of ranks, and so of the parameter's elements
-        for states in collectives.gather_objects(mine, self._ddp.process_group):
+        for states in collectives.gather_objects(mine, self._ddp.process_group, collective(call)):
             for name, state in states.items():
                 parts.setdefault(name, []).append(state)
         state = {name: _join(parts[name], parameter) for name, parameter in self._ddp.named if name in parts}
@@ -154,6 +158,7 @@ class ZeroOptimizer(LocalOptimizer):
             ValueError: groups that hold other parameters, or state in another shape than its
                 parameter's.
         """
+        refuse_shards(state_dict)
         saved, state_of = self._by_name(state_dict)
         refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])
         state = {}
@@ -161,7 +166,7 @@ class ZeroOptimizer(LocalOptimizer):
             if name in state_of:
                 tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
                 part = slice(start, start + tensor.numel())
-                _refuse_other_shapes(state_of[name], name, parameter)
+                refuse_other_shapes(state_of[name], name, parameter)
                 state[tensor] = _cut(state_of[name], parameter, part)
         load_shards(self, saved, state)
 
@@ -230,16 +235,6 @@ def _join(parts: list[dict[str, Any]], parameter: nn.Parameter) -> dict[str, Any
         else value
         for key, value in parts[0].items()
     }
-
-
-def _refuse_other_shapes(state: dict[str, Any], name: str, parameter: nn.Parameter) -> None:
-    """Raise ValueError for state that is not one number, and not in the shape of its parameter."""
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.numel() != 1 and value.shape != parameter.shape:
-            raise ValueError(
-                f"the saved {key} of '{name}' has shape {tuple(value.shape)}, and the parameter "
-                f"{tuple(parameter.shape)}: load the state of the same parameters in the same order"
-            )
 
 
 def _cut(state: dict[str, Any], parameter: nn.Parameter, part: slice) -> dict[str, Any]:

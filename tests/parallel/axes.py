@@ -9,7 +9,6 @@ from torch import Tensor
 
 from distlab.model import ModelConfig, TransformerLM
 from distlab.parallel import Layout, get_strategy
-from distlab.parallel.shard import plain_name
 from distlab.testing import run_ranks
 from distlab.train.build import build_training
 from distlab.train.step import TrainStep, loss_in_head
@@ -85,7 +84,10 @@ def train(context, training, layout, strategy):
         losses.append(step([axes.share(batch) for batch in batches]).item())
     model.synchronize()
     last = pieces(model, lambda shard: shard.tensor)
-    assert layout.pipeline == 1 or set(map(plain_name, model.whole_parameters())) == set(training.shapes)
+    state = model.full_state_dict()
+    assert {name: value.shape for name, value in state.items()} == training.shapes
+    model.load_full_state_dict({name: value + 1 for name, value in state.items()})
+    assert all(torch.equal(value, state[name] + 1) for name, value in model.full_state_dict().items())
     model.close(restore=False)
     return losses, first, last
 

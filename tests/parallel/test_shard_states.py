@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from distlab.optim import Muon
-from distlab.parallel import STRATEGIES
+from distlab.parallel import FSDP, STRATEGIES
 from tests.parallel.test_contract import on_two_ranks
 
 OPTIONS = {"lr": 0.05}
@@ -133,3 +133,60 @@ def test_state_of_other_parameters_is_refused_at_load(context):
         ValueError, match=r"hold \[2\] parameters by number, and this optimizer's groups \[4\] of a"
     ):
         optimizer.load_state_dict(few.state_dict())
+
+
+@on_two_ranks
+def test_an_optimizer_that_no_hook_has_seen_yet(context):
+    """Built by hand and loaded before its first step, as scripts that resume do."""
+    module, weights, state = in_one_process(torch.optim.AdamW, False)
+
+    def by_hand():
+        model = FSDP(Net(), process_group=context.group)
+        return model, torch.optim.AdamW(model.parameters(), **OPTIONS)
+
+    model, optimizer = by_hand()  # takes its part of the whole state
+    model.load_full_state_dict(weights)
+    optimizer.load_state_dict(copy.deepcopy(state))
+    step(model, optimizer, 2)
+    step(model, optimizer, 3)
+    for name, value in model.full_state_dict().items():
+        torch.testing.assert_close(value, module.state_dict()[name], rtol=0, atol=2e-6, msg=name)
+
+    states = [None, None]
+    torch.distributed.all_gather_object(states, optimizer.state_dict(), context.group)
+    mine, others = states[context.rank], states[1 - context.rank]
+    model, resumed = by_hand()
+    resumed.load_state_dict(mine)
+    step(model, resumed, 1)
+    assert "shards" not in resumed.param_groups[0]
+    model, resumed = by_hand()
+    resumed.load_state_dict(others)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"shards of rank {1 - context.rank} of 2"):
+            resumed.step()
+
+
+@on_two_ranks
+def test_one_ranks_shards_are_not_taken_for_the_whole_state(context):
+    model, optimizer = built(context, "fsdp", torch.optim.AdamW)
+    step(model, optimizer, 1)
+    shards = optimizer.state_dict()
+    for strategy in ("zero1", "sharded-optimizer"):
+        _, other = built(context, strategy, torch.optim.AdamW)
+        with pytest.raises(ValueError, match=f"shards of rank {context.rank} of 2, and this optimizer"):
+            other.load_state_dict(copy.deepcopy(shards))
+    factored = {}
+    for _ in range(2):  # state in other shapes than the parameters', which is right there
+        model, other = built(context, "sharded-optimizer", torch.optim.Adafactor)
+        if factored:
+            other.load_state_dict(factored)
+        step(model, other, 1)
+        factored = other.state_dict()
+    _, other = built(context, "bucketed", torch.optim.AdamW)
+    other.load_state_dict(copy.deepcopy(shards))
+    with pytest.raises(ValueError, match=f"shards of rank {context.rank} of 2, and this optimizer"):
+        other.step()
+    _, other = built(context, "sharded-optimizer", torch.optim.AdamW)
+    del shards["shards"]
+    with pytest.raises(ValueError, match=r"'parameter 0' has shape .*, and the parameter \(6, 4\)"):
+        other.load_state_dict(shards)

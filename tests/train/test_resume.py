@@ -12,7 +12,7 @@ from tests.train.cases import Run, draw_from_all_generators, tiny
 
 def parameters(run):
     """All of this rank's parameters in one vector, once they have arrived."""
-    run.trainer.wrapper.module.state_dict()  # waits for what is on its way
+    run.trainer.wrapper.synchronize()
     return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
 
 

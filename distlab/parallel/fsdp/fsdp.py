@@ -21,16 +21,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel import order
+from distlab.parallel.agreement import agree_on_call, prepare
 from distlab.parallel.fsdp.casts import hook_casts, plan_casts
 from distlab.parallel.fsdp.entry import Entry, list_entries
 from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
 from distlab.parallel.fsdp.unit import Unit
 from distlab.parallel.fsdp.units import is_called, plan_units
+from distlab.parallel.full_state import Place
 from distlab.parallel.guards import shards as shard_guard
 from distlab.parallel.guards.assignments import refuse_assigned
 from distlab.parallel.guards.module import Guarded, check_ranks_agree, refuse_uninitialized
@@ -45,9 +48,11 @@ class FSDP(Guarded):
 
     `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's own names: this
     rank's rows of each matrix, `(rows, …)` with its number of dimensions and perhaps no rows, and the replicated
-    vectors. `state_dict()` holds exactly these and the buffers: a sharded state, to be loaded on the same rank at
-    the same world size; `gather_full_params()` and `load_full_params()` are for any other. Build the optimizer after
-    wrapping, of a kind that works element by element (SGD, Adam, AdamW), or `distlab.optim.Muon`.
+    vectors. `full_state_dict()` and `load_full_state_dict()` are for the whole model. `state_dict()` raises, because
+    it would hold one rank's rows under the names of whole matrices.
+
+    Build the optimizer after wrapping, of a kind that works element by element (SGD, Adam, AdamW), or
+    `distlab.optim.Muon`.
 
     Args:
         module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.
@@ -90,6 +95,7 @@ class FSDP(Guarded):
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
+        prepare(self.process_group)
         refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
@@ -126,9 +132,9 @@ class FSDP(Guarded):
         sharded = [(name, p) for name, p in trainable if p.ndim >= 2]
         replicated = [(name, p) for name, p in trainable if p.ndim < 2]
         self.guard = ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
-        self._runtime = Runtime(self._units, self.guard, keep_gathered)
+        self._runtime = Runtime(self._units, self.guard, type(module).__name__, keep_gathered)
         self._held = list(self._find_shards())
-        self._handles = list(hook_casts(casts))
+        self._handles = [*hook_casts(casts), *shard_guard.refuse_state_dicts(module, self._sharded_owners())]
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -194,6 +200,7 @@ class FSDP(Guarded):
         A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
         the whole model in fp32.
         """
+        agree_on_call(self.process_group, "FSDP.gather_full_params()")
         refuse_assigned(self.guard.placed)
         found = {}
         for param in self.flat_params:
@@ -221,6 +228,30 @@ class FSDP(Guarded):
                 found = f"has shape {given}" if name in parameters else "is missing"
                 raise ValueError(f"load_full_params: '{name}' {found}; the model's has shape {needed}")
             load(parameters[name])
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a whole state by `load_full_state_dict()`; the shards of a rank are refused.
+
+        Raises:
+            ValueError: names or shapes of another model, shards, `strict=False` or `assign=True`.
+        """
+        if not strict or assign:
+            raise ValueError(
+                f"FSDP.load_state_dict got strict={strict} and assign={assign}: only a whole state can be loaded, "
+                "into the memory that is there. Load other states into the module before wrapping it"
+            )
+        self.load_full_state_dict(state_dict)
+        return _IncompatibleKeys([], [])
+
+    def _own_places(self) -> list[Place]:
+        refuse_assigned(self.guard.placed)  # else values would go where nothing is gathered from
+        return [
+            Place([plain_name(name) for name in entry.names], entry.parameter.shape, load)
+            for entry, load in self._loaders()
+        ]
+
+    def _sharded_owners(self) -> set[nn.Module]:
+        return {owner for entry, _, _ in self._sharded for owner, _ in entry.owners}
 
     def shards(self) -> list[Shard]:
         """Return this rank's rows of every matrix, and the replicated parameters."""

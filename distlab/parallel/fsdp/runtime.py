@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from distlab.parallel import order
+from distlab.parallel.agreement import agree, agree_on_call
 from distlab.parallel.fsdp.order import UnitOrder
 from distlab.parallel.fsdp.outputs import copied, tensors_in
 from distlab.parallel.fsdp.unit import State, Unit
@@ -40,6 +41,9 @@ NO_BACKWARD = -1  # torch's number of the running backward, if there is none
 class Runtime:
     """Watches the units of one FSDP and moves their parameters and gradients in time.
 
+    Args:
+        name: of the wrapped module's class, for messages.
+
     Attributes:
         keep: whether what a forward with gradients has gathered stays until `finish()`, and not until it was used.
         synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
@@ -48,13 +52,14 @@ class Runtime:
         backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
     """
 
-    def __init__(self, units: Sequence[Unit], guard: ShardGuard, keep: bool = False):
+    def __init__(self, units: Sequence[Unit], guard: ShardGuard, name: str, keep: bool = False):
         self.units, self.guard = units, guard
         self.keep, self._keeping = keep, False
         self.synchronize, self.stage = True, 0
         self.arrived = False
         self._reached: list[Node] = []  # operations of units, while nothing has arrived
         self._group = guard.process_group
+        self._name = f"FSDP({name})"
         self.backward_task: int | None = None
         self._order = UnitOrder(units, self._group)
         self._backward_order = UnitOrder(units, self._group)
@@ -88,6 +93,12 @@ class Runtime:
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
         """Run the forward of the whole module inside: reading a parameter that is not gathered raises."""
+        mode = "training" if training else "evaluation"
+        agree(
+            self._group,
+            f"at the start of a forward of {self._name} in {mode} mode, "
+            f"with{'' if torch.is_grad_enabled() else 'out'} gradients",
+        )
         for unit in self.units:
             unit.watch(True)
         try:
@@ -212,6 +223,10 @@ class Runtime:
             self.backward_task, self.guard.unfinished = task, True
             if order.begun:
                 order.send_begun(self._group)
+            agree(
+                self._group,
+                f"at the start of a backward of {self._name}{'' if self.synchronize else ' inside no_sync()'}",
+            )
             self._backward_order.begin((self.stage, *self._ran))
             self._ran = []
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
@@ -264,6 +279,7 @@ class Runtime:
             RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned;
                 or none has.
         """
+        agree_on_call(self._group, f"finish_gradient_synchronization() of {self._name}")
         for unit in self.units:
             if any(full.grad is not None for full in unit.trained):
                 refuse_lost_gradients(unit)

@@ -24,6 +24,8 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from distlab.parallel.shard_states import check_loaded
+
 if TYPE_CHECKING:
     from distlab.parallel.guards.module import Guard
 
@@ -59,6 +61,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"this {type(optimizer).__name__} holds parameters that FSDP has replaced by shards: wrap first, then "
             "build the optimizer over fsdp.parameters()"
         )
+    check_loaded(optimizer)
     for guard, ids in list(_watched.items()):
         if any(id(parameter) in ids for parameter in held):
             guard.check_step(optimizer)

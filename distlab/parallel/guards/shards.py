@@ -16,8 +16,9 @@ from torch.utils.hooks import RemovableHandle
 from distlab.parallel.guards import hooks
 from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.guards.gradients import find_edited
-from distlab.parallel.guards.module import Guard, Named, the_device
+from distlab.parallel.guards.module import Attached, Guard, Named, the_device
 from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
+from distlab.parallel.shard_states import take_parts, watch_states
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
@@ -159,7 +160,7 @@ class ShardGuard(Guard):
                 raise RuntimeError(
                     f"FSDP: '{name}' is another parameter than when the module was wrapped (functional_call, a layer "
                     "tied or replaced), and forward would not compute with it: close() this wrapper, change the module "
-                    "and wrap it again; load_full_params() takes other values"
+                    "and wrap it again; load_full_state_dict() takes other values"
                 )
         refuse_assigned(self.placed)  # in backward, values are those of forward
 
@@ -211,7 +212,7 @@ class ShardGuard(Guard):
         too.
 
         Raises:
-            ValueError: an optimizer that is neither element-wise nor takes shards.
+            ValueError: an optimizer that is neither element-wise nor takes shards, or has state of other shapes.
             RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
                 every rank.
         """
@@ -232,6 +233,9 @@ class ShardGuard(Guard):
             return
         if not (is_elementwise(type(optimizer)) or takes_shards(type(optimizer))):
             refuse_matrices(optimizer)
+        if optimizer not in self._of_steps:  # it may have loaded a state before any hook saw it
+            take_parts(optimizer)
+            watch_states(optimizer)
         for handle in self._of_steps.get(optimizer, ()):
             handle.remove()
         # Behind the optimizer's own hooks, which may edit gradients.
@@ -296,7 +300,35 @@ def refuse_copy_of_shards() -> NoReturn:
     """Raises TypeError: the module is being copied, pickled or saved."""
     raise TypeError(
         "FSDP: the wrapped module holds this rank's shards and cannot be copied, pickled or saved: take "
-        "gather_full_params() (or state_dict(), of shards), or close() the wrapper first"
+        "gather_full_params() or full_state_dict(), on every rank, or close() the wrapper first"
+    )
+
+
+def refuse_state_dicts(module: nn.Module, owners: set[nn.Module]) -> list[RemovableHandle]:
+    """Let state dicts of every module that contains shards raise, at reading and at loading.
+
+    They would hold one rank's rows under the names of whole matrices, which `torch.save` on rank 0
+    and `torch.distributed.checkpoint` take for the whole.
+    """
+    handles = []
+    for part in module.modules():
+        if not owners.isdisjoint(part.modules()):
+            handles.append(part.register_state_dict_pre_hook(Attached(_refuse_reading)))
+            handles.append(part.register_load_state_dict_pre_hook(Attached(_refuse_loading)))
+    return handles
+
+
+def _refuse_reading(*args: Any) -> NoReturn:
+    raise RuntimeError(
+        "FSDP: state_dict() would hold this rank's shards under the names of the whole parameters: call "
+        "full_state_dict() of the wrapper on every rank and save it on one, or use distlab's Checkpointer"
+    )
+
+
+def _refuse_loading(*args: Any) -> NoReturn:
+    raise RuntimeError(
+        "FSDP: load_state_dict() of the wrapped module would overwrite this rank's shards: call "
+        "load_full_state_dict() of the wrapper with a whole state dict, or use distlab's Checkpointer"
     )
 
 
