@@ -245,6 +245,11 @@ class _Rank:
         fate = f"the process died, exit code {code}"
         if -code in list(signal.Signals):
             fate += f" ({signal.Signals(-code).name})"
+        if code == -signal.SIGABRT:
+            fate += (
+                ", as gloo ends a process that receives a longer message than it expects: ranks are in different "
+                "collectives, or their tensors differ in size"
+            )
         return _Failure("\n".join([fate, *self.stacks.read().splitlines()]), fate, time.monotonic())
 
     def kill(self) -> None:
