@@ -1,23 +1,65 @@
 """distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
 
 import importlib.util
+import sys
 import warnings
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 __version__ = "0.1.0"
 
+KERNELS = Path(__file__).parents[1] / "kernels"  # in a clone and in an installation
+
+
+class KernelsFinder:
+    """Finder of this lab's `kernels.NAME` where `import kernels` is another package, such as Hugging Face's.
+
+    Python asks it last, so it decides nothing where our folder is part of that package already (setup.py says when).
+    """
+
+    @staticmethod
+    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """Return where our module of this name is stored; None for any other."""
+        parent, _, _ = name.rpartition(".")
+        return PathFinder.find_spec(name, [str(KERNELS)]) if parent == "kernels" else None
+
 
 def foreign_kernels() -> str | None:
-    """Say where `import kernels` leads, if that is another project's package and not the one beside this."""
+    """Say which of our kernels cannot be imported, because another package `kernels` hides them; None if all can."""
     spec = importlib.util.find_spec("kernels")
-    beside = Path(__file__).parents[1]
-    if spec is None or not spec.origin or beside.samefile(Path(spec.origin).parents[1]):
+    if spec is None:
         return None
-    return f"`import kernels` finds {spec.origin}, and not the package of distlab in {beside}: rename it or move away"
+    if spec.submodule_search_locations is None:
+        return (
+            f"`import kernels` finds the file {spec.origin}, and not the package of distlab in {KERNELS}: rename that "
+            "file, or run from another folder"
+        )
+    ours = _module_names(KERNELS)
+    for folder in map(Path, spec.submodule_search_locations):
+        if not folder.is_dir():  # such as the mark that setuptools leaves for an editable installation
+            continue
+        if folder.samefile(KERNELS):
+            return None  # folders after it hide nothing
+        if hidden := sorted(ours & _module_names(folder)):
+            return (
+                f"`import kernels.{hidden[0]}` finds the module in {folder}, and not that of distlab in {KERNELS} "
+                f"(in all {len(hidden)} modules): rename the folder {folder}, or run from another folder"
+            )
+    return None
 
 
+def _module_names(folder: Path) -> set[str]:
+    """Return the names of the modules and packages in a folder."""
+    modules = {file.stem for file in folder.glob("*.py") if file.stem != "__init__"}
+    return modules | {file.parent.name for file in folder.glob("*/__init__.py")}
+
+
+if not any(getattr(finder, "__name__", "") == KernelsFinder.__name__ for finder in sys.meta_path):
+    sys.meta_path.append(KernelsFinder)
 if another := foreign_kernels():
     warnings.warn(another, RuntimeWarning, stacklevel=2)
+
 
 def run(experiment: str, **options: object) -> list[dict]:
     """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.

@@ -32,6 +32,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,7 @@ import torch.distributed as dist
 
 from distlab.comm import RankContext, rank_context
 from distlab.comm.parent_death import end_with_parent
+from distlab.comm.rank_process import is_lost_peer
 
 if TYPE_CHECKING:
     from distlab.check import Verdict
@@ -50,11 +52,51 @@ GRACE_S = 2.0  # after the first failure, time for the other ranks to report the
 
 
 class RanksFailed(RuntimeError):
-    """One or more ranks raised, died or hung. `failures` maps a rank to its traceback or fate."""
+    """One or more ranks raised, died or hung.
 
-    def __init__(self, failures: dict[int, str]):
-        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failures.items())))
+    Attributes:
+        failures: rank → its traceback or fate. The rank that failed first comes first, and ranks whose error is only
+            that another rank is gone come last.
+        cause: the error or fate of the first of them, in one line.
+    """
+
+    def __init__(self, failures: dict[int, str], cause: str = ""):
+        first = next(iter(failures))
         self.failures = failures
+        self.cause = cause or failures[first].strip().splitlines()[-1]
+        sections = [f"--- rank {rank} ---\n{text}" for rank, text in failures.items()]
+        super().__init__("\n".join([f"rank {first}: {self.cause}", *sections]))
+
+    def __reduce__(self) -> Any:
+        """Return how to make it again from a pickle: by default that would be from the message."""
+        return RanksFailed, (self.failures, self.cause)
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """How a rank failed.
+
+    Attributes:
+        text: its traceback or fate.
+        summary: the same in one line.
+        seconds: time of `time.monotonic()`, which is the same clock in all processes of a host.
+        lost_peer: whether the rank failed because another one was gone.
+        answered: False for a rank that was ended from outside.
+    """
+
+    text: str
+    summary: str
+    seconds: float
+    lost_peer: bool = False
+    answered: bool = True
+
+    def place(self) -> tuple[int, float]:
+        """Return the key that sorts causes before consequences.
+
+        A rank that gave no answer can be the cause of a lost peer. It is not the cause of another rank's own error.
+        """
+        kind = 2 if self.lost_peer else 0 if self.answered else 1
+        return kind, self.seconds
 
 
 class Interrupted(KeyboardInterrupt):
@@ -91,6 +133,7 @@ def run_ranks(
         RanksFailed: a rank raised, died or outlasted the deadline.
         KeyboardInterrupt: the caller was interrupted; the ranks are ended.
     """
+    __tracebackhide__ = True  # pytest then shows the line of the test that called this function
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
@@ -107,7 +150,7 @@ def run_ranks(
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError) as error:
-        raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from error
+        raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from None
     _end_if_edited()
     try:
         ranks = _started_ranks(world_size, deadline_s)
@@ -120,7 +163,8 @@ def run_ranks(
         shut_down()  # or what ranks still answer would be taken for the next call's
         raise Interrupted(f"run_ranks was interrupted, and its {world_size} ranks are ended") from None
     if failures:
-        raise RanksFailed(failures)
+        ordered = sorted(failures, key=lambda rank: failures[rank].place())
+        raise RanksFailed({rank: failures[rank].text for rank in ordered}, failures[ordered[0]].summary)
     return [results[rank] for rank in range(world_size)]
 
 
@@ -131,6 +175,7 @@ def check_gradients(
     *,
     batch: int = 4,
     same_batch: bool = False,
+    micro_batches: int | None = None,
     timeout_s: float = 20.0,
 ) -> "Verdict":
     """Train two steps of a model on several ranks and in one process, and say which gradients differ, and how.
@@ -143,23 +188,30 @@ def check_gradients(
         wrap: `wrap(module, group)` → a callable module, or (callable module, finish), or its name; or a strategy's.
         batch: examples per micro-batch.
         same_batch: ranks get the same batches, as ranks do that share a model's layers or a sequence.
+        micro_batches: number of micro-batches per rank and step. Default: ranks + 1 (see `distlab.check.check`).
         timeout_s: seconds that a collective may take.
 
     Raises:
         ValueError, TimeoutError: see `distlab.check.check`.
+        RanksFailed: a rank's process died, or an error that the check does not expect.
     """
+    __tracebackhide__ = True
     from distlab.check import on_rank
 
     names = [each if isinstance(each, str) else f"{each.__module__}:{each.__name__}" for each in (model, wrap)]
-    options = {"batch": batch, "same_batch": same_batch}
-    answer = run_ranks(_answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0)[0]
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
+    options = {"batch": batch, "same_batch": same_batch, "micro_batches": micro_batches}
+    try:
+        answers = run_ranks(_answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0)
+    except RanksFailed as failed:
+        cause = f"{failed.cause}. So nothing was compared with one process, and the model may be right or wrong"
+        raise RanksFailed(failed.failures, cause) from None
+    if isinstance(answers[0], Exception):
+        raise answers[0]
+    return answers[0]
 
 
 def _answer(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
-    """The result of `work`, or what it raised for the user, without a traceback."""
+    """Return the result of `work`, or the error that it raised for the user, without a traceback."""
     try:
         return work(context, *args[:-1], **args[-1])
     except (ValueError, OSError) as error:
@@ -186,6 +238,20 @@ class _Rank:
             time.sleep(0.2)
         return self.stacks.read()
 
+    def fate(self) -> _Failure:
+        """Return how the process ended, with the stacks that a crash in native code left."""
+        self.process.join()
+        code = self.process.exitcode
+        fate = f"the process died, exit code {code}"
+        if -code in list(signal.Signals):
+            fate += f" ({signal.Signals(-code).name})"
+        if code == -signal.SIGABRT:
+            fate += (
+                ", as gloo ends a process that receives a longer message than it expects: ranks are in different "
+                "collectives, or their tensors differ in size"
+            )
+        return _Failure("\n".join([fate, *self.stacks.read().splitlines()]), fate, time.monotonic())
+
     def kill(self) -> None:
         self.process.kill()
         self.process.join()
@@ -207,6 +273,7 @@ def _end_if_edited() -> None:
 
 
 def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
+    __tracebackhide__ = True
     if any(not rank.process.is_alive() for rank in _ranks):
         shut_down()
     new = [_Rank() for _ in range(world_size - len(_ranks))]
@@ -235,7 +302,7 @@ def shut_down() -> None:
 atexit.register(shut_down)
 
 
-def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, str]]:
+def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
     """Wait for every rank's answer; after a failure only for a moment more. A rank without one ends all of them."""
     results = {}
     failures = {}
@@ -248,17 +315,20 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
                 succeeded, value = pickle.loads(pipe.recv_bytes())
             except (EOFError, ConnectionError):
                 lost = True
-                ranks[number].process.join()
-                fate = f"the process died, exit code {ranks[number].process.exitcode}"
-                succeeded, value = False, "\n".join([fate, *ranks[number].stacks.read().splitlines()])
+                succeeded, value = False, ranks[number].fate()
             if succeeded:
                 results[number] = value
             else:
                 failures[number] = value
                 deadline = min(deadline, time.monotonic() + GRACE_S)
+    reason = f"no answer within {allowed_s:g} s"
+    if any(not failure.lost_peer for failure in failures.values()):
+        reason = "stopped after another rank's failure"
+    elif failures:
+        reason = "no answer, while other ranks waited for this one in vain"
     for number in waiting.values():
-        reason = "stopped after another rank's failure" if failures else f"no answer within {allowed_s:g} s"
-        failures[number] = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
+        text = f"{reason}; its stack was:\n{ranks[number].dump_stack()}"
+        failures[number] = _Failure(text, reason, time.monotonic(), answered=False)
     if waiting or lost:
         shut_down()
     return results, failures
@@ -292,9 +362,29 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
                 return
             try:
                 answer = pickle.dumps((True, _run_job(message)))
-            except BaseException:
-                answer = pickle.dumps((False, traceback.format_exc()))
+            except BaseException as error:
+                answer = pickle.dumps((False, _raised(error)))
             pipe.send_bytes(answer)
+
+
+def _raised(error: BaseException) -> _Failure:
+    """Return the failure of a rank that raised, without the frames of this file, which called the function."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    messages = [line for line in lines if not line.startswith(" ")]  # a SyntaxError begins with its place
+    summary = messages[0] if messages else lines[0]
+    return _Failure(text, summary, time.monotonic(), lost_peer=is_lost_peer(_first_of_chain(error)))
+
+
+def _first_of_chain(error: BaseException) -> BaseException:
+    """Return the error during whose handling this one was raised, or the one before that, and so on."""
+    before = error.__cause__
+    if before is None and not error.__suppress_context__:
+        before = error.__context__
+    return error if before is None else _first_of_chain(before)
 
 
 def _end_with_caller() -> None:

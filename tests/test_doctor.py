@@ -66,18 +66,56 @@ def test_without_torch_it_reports_instead_of_crashing(monkeypatch):
     assert "No module named" in doctor.report(findings, doctor.abilities(findings))
 
 
-def test_kernels_of_another_project_are_named(monkeypatch, tmp_path):
-    """Ours are beside distlab."""
-    theirs = tmp_path / "kernels"
+def kernels_modules():
+    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kernels"}
+
+
+@pytest.fixture
+def their_folder(monkeypatch, tmp_path):
+    """A folder that comes first on `sys.path`, with `kernels` not yet imported."""
+    before = kernels_modules()
+    for name in before:
+        del sys.modules[name]
+    # The environment of the tests may have an editable installation of another clone, with a finder of its own.
+    finders = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+    monkeypatch.setattr(sys, "meta_path", finders)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in kernels_modules():
+        del sys.modules[name]
+    sys.modules.update(before)
+
+
+def test_modules_of_another_project_that_hide_ours_are_named(their_folder):
+    theirs = their_folder / "kernels"
     theirs.mkdir()
     (theirs / "__init__.py").touch()
-    assert distlab.foreign_kernels() is None
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.delitem(sys.modules, "kernels", raising=False)
-    assert str(theirs) in distlab.foreign_kernels()
-    assert str(theirs) in doctor.find_triton()[-1].found
-    with pytest.warns(RuntimeWarning, match="of distlab"):
+    (theirs / "softmax.py").touch()
+    (theirs / "nn").mkdir()
+    (theirs / "nn" / "__init__.py").touch()
+    found = distlab.foreign_kernels()
+    assert found.startswith(f"`import kernels.nn` finds the module in {theirs}") and "in all 2 modules" in found
+    assert found in doctor.find_triton()[-1].found
+    with pytest.warns(RuntimeWarning, match=r"rename the folder"):
         importlib.reload(distlab)
+
+
+def test_a_file_of_that_name_is_named(their_folder):
+    (their_folder / "kernels.py").touch()
+    assert f"finds the file {their_folder / 'kernels.py'}" in distlab.foreign_kernels()
+
+
+@pytest.mark.parametrize("files", [["__init__.py", "layer.py"], ["matmul.cu", "nn/matmul.cu"]])
+def test_another_project_s_kernels_that_hide_none_are_not_in_the_way(their_folder, files):
+    """Theirs are imported, and so are ours, although theirs come first."""
+    for file in files:
+        (their_folder / "kernels" / file).parent.mkdir(parents=True, exist_ok=True)
+        (their_folder / "kernels" / file).touch()
+    assert distlab.foreign_kernels() is None
+    for name in [name for name in files if name == "layer.py"]:
+        assert importlib.import_module("kernels.layer").__file__ == str(their_folder / "kernels" / name)
+    cost = importlib.import_module("kernels.cost")
+    assert cost.__file__ == str(distlab.KERNELS / "cost.py")
 
 
 def test_old_versions_are_named():

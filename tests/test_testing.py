@@ -2,13 +2,18 @@
 
 import importlib
 import os
+import pickle
+import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distlab.comm import collectives
@@ -54,6 +59,68 @@ def test_a_rank_s_traceback_reaches_the_test_and_the_ranks_serve_the_next():
     with pytest.raises(RanksFailed, match=r"rank 1[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'this one'"):
         run_ranks(fail_on_rank_1, 2)
     assert pids(3) == before
+
+
+def fail_or_lose_rank_1(context, how):
+    """Rank 1 of 3 fails by itself; the others only because it is gone."""
+    store = dist.distributed_c10d._get_default_store()
+    if context.rank == 1:
+        if how == "raises":
+            raise ValueError("my bug")
+        if how == "raises later":  # than the others, which notice that its connections are closed
+            dist.distributed_c10d._abort_process_group()
+            store.wait(["noticed 0", "noticed 2"])
+            raise ValueError("my bug")
+        if how == "raises in a handler":
+            try:
+                collectives.sum_tensor(torch.ones(1, 2, dtype=torch.float8_e4m3fn), context.group)
+            except RuntimeError as error:
+                raise ValueError("my bug") from error
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait()
+    try:
+        collectives.sum_tensor(torch.ones(1), context.group)
+    except RuntimeError as error:
+        store.set(f"noticed {context.rank}", "")
+        raise KeyError("no sum") from error
+
+
+@pytest.mark.parametrize(
+    "how, cause",
+    [
+        ("raises", "ValueError: my bug"),
+        ("raises later", "ValueError: my bug"),
+        ("raises in a handler", "ValueError: my bug"),
+        ("dies", "the process died, exit code -9 (SIGKILL)"),
+        ("hangs", "no answer, while other ranks waited for this one in vain"),
+    ],
+)
+def test_the_cause_comes_before_its_consequences(how, cause):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(fail_or_lose_rank_1, 3, how, group_timeout_s=2.0)
+    assert str(caught.value).startswith(f"rank 1: {cause}\n--- rank 1 ---\n")
+    assert caught.value.cause == cause
+    assert next(iter(caught.value.failures)) == 1 and len(caught.value.failures) == 3
+    if "raises" in how:  # native code leaves the stacks of all threads
+        assert "_run_job" not in str(caught.value)
+
+
+def fail_in_turn(context):
+    context.group.barrier().wait() if context.rank != 2 else None
+    raise ValueError(f"of rank {context.rank}")
+
+
+def test_of_two_causes_the_first_comes_first():
+    """Rank 2 fails before the others, which wait for its connection."""
+    with pytest.raises(RanksFailed, match=r"^rank 2: ValueError: of rank 2\n"):
+        run_ranks(fail_in_turn, 3)
+
+
+def test_a_failure_survives_a_pickle():
+    failed = pickle.loads(pickle.dumps(RanksFailed({1: "a traceback", 0: "another"}, "a cause")))
+    assert (list(failed.failures), failed.cause) == ([1, 0], "a cause")
+    assert str(failed).startswith("rank 1: a cause")
 
 
 def average_on_some(context):
@@ -217,3 +284,76 @@ def test_an_interrupt_ends_the_ranks_in_one_line_and_the_next_call_starts_new_on
         ["run_ranks was interrupted, and its 2 ranks are ended", "[0, 1]"],
         "",
     )
+
+
+A_TEST_OF_THE_USER_S = """
+import os
+import torch
+from torch import nn
+from distlab.comm import collectives
+from distlab.testing import check_gradients, run_ranks
+
+
+def work(context):
+    if context.rank == 1:
+        raise ValueError("my bug")
+    collectives.sum_tensor(torch.ones(1), context.group)
+
+
+def build():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    return model, lambda size, generator: torch.randn(size, 4, generator=generator), lambda m, x: m(x).square().mean()
+
+
+def not_averaged(module, group):
+    return module
+
+
+def aborts(module, group):
+    os.abort()
+
+
+def test_ranks():
+    run_ranks(work, 2)
+
+
+def test_a_local_function():
+    run_ranks(lambda context: None, 2)
+
+
+def test_gradients():
+    verdict = check_gradients(build, not_averaged, micro_batches=1)
+    assert verdict.right, verdict
+
+
+def test_abort():
+    check_gradients(build, aborts)
+
+
+def test_no_model():
+    check_gradients(work, not_averaged)
+"""
+
+
+def test_pytest_shows_the_cause_and_no_source_of_the_library(tmp_path):
+    (tmp_path / "test_mine.py").write_text(A_TEST_OF_THE_USER_S)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"], cwd=tmp_path,
+        env=environment() | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    parts = re.split(r"^_+ (test_\w+) _+$", done.stdout, flags=re.MULTILINE)
+    shown = dict(zip(parts[1::2], parts[2::2], strict=True))
+    assert len(shown) == 5, done.stdout
+    for text in shown.values():
+        assert not re.search(r"^distlab/|testing\.py:\d+: \w", text, flags=re.MULTILINE), text
+        assert "def run_ranks" not in text and "__tracebackhide__" not in text
+    first = re.search(r"^E .*", shown["test_ranks"], flags=re.MULTILINE).group()
+    assert first.endswith("RanksFailed: rank 1: ValueError: my bug")
+    assert "TypeError: run_ranks needs an importable function" in shown["test_a_local_function"]
+    assert "AttributeError" not in shown["test_a_local_function"]
+    assert "WRONG: 2 of 2 tensors differ from one process (2 ranks × 1 micro-batch" in shown["test_gradients"]
+    assert "Verdict(" not in done.stdout
+    assert "the process died, exit code -6 (SIGABRT), as gloo ends a process" in shown["test_abort"]
+    assert "So nothing was compared with one process, and the model may be right or wrong" in shown["test_abort"]
+    assert "ValueError" in shown["test_no_model"]

@@ -31,6 +31,14 @@ _reduce_scatter_single = getattr(ProcessGroup, "reduce_scatter_single", None) or
 
 COALESCED_BYTES = 25 * 2**20
 
+# Dtypes that gloo and NCCL know. A broadcast and an all-gather only copy, so they send tensors of any other dtype
+# (float8, uint16, …) as bytes.
+SENDABLE = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.complex128, torch.complex64),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+
 
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """Return the group itself, or the default group for None.
@@ -115,6 +123,8 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False) ->
 
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
+    if input.dtype not in SENDABLE:
+        output, input = _bytes_of(output), _bytes_of(input)
     options = AllgatherOptions()
     options.asyncOp = True
     return _all_gather_single(group, output, input, options)
@@ -122,7 +132,13 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
     """Overwrite `tensor` (contiguous) by that of rank `source`, counted within the group."""
-    return dist.broadcast(tensor, group=group, group_src=source, async_op=True)
+    sent = tensor if tensor.dtype in SENDABLE else _bytes_of(tensor)
+    return dist.broadcast(sent, group=group, group_src=source, async_op=True)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor as uint8."""
+    return tensor.view(-1).view(torch.uint8)
 
 
 def reduce(tensor: Tensor, group: ProcessGroup) -> Work:

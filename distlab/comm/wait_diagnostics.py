@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -55,7 +56,7 @@ def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
     except RuntimeError as error:
         if group.name() != "gloo":
             raise
-        raise _explained(error, group, what) from error
+        raise _explained(error, group, _Wait(group.group_name, what)) from error
 
 
 def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event) -> None:
@@ -85,7 +86,7 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
         for group in list(dist.distributed_c10d._world.pg_map):
             if group.name() == "nccl" and group._get_backend(device).get_error() != ErrorType.SUCCESS:
                 error = RuntimeError("a collective on NCCL failed or timed out (its watchdog's message names it)")
-                lost = _explained(error, group, "in a collective", NCCL_GRACE_S)
+                lost = _explained(error, group, _Wait(group.group_name, "in a collective"), NCCL_GRACE_S)
         if lost:
             print(lost, file=sys.stderr, flush=True)
             os._exit(1)
@@ -95,25 +96,55 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
 @contextmanager
 def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
     """Inside, this rank waits for the others of the group; see `wait`."""
-    _say(group, what)
+    # Read once, because a call such as `all_gather_object` makes several collectives.
+    number = group._get_sequence_number_for_group() if group.name() == "gloo" else 0
+    here = _Wait(group.group_name, what, number)
+    _say(here)
     try:
         yield
     except RuntimeError as error:
-        raise _explained(error, group, what) from error
-    _say(group, None)
+        raise _explained(error, group, here) from error
+    _say(None)
 
 
-def _explained(error: RuntimeError, group: ProcessGroup, what: str, grace_s: float = GRACE_S) -> RuntimeError:
-    """The error of a collective, and the ranks that did not come to it. Takes up to `grace_s`."""
-    _say(group, what)
+class _Wait(NamedTuple):
+    """A wait of one rank, as the other ranks read it in the store.
+
+    Attributes:
+        group: name of the process group.
+        what: is being done.
+        number: of collectives that this rank had begun in the group on gloo. Ranks that wait for the same one have the
+            same number, because they run the same program. 0 on NCCL, where the host runs ahead, and for messages
+            between two ranks.
+    """
+
+    group: str
+    what: str
+    number: int = 0
+
+    def seen_from(self, other: "_Wait") -> str:
+        """Say where this wait is, to a rank that waits elsewhere."""
+        if self[:2] != other[:2]:
+            return self.what
+        return f"{self.what}, as collective {self.number} of the group; here it is collective {other.number}"
+
+
+def _explained(error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: float = GRACE_S) -> RuntimeError:
+    """Return the error of a collective with the ranks that did not come to it. Takes up to `grace_s`."""
+    _say(here)
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    said: dict[int, str] = {}
+    said: dict[int, _Wait] = {}
     deadline = time.monotonic() + grace_s
     while len(said) < len(others) and time.monotonic() < deadline:
-        said |= {rank: doing for rank in others if rank not in said and (doing := _get(_key(rank)))}
+        for rank in others:
+            wait_of_rank = _get(_key(rank))
+            if rank not in said and wait_of_rank:
+                said[rank] = _Wait(*json.loads(wait_of_rank))
         time.sleep(0.02)
     absent = [rank for rank in others if rank not in said]
-    mine = _message(group, what)
+    elsewhere = [
+        f"rank {rank} waits elsewhere ({place.seen_from(here)})" for rank, place in said.items() if place != here
+    ]
     if absent:
         it, has, sits, own = ("it", "has", "is", "its") if len(absent) == 1 else ("they", "have", "are", "their")
         found = (
@@ -121,13 +152,16 @@ def _explained(error: RuntimeError, group: ProcessGroup, what: str, grace_s: flo
             f"batches than the others, {sits} stuck in code between two steps, or {has} ended (if by an error, {own} "
             "own message says why)"
         )
-    others_doing = {rank: json.loads(doing)[1] for rank, doing in said.items() if doing != mine}
-    elsewhere = [f"rank {rank} waits elsewhere ({doing})" for rank, doing in others_doing.items()]
-    if not absent and elsewhere:
-        found = f"{', '.join(elsewhere)}: ranks take different numbers of steps, or other branches of the program"
-    elif not absent:
+    elif elsewhere:
+        found = (
+            f"{', '.join(elsewhere)}: ranks take different numbers of steps or micro-batches, or other branches of "
+            "the program"
+        )
+    elif "Invalid scalar type" in str(error):
+        found = "the backend cannot send tensors of this dtype"
+    else:
         found = "all ranks came, so a connection failed, or their messages differ in size"
-    return RuntimeError(f"rank {dist.get_rank()} was {what}, and {found}. torch says: {error}")
+    return RuntimeError(f"rank {dist.get_rank()} was {here.what}, and {found}. torch says: {error}")
 
 
 # -- the job's store -----------------------------------------------------------------------------------------------
@@ -137,19 +171,15 @@ def _store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-def _message(group: ProcessGroup, what: str) -> str:
-    return json.dumps([group.group_name, what])
-
-
 def _key(rank: int) -> str:
     """Waits of threads in the background, such as a checkpoint's, are apart: they say nothing of where its step is."""
     main = threading.current_thread() is threading.main_thread()
     return f"waits/{rank}" if main else f"waits/{rank}/background"
 
 
-def _say(group: ProcessGroup, what: str | None) -> None:
-    """Tell everybody what this rank waits for; None: for nothing any more."""
-    _set(_key(dist.get_rank()), "" if what is None else _message(group, what))
+def _say(here: _Wait | None) -> None:
+    """Tell all ranks what this one waits for. None: it waits for nothing now."""
+    _set(_key(dist.get_rank()), "" if here is None else json.dumps(here))
 
 
 def _set(key: str, value: str) -> None:

@@ -74,7 +74,7 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             healthy, broken = run_ranks(examine_both, RANKS, name, *steps, deadline_s=120.0)[0]
         except RanksFailed as failure:
             healthy = run_ranks(examine, RANKS, name, False, *steps)[0]
-            broken = {"error": str(failure).strip().splitlines()[-1]}
+            broken = {"error": failure.cause}
         caught, loss = caught_by(broken), broken.get("loss")
         metrics = broken | {
             "caught": mistake.check in caught,

@@ -3,20 +3,24 @@
 import contextlib
 import io
 import os
+import re
 import sys
 import threading
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._distributed_c10d import ErrorType
 
 from distlab.comm import collectives
 from distlab.comm.wait_diagnostics import end_when_lost
-from distlab.testing import run_ranks
+from distlab.parallel import FSDP
+from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
 TIMEOUT_S = 1.5
@@ -85,6 +89,42 @@ def test_a_rank_that_waits_for_something_else_is_told_where(context):
     time.sleep(1.0)  # the other notices a moment later
     doing = ("broadcasting tensors", "averaging gradients")[context.rank]
     assert f"rank {1 - context.rank} waits elsewhere ({doing})" in str(caught.value)
+
+
+def uneven(context, how):
+    """Rank 1 is elsewhere in the program, but all ranks say that they are in the same call."""
+    group = impatient(context)
+    if how == "one collective more":
+        if context.rank == 1:
+            collectives.all_reduce(torch.ones(5), group)
+        collectives.gather_objects("", group)
+    elif how == "one message of a bucket more":
+        for _ in range(2 if context.rank == 1 else 1):
+            collectives.reduce_scatter_mean(torch.ones(2), torch.ones(2 * context.world_size), group)
+        collectives.gather_objects("", group)
+    else:
+        model = FSDP(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 3)), process_group=group)
+        count = {"fewer micro-batches": 1 if context.rank == 1 else 3, "more micro-batches": 1 + 2 * context.rank}[how]
+        for index in range(count):
+            with nullcontext() if index == count - 1 else model.no_sync():
+                model(torch.ones(2, 6)).sum().backward()
+        model.finish_gradient_synchronization()
+
+
+HOWS = ["one collective more", "one message of a bucket more", "fewer micro-batches", "more micro-batches"]
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_ranks_in_the_same_call_at_different_places_of_the_program_are_told_so(how):
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(uneven, 2, how)
+    assert set(caught.value.failures) == {0, 1}
+    for rank, text in caught.value.failures.items():
+        message = text.strip().splitlines()[-1]
+        place = rf"rank {1 - rank} waits elsewhere \(\w+ \w+, as collective \d+ of the group; here it is \w+ \d+\)"
+        assert re.search(place, message), message
+        assert "ranks take different numbers of steps or micro-batches" in message
+        assert "all ranks came" not in message
 
 
 @on_two_ranks

@@ -2,11 +2,12 @@
 
 import pathlib
 
-import kernels
+from kernels import cost
 
 from .fused import either, in_pieces, many_rows, poisoned  # noqa: F401
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-assert pathlib.Path(kernels.__file__).resolve().parent == ROOT / "kernels", (  # another package has this name too
-    f"imported {kernels.__file__}, expected the folder kernels/ of this repository"
+# An installed package can have a module of this name.
+assert pathlib.Path(cost.__file__).resolve().parent == ROOT / "kernels", (
+    f"imported {cost.__file__}, expected a file of the folder kernels/ of this repository"
 )

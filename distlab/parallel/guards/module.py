@@ -43,6 +43,11 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> Named
     for name, parameter in trainable:
         if not parameter.is_floating_point():
             raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
+        if parameter.dtype not in collectives.SENDABLE:
+            raise ValueError(
+                f"'{name}' is {parameter.dtype}, in which gradients cannot be averaged: freeze it "
+                "(requires_grad=False), or train it in another floating-point dtype"
+            )
         if hooks.guards_of([parameter]):
             raise ValueError(
                 f"'{name}' belongs to a module that is wrapped already: call close() on that wrapper first"
