@@ -113,9 +113,10 @@ class Experiment(Generic[C]):
         measure: `measure(config, context, run)`, called on every rank; rows go to `run.add`.
         view: how rows are shown.
         presets: name → fields over the defaults. `gpu` and `cpu` are taken on such a device; `quick` is `--quick`; any
-            other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to preset NAME on such a device.
+            other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to preset NAME on such a device. `smoke` is the
+            tests' form, small enough for every device.
         ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or `many`.
-        gpus: that the run needs, unless a preset is chosen.
+        gpus: number of GPUs that the run needs, except in preset `smoke` and in those with a form `NAME-cpu`.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
         wrong: rows → reasons to end with exit code 1, which are the first findings.
         may_change: options that a resumed run may have otherwise than before.
@@ -194,13 +195,28 @@ class Experiment(Generic[C]):
         if frame.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
         on_gpu = _on_gpu(frame)
-        if self.gpus > torch.cuda.device_count() * on_gpu and not frame.preset:
-            small = "; --quick runs a small form here" if "quick" in self.presets else ""
-            raise ValueError(f"{self.name} needs {self.gpus} GPU{'s' * (self.gpus > 1)}, and there are "
-                             f"{torch.cuda.device_count()} here{small}")  # fmt: skip
+        self._require_gpus(frame.preset, on_gpu)
         asked = given(self.config, args)
         self.config.check_given(asked)
         return self.config(**self.preset(frame.preset, on_gpu) | asked), frame
+
+    def _require_gpus(self, preset: str, on_gpu: bool) -> None:
+        """Raise ValueError for a run that is sized for GPUs where it would compute on a CPU, for hours."""
+        usable = torch.cuda.device_count() if on_gpu else 0
+        if usable >= self.gpus or self._is_small_on_cpu(preset):
+            return
+        asked = "" if not preset else " --quick" if preset == "quick" else f" --preset {preset}"
+        names = [name for name in self.presets if self._is_small_on_cpu(name) and name != "smoke"]
+        small = ["--quick" if name == "quick" else f"--preset {name}" for name in names]
+        remedy = f"; {' or '.join(small)} runs a small form here" if small else ""
+        raise ValueError(
+            f"{self.name}{asked} needs {self.gpus} GPU{'s' if self.gpus > 1 else ''}, and there are {usable} to "
+            f"compute on{remedy}"
+        )
+
+    def _is_small_on_cpu(self, preset: str) -> bool:
+        """Return whether a preset has sizes for a CPU."""
+        return preset == "smoke" or f"{preset}-cpu" in self.presets
 
     def run(self, config: C, context: RankContext, frame: argparse.Namespace) -> int:
         """Open the run, measure, write and say; call it on every rank. Returns the exit code.

@@ -243,7 +243,10 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
     def many(text: str) -> tuple[Any, ...]:
         if text == "all" and meta["choices"] is not None:
             return tuple(meta["choices"])
-        return tuple(one(part.strip()) for part in text.split(",") if part.strip())
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        if not parts:  # to leave an option out means all of them, so that an empty one would, without a word
+            raise argparse.ArgumentTypeError(f"{text!r} has no value: give at least one, or leave the option out")
+        return tuple(one(part) for part in parts)
 
     return many if several else one
 

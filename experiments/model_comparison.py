@@ -1,6 +1,6 @@
 """What do this lab's operations and torch.compile bring to a step?
 
-    distlab run model_comparison --preset smoke      # on a CPU: plain torch, nothing compiled
+    distlab run model_comparison --quick             # on a CPU: plain torch, nothing compiled
     distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
     distlab run model_comparison --preset llama      # a layer of Llama, whose modules?
 
@@ -226,6 +226,6 @@ VIEW = View(
 )  # fmt: skip
 SMOKE = {"ways": ("torch", "auto", "torch-compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
 EXPERIMENT = Experiment(Config, measure, VIEW, gpus=1, presets={
-    "quick": {"rounds": 2}, "smoke": SMOKE,
+    "quick": {"rounds": 2}, "quick-cpu": SMOKE, "smoke": SMOKE,
     "llama": {"layer": True, "d_model": 4096, "d_ff": 14336, "heads": 32, "kv_heads": 8, "batch": 2, "context": 2048},
 })  # fmt: skip

@@ -24,6 +24,7 @@ from distlab.experiment import (
 )
 from distlab.hardware import lookup
 from distlab.model.config import RECOMPUTATION
+from distlab.parallel import check_shard_size
 from distlab.report import (
     Panel,
     Series,
@@ -56,6 +57,7 @@ class ScalingConfig(MachineOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_shard_size(self.group, self.strategies, "--group")
         if self.global_batch < min(self.ranks):
             raise ValueError(
                 f"global_batch={self.global_batch} is smaller than the data-parallel size {min(self.ranks)}; the "

@@ -8,10 +8,11 @@ a formula says. The timeline puts times to them, of a machine at the shares of i
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from distlab.experiment import Column, Experiment, RankContext, Run, View, headline_from, option
 from distlab.model import kept_levels
-from distlab.parallel import get_strategy
+from distlab.parallel import check_buckets, check_shard_size, get_strategy
 from distlab.report import gib_column, text_column, timeline
 from distlab.simulate import replay
 from distlab.simulate.estimate import USABLE, MachineOptions
@@ -52,7 +53,13 @@ class ScaleConfig(MachineOptions):
                 raise ValueError(
                     f"strategy {name!r} is torch's, whose C++ cannot run on fake tensors; choose ours"
                 )
+        check_shard_size(self.group, self.strategies, "--group")
 
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for what a cluster decides, and a size of buckets that no strategy has."""
+        super().check_given(given)
+        check_buckets(given, given.get("strategies", cls.strategies))
 
     def shard_size(self, strategy: str) -> int | None:
         """Ranks of a shard group, for a strategy on a mesh.

@@ -16,7 +16,7 @@ from pathlib import Path
 from distlab.comm import RankContext
 from distlab.comm.rank_process import Progress
 from distlab.experiment import FrameOptions, RankOptions, headline_from, run_folder
-from distlab.options import config_from, option, parser_of
+from distlab.options import config_from, given, option, parser_of
 from distlab.report import (
     Column,
     Metrics,
@@ -162,10 +162,10 @@ VIEW = View(
 )
 
 
-def run_name(given: str | None, data: DataConfig, config: TrainConfig) -> str:
+def run_name(chosen: str | None, data: DataConfig, config: TrainConfig) -> str:
     """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
     stem = re.sub(r"[^\w.-]+", "-", Path(data.data).stem) if data.data else "synthetic"
-    name = f"{stem}-{config.size}-{config.strategy}" if given is None else given
+    name = f"{stem}-{config.size}-{config.strategy}" if chosen is None else chosen
     check_names("outputs", name)
     return name
 
@@ -174,6 +174,7 @@ def main(argv: list[str]) -> int:
     """`distlab train`; returns the exit code."""
     args = parser().parse_args(argv)
     data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
+    TrainConfig.check_given(given(TrainConfig, args))
     config = config_from(TrainConfig, args, QUICK if mine.quick else None)
     run_name(mine.name, data, config)  # refused before ranks are started
     return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")

@@ -55,6 +55,8 @@ __all__ = [
     "TorchDDP",
     "TorchFSDP2",
     "ZeroOptimizer",
+    "check_buckets",
+    "check_reshard",
     "check_shard_size",
     "get_strategy",
     "stepped",
@@ -123,15 +125,19 @@ class Strategy:
         if layout.ranks > 1 and not self.takes_layout:
             return (
                 f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
-                "bucketed, zero1 or fsdp, or fsdp2 of torch's"
+                f"{_taking(layout)}"
             )
-        if layout.pipeline > 1 and self.casts_parameters and layout.schedule == "zero-bubble":
+        # Peers are refused every pipeline below: to recommend another schedule would not help them.
+        if _splits_backward(layout) and self.casts_parameters and not self.is_peer:
             return (
                 f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
-                "1f1b or interleaved, or a strategy that keeps parameters whole"
+                f"another schedule, such as 1f1b, or with this one {_taking(layout)}"
             )
         if self.is_peer and (layout.context > 1 or (layout.pipeline > 1 and self.synchronizes)):
-            return f"{self.name} with layout {layout}: of torch's own, tpN is measured, and ppN without data ranks"
+            return (
+                f"{self.name} does not take layout {layout}: torch's own parallelism is measured with tpN alone. Take "
+                f"{_taking(layout)}"
+            )
         return None
 
     def build(
@@ -221,6 +227,16 @@ class Strategy:
         return model, optimizer
 
 
+def _splits_backward(layout: Layout) -> bool:
+    """Return whether ranks compute gradients of inputs and of matrices at different times."""
+    return layout.pipeline > 1 and layout.schedule == "zero-bubble"
+
+
+def _taking(layout: Layout) -> str:
+    """Name strategies of ours that take a layout, for refusals of others."""
+    return "bucketed or zero1" if _splits_backward(layout) else "bucketed, zero1 or fsdp"
+
+
 def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
@@ -279,12 +295,41 @@ def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
     )
 
 
-def check_shard_size(shard_size: int | None, strategies: Iterable[str]) -> None:
-    """Raises ValueError for a size of shard groups that none of the strategies would use."""
+def check_shard_size(
+    shard_size: int | None, strategies: Iterable[str], flag: str = "--shard-size"
+) -> None:
+    """Raise ValueError for a size of shard groups, given by `flag`, that none of the strategies would use."""
     if shard_size is not None and not any(STRATEGIES[name].takes_mesh for name in strategies):
         taking = ", ".join(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
         raise ValueError(
-            f"--shard-size {shard_size} is for strategies with a mesh: choose one of {taking}, or leave it out"
+            f"{flag} {shard_size} is for strategies with a mesh: choose one of {taking}, or leave it out"
+        )
+
+
+def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
+    """Raise ValueError for a size of buckets that was asked for under strategies without buckets.
+
+    Args:
+        given: options of the command line; `bucket_size_mb` counts.
+        strategies: names of the run's strategies. Unknown ones are refused elsewhere, with the names of all.
+    """
+    names = list(strategies)
+    known = [STRATEGIES[name] for name in names if name in STRATEGIES]
+    if "bucket_size_mb" in given and known and not any(each.has_buckets for each in known):
+        taking = ", ".join(name for name, each in STRATEGIES.items() if each.has_buckets and each.trains)
+        raise ValueError(
+            f"--bucket-size-mb {given['bucket_size_mb']:g} is for strategies with buckets, and {', '.join(names)} "
+            f"has none: leave it out, or choose one of {taking}"
+        )
+
+
+def check_reshard(reshard: str, strategy: str) -> None:
+    """Raise ValueError for parameters that are to stay gathered under a strategy that gathers none."""
+    if reshard == "step" and not STRATEGIES[strategy].may_keep_gathered:
+        taking = " or ".join(name for name, entry in STRATEGIES.items() if entry.may_keep_gathered)
+        raise ValueError(
+            f"--reshard step is for strategies that can keep gathered parameters, and {strategy} cannot: choose "
+            f"{taking}, or leave it out"
         )
 
 

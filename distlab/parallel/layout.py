@@ -34,7 +34,7 @@ class Layout:
     """How many ranks share a model along each axis; data parallelism takes the rest.
 
     Raises:
-        ValueError: a number below one.
+        ValueError: a number below one, or sizes of stages without a pipeline.
     """
 
     pipeline: int = 1
@@ -51,6 +51,12 @@ class Layout:
         for field, allowed in filter(all, ENDINGS.values()):
             if getattr(self, field) not in allowed:
                 raise ValueError(f"layout {field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
+        if self.stages and self.pipeline == 1:
+            sizes = " ".join(map(str, self.stages))
+            raise ValueError(
+                f"stages {sizes}: this layout has no pipeline whose stages these could be: add "
+                f"pp{max(2, len(self.stages))}, or leave them out"
+            )
 
     @staticmethod
     def parse(text: str, stages: Sequence[int] = ()) -> "Layout":
@@ -64,11 +70,13 @@ class Layout:
             ValueError: anything else.
         """
         given: dict[str, Any] = {}
-        for part in filter(None, re.split("[,+]", text)):
+        for part in re.split("[,+]", text) if text else []:
             found = re.fullmatch("(pp|cp|tp)([1-9][0-9]*)(?:-(.+))?", part.strip())
             short, ranks, ending = found.groups() if found else ("tp", "0", None)
             field, allowed = ENDINGS[short]
-            if not found or SHORT[short] in given or (ending and ending not in allowed):
+            # An ending of one rank would have no effect: it has no schedule, and sends no keys and values.
+            has_effect = ending is None or (ending in allowed and int(ranks) > 1)
+            if not found or SHORT[short] in given or not has_effect:
                 raise ValueError(
                     f"layout {text!r}: give tpN, cpN, ppN or several, such as tp2,cp2 or tp2+cp2; behind cpN, how "
                     f"attention goes over ranks: -{', -'.join(HOW)}; behind ppN, the schedule: -{', -'.join(SCHEDULES)}"

@@ -68,16 +68,43 @@ def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = (
             f"pipeline: {type(model).__name__} does not say how it is cut into stages: it has no keep_blocks(), as "
             "distlab.model.TransformerLM does"
         )
-    stages, blocks = ranks * CHUNKS.get(schedule, 1), model.num_blocks
+    sizes = stage_sizes(model.num_blocks, ranks, schedule, sizes)
+    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
+    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+
+
+def stage_sizes(
+    blocks: int, ranks: int, schedule: str, sizes: Sequence[int] = ()
+) -> Sequence[int]:
+    """Return the number of blocks of each stage: `sizes`, or equally many.
+
+    Args:
+        blocks: number of blocks of the model.
+        ranks: number of ranks of the pipeline.
+        schedule: one of `SCHEDULES`.
+        sizes: number of blocks of each stage; empty for equally many.
+
+    Raises:
+        ValueError: numbers that do not fit the model.
+    """
+    stages = ranks * CHUNKS.get(schedule, 1)
+    if blocks < stages:
+        counted = f"{blocks} block{'' if blocks == 1 else 's'}"
+        raise ValueError(
+            f"pipeline: {counted} cannot fill {stages} stages: give --layers {stages}, or another multiple of "
+            f"{stages}"
+        )
     if not sizes and blocks % stages:
-        raise ValueError(f"pipeline: {stages} stages cannot have equal parts of {blocks} blocks: give their sizes")
+        raise ValueError(
+            f"pipeline: {stages} stages cannot have equal parts of {blocks} blocks: give the {stages} sizes "
+            f"(--stages), of {blocks} blocks in all, or a multiple of {stages} blocks (--layers)"
+        )
     sizes = sizes or [blocks // stages] * stages
     if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
         raise ValueError(
             f"pipeline: stages of {', '.join(map(str, sizes))} blocks: give {stages} numbers, of {blocks} blocks in all"
         )
-    ends = [sum(sizes[: number + 1]) for number in range(stages)]
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    return sizes
 
 
 class Pipeline:

@@ -7,7 +7,7 @@ runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -409,6 +409,20 @@ class MachineOptions(ModelChanges):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.shape(), self.machine()
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for GPUs and links that were asked for next to a cluster, which has its own."""
+        if given.get("cluster") is None:
+            return
+        flags = {each.name: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata}
+        for name in ("device", "link", "between", "devices_per_node"):
+            if name in given:
+                flag = flags[name] or f"--{name.replace('_', '-')}"
+                raise ValueError(
+                    f"{flag} {given[name]}: --cluster {given['cluster']} has its own GPUs and links: leave one of the "
+                    "two out"
+                )
 
     def shape(self) -> ModelConfig:
         """The preset or the model of a file, with what other options replace."""

@@ -18,6 +18,7 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import Layout, ParallelModel, Strategy
 from distlab.parallel.context_parallel import Parts
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.pipeline import stage_sizes
 from distlab.parallel.schedules import SCHEDULES
 from distlab.train.step import compiled
 
@@ -89,3 +90,48 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
             f"layout {layout} sends messages inside of blocks, which a graph of the whole model cannot hold: take "
             "--compile blocks"
         )
+
+
+def check_shared_model(model: ModelConfig, layout: Layout) -> None:
+    """Raise ValueError for a model whose sizes the ranks of a layout cannot share, before any rank is started.
+
+    Ranks of a pipeline need this before: where one stage refuses, the others only see that its messages do not come.
+    The vocabulary is left out, because a text's bytes may still replace it.
+    """
+    if layout.pipeline > 1:
+        stage_sizes(model.num_layers, layout.pipeline, layout.schedule, layout.stages)
+        if model.tie_embeddings:
+            raise ValueError(
+                f"layout {layout}: the head shares the embedding's matrix, which lies on another stage: choose a "
+                "layout without pp, or a model whose embeddings are not tied"
+            )
+    if layout.tensor > 1 and model.dropout > 0:
+        raise ValueError(
+            f"layout {layout}: dropout would draw other masks on each rank that shares matrices: give --dropout 0, "
+            "or a layout without tp"
+        )
+    shares = (
+        ("heads", model.num_heads),
+        ("heads of keys", model.kv_heads),
+        ("rows of the feed-forward matrices", model.d_ff),
+    )
+    for what, size in shares:
+        if size % layout.tensor:
+            raise ValueError(
+                f"layout {layout}: {layout.tensor} ranks cannot share {size} {what} evenly: choose a number of tp "
+                f"that divides {size}"
+            )
+    chunks = 2 * layout.context if layout.context > 1 else 1
+    if model.context_length % (chunks * layout.tensor):
+        raise ValueError(
+            f"layout {layout}: sequences of {model.context_length} tokens cannot be shared in "
+            f"{chunks * layout.tensor} equal parts: give --context a multiple of {chunks * layout.tensor}"
+        )
+    if layout.attention == "ulysses":
+        for what, size in shares[:2]:
+            heads = size // layout.tensor
+            if heads % layout.context:
+                raise ValueError(
+                    f"layout {layout}: Ulysses lets {layout.context} ranks share {heads} {what}, which is not "
+                    f"possible evenly: take cp{layout.context} (gathered) or cp{layout.context}-ring"
+                )

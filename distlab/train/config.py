@@ -6,8 +6,8 @@ from typing import Any
 
 from distlab.model.config import ModelConfig, ModelOptions
 from distlab.options import SEED, Options, did_you_mean, option
-from distlab.parallel import STRATEGIES, Layout, check_shard_size
-from distlab.train.build import check_layout
+from distlab.parallel import STRATEGIES, Layout, check_buckets, check_reshard, check_shard_size
+from distlab.train.build import check_layout, check_shared_model
 from distlab.train.schedule import WarmupCosine
 from distlab.train.step import OPTIMIZERS
 
@@ -90,9 +90,37 @@ class TrainConfig(ModelOptions):
             raise ValueError(f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}")
         super().__post_init__()
         check_shard_size(self.shard_size, [self.strategy])
-        check_layout(self.ranks_of_model, self.compile, self.accumulate)
+        check_reshard(self.reshard, self.strategy)
+        layout = self.ranks_of_model
+        if refusal := self._refusal(layout):
+            raise ValueError(refusal)
+        check_layout(layout, self.compile, self.accumulate)
+        check_shared_model(self.model(), layout)
+        if layout.tensor > 1 and self.optimizer == "muon":
+            raise ValueError(
+                f"--optimizer muon steps whole matrices, and with layout {layout} ranks have parts of them: take "
+                "adamw, or a layout without tp"
+            )
         if not self.beta2 < 1:
             raise ValueError(f"beta2={self.beta2}: must be at least 0 and below 1")
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for a size of buckets that was asked for under a strategy without buckets."""
+        check_buckets(given, [given.get("strategy", cls.strategy)])
+
+    def _refusal(self, layout: Layout) -> str | None:
+        """Return why the strategy cannot train in this layout, in a sentence; None if it can."""
+        strategy = STRATEGIES[self.strategy]
+        refusal = strategy.refusal(layout)
+        if refusal is None and strategy.is_peer and layout.tensor > 1:
+            # torch cuts a matrix for tensor parallelism and again for its shards, along the same dimension. Our
+            # checkpoints hold one cut of a parameter, and the run would be lost at its first.
+            return (
+                f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and not trained: "
+                "checkpoints cannot hold its parameters. Take fsdp, or leave the layout out"
+            )
+        return refusal
 
     @property
     def ranks_of_model(self) -> Layout:

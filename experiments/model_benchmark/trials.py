@@ -14,7 +14,7 @@ from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
 from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
 from distlab.options import SEED
-from distlab.parallel import STRATEGIES, get_strategy
+from distlab.parallel import STRATEGIES, check_buckets, get_strategy
 from distlab.train.scaler import LossScaler
 
 Rows = list[tuple[str, Metrics]]  # variant and metrics, of one part
@@ -73,6 +73,12 @@ class BenchmarkConfig(OwnModel, Swept):
             raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
         if self.nvtx:
             emitter("nvtx")  # refuses where there is no GPU
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for options of the lab's Transformer, or of buckets, that this run has no use for."""
+        super().check_given(given)
+        check_buckets(given, given.get("strategy", cls.strategy))
 
     def trials(self) -> list[TrialConfig]:
         """All combinations; modes and warm-ups share a trial."""

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
+from typing import Any
 
 from distlab.bench.task import check_name, num_parameters
 from distlab.experiment import option
@@ -9,7 +10,7 @@ from distlab.hardware import GPUSpec, by_alias, cluster
 from distlab.model import ModelConfig, TransformerLM
 from distlab.model.config import RECOMPUTATION as KNOWN
 from distlab.model.config import ModelChanges
-from distlab.parallel import Layout
+from distlab.parallel import Layout, get_strategy
 from distlab.simulate.choices import RECOMPUTATION, STRATEGIES
 from distlab.simulate.estimate import USABLE, MachineOptions
 from distlab.train.memory_budget import stages_of
@@ -50,6 +51,24 @@ class PlanConfig(MachineOptions):
             )
         near = max(1, round(self.batch / count)) * count
         raise ValueError(f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}")
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for what a cluster decides, and what a model of one's own has not."""
+        super().check_given(given)
+        if ":" not in given.get("model", ""):
+            return
+        if "recomputation" in given:
+            raise ValueError(
+                f"--recomputation is of the lab's Transformer, and --model {given['model']} decides it itself: leave "
+                "it out"
+            )
+        meshes = [name for name in given.get("strategies", ()) if get_strategy(name).takes_mesh]
+        if meshes:
+            raise ValueError(
+                f"--strategies {meshes[0]}: a model of your own is planned without a mesh: choose among "
+                f"{', '.join(name for name in STRATEGIES if not get_strategy(name).takes_mesh)}"
+            )
 
     def offered(self) -> list[Layout]:
         """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster

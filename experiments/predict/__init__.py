@@ -19,6 +19,7 @@ another (see `distlab.simulate.calibrate`); afterwards what was measured is put 
 
 import argparse
 from dataclasses import dataclass
+from typing import Any
 
 from distlab.experiment import (
     Column,
@@ -67,6 +68,17 @@ class PredictConfig(Options):
         steps = any((self.calibrate, self.models, self.predictions, self.compare))
         if steps and not (self.compare and self.predictions) and not (self.calibrate and self.models):
             raise ValueError("give --calibrate and --models, or --compare and --predictions")
+
+    @classmethod
+    def check_given(cls, given: dict[str, Any]) -> None:
+        """Raise ValueError for options of one kind of prediction that were given with another kind."""
+        of_steps = ("calibrate", "models", "ranks", "rows", "memory")
+        for kind, idle in (("predictions", ("case", *of_steps)), ("case", of_steps)):
+            useless = [name for name in idle if name in given]
+            if kind in given and useless:
+                raise ValueError(
+                    f"--{useless[0]} has no effect with --{kind}: leave one of them out"
+                )
 
 
 def measure(config: PredictConfig, context: RankContext, run: Run) -> None:

@@ -1,8 +1,11 @@
 """What cannot be is refused in one line, which names the value, before anything is measured or a rank is started."""
 
+import re
+
 import pytest
 import torch
 
+from launch.registry import experiments, load
 from tests.experiments.frame import refused
 
 REFUSED = {
@@ -62,7 +65,7 @@ WITHOUT_A_GPU = {
     "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
     "attention_sweep": "needs 1 GPU",
     "ddp_bench --nproc=3 --backend=nccl": "nccl",
-    "kernel_roofline": "--quick runs a small form",
+    "kernel_roofline": "--quick or --preset chains runs a small form",
     "mixed_precision --device cuda": "no GPU",
     "model_benchmark --nvtx": "CUDA device",
 }
@@ -74,3 +77,49 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_p
     monkeypatch.chdir(tmp_path)
     assert HERE[command] in refused(capfd, *command.split())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def frames():
+    """Name → `Experiment` of everything that `distlab run` measures."""
+    modules = {name: load(name) for name in experiments()}
+    return {name: module.EXPERIMENT for name, module in modules.items() if hasattr(module, "EXPERIMENT")}
+
+
+def presets_by_name():
+    """(experiment, options) of every preset that a user can choose, and of none."""
+    found = []
+    for name, experiment in frames().items():
+        chosen = [preset for preset in experiment.presets if preset.rpartition("-")[2] not in ("gpu", "cpu")]
+        found += [(name, ()), *((name, ("--preset", preset)) for preset in chosen)]
+    return found
+
+
+SIZED_FOR_GPUS = {
+    ("attention_steps", ()),
+    ("attention_sweep", ()),
+    ("attention_sweep", ("--preset", "twelve")),
+    ("attention_sweep", ("--preset", "lengths")),
+    ("gpu_lessons", ()),
+    ("kernel_roofline", ()),
+    ("model_comparison", ()),
+    ("model_comparison", ("--preset", "llama")),
+}
+
+
+@pytest.mark.parametrize("name, preset", presets_by_name(), ids=lambda part: "".join(part))
+def test_a_preset_for_gpus_is_refused_on_a_cpu_and_names_one_that_runs(name, preset, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    experiment = frames()[name]
+
+    def choose(*options):
+        return experiment.chosen(experiment.parser().parse_args(options))
+
+    if (name, preset) not in SIZED_FOR_GPUS:
+        choose(*preset)
+        return
+    with pytest.raises(ValueError, match=f"^{name}.* needs 1 GPU, and there are 0 to compute on; ") as refusal:
+        choose(*preset)
+    remedies = re.findall(r"--quick|--preset \S+", str(refusal.value).partition(";")[2])
+    assert remedies
+    for remedy in remedies:
+        choose(*remedy.split())

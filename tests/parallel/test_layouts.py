@@ -160,6 +160,7 @@ def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
         ("set dropout to 0", "tp2", {"dropout": 0.1}, "bucketed", {}),
         ("does not divide the 2 ranks", "tp3", {}, "bucketed", {}),
         ("2 stages cannot have equal parts of 3 blocks", "pp2", {"num_layers": 3}, "bucketed", {}),
+        ("1 block cannot fill 2 stages", "pp2", {"num_layers": 1}, "bucketed", {}),
         ("give 2 numbers", "pp2", {}, "bucketed", {"stages": (2, 1)}),
         ("shares the embedding's matrix", "pp2", {"tie_embeddings": True}, "bucketed", {}),
         ("fsdp gives a block's", "pp2-zero-bubble", {}, "fsdp", {}),

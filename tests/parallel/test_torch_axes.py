@@ -19,8 +19,8 @@ def test_tensor_parallelism_under_fsdp2(context):
 @pytest.mark.parametrize(
     "strategy, layout, said",
     [
-        ("fsdp2", "pp2", "without data ranks"),
-        ("fsdp2", "cp2", "tpN is measured"),
+        ("fsdp2", "pp2", "Take bucketed, zero1 or fsdp"),
+        ("fsdp2", "cp2", "measured with tpN alone"),
         ("torch-ddp", "tp2", "take bucketed"),
         ("hsdp", "tp2", "take bucketed"),
     ],
