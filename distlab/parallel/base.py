@@ -112,11 +112,16 @@ class ParallelModel(nn.Module, ABC):
         return self._norm_of(self.gradients())
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their joint 2-norm is at most `max_norm`; returns the norm before (`grad_norm`).
 
         The arithmetic of `torch.nn.utils.clip_grad_norm_` on the model in one process.
+
+        Raises:
+            ValueError: a `norm_type` other than 2.
         """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type}: only the 2-norm is computed, so leave it out or give 2.0")
         gradients = self.gradients()
         norm = self._norm_of(gradients)
         held = [gradient for part in gradients for gradient in part]

@@ -18,10 +18,11 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
-from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.parallel.base import Gradients
 from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of, withdraw_targets
@@ -50,9 +51,16 @@ class BucketedDDP(DataParallel):
         ValueError: a bucket size that is not positive.
     """
 
-    def __init__(self, module: nn.Module, bucket_size_mb: float | None = 25.0, **options: Any):
+    def __init__(
+        self,
+        module: nn.Module,
+        bucket_size_mb: float | None = 25.0,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
         check_bucket_size(bucket_size_mb)
-        super().__init__(module, **options)
+        super().__init__(module, mesh=mesh, process_group=process_group)
         self.bucket_size_mb = bucket_size_mb
         self.placement = Whole()
         self.buckets: list[GradientBucket] = []

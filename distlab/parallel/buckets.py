@@ -58,8 +58,14 @@ def check_bucket_size(bucket_size_mb: float | None) -> None:
     """Refuse a bucket size that is no positive number of MiB (None means unbounded).
 
     Raises:
-        ValueError: it is not positive or not a number.
+        TypeError: it is no number, for example a process group that was given by position.
+        ValueError: it is not positive.
     """
+    if bucket_size_mb is not None and not isinstance(bucket_size_mb, int | float):
+        raise TypeError(
+            f"bucket_size_mb is a {type(bucket_size_mb).__name__}: give a number of MiB or None. A process group is "
+            "given by name, process_group=..."
+        )
     if bucket_size_mb is not None and not bucket_size_mb > 0:
         raise ValueError(
             f"bucket_size_mb={bucket_size_mb}: give a positive number of MiB, or None for one unbounded bucket"

@@ -6,9 +6,9 @@
 One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after backward.
 """
 
-from typing import Any
-
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.parallel.buckets import GradientBucket, plan_of
 from distlab.parallel.data_parallel import DataParallel
@@ -22,8 +22,10 @@ class FlatDDP(DataParallel):
         mesh, process_group: see `DataParallel`.
     """
 
-    def __init__(self, module: nn.Module, **options: Any):
-        super().__init__(module, **options)
+    def __init__(
+        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+    ):
+        super().__init__(module, mesh=mesh, process_group=process_group)
         self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
         self._used = None  # the buckets carry the flags
 

@@ -7,9 +7,9 @@ Communication hides behind the rest of backward; the cost left is the latency of
 send in the order of one plan, reversed registration: a gradient that is early waits until those before it have left.
 """
 
-from typing import Any
-
 from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.parallel.data_parallel import DataParallel, Started
 
@@ -22,8 +22,10 @@ class OverlapDDP(DataParallel):
         mesh, process_group: see `DataParallel`.
     """
 
-    def __init__(self, module: nn.Module, **options: Any):
-        super().__init__(module, **options)
+    def __init__(
+        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+    ):
+        super().__init__(module, mesh=mesh, process_group=process_group)
         self._ready: set[int] = set()
         self._in_flight: list[Started] = []
         self.unsent.extend(reversed(range(len(self.trainable))))

@@ -127,9 +127,9 @@ class ZeroOptimizer(LocalOptimizer):
         """Wait until all parameters are whole; for what reads their memory below Python (see the class)."""
         self._ddp.synchronize()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Call the wrapper's `clip_grad_norm_`: by the norm over all ranks, which it returns."""
-        return self._ddp.clip_grad_norm_(max_norm)
+        return self._ddp.clip_grad_norm_(max_norm, norm_type)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state, unpadded and by parameter name; an unsharded optimizer over them can load it.

@@ -10,7 +10,7 @@ from torch import nn
 
 from distlab.comm import collectives
 from distlab.measure import CollectiveRecorder
-from distlab.parallel import FSDP, get_strategy
+from distlab.parallel import FSDP, BucketedDDP, get_strategy
 from tests.parallel.cases import drawn
 from tests.parallel.test_contract import on_two_ranks
 
@@ -248,3 +248,18 @@ def test_what_a_strategy_cannot_do_it_names(context):
     with pytest.raises(RuntimeError, match=r"forward writes to '0\.weight' in place .*: write to fsdp\.parameters"):
         module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5))
         FSDP(module, process_group=context.group)(torch.tensor([1, 2]))
+
+
+@pytest.mark.ranks(2)
+def test_arguments_in_torch_s_habit(context):
+    """A process group by position, as the first keyword of torch's DDP, and the default `norm_type`."""
+    with pytest.raises(TypeError, match=r"bucket_size_mb is a ProcessGroup.*by name, process_group="):
+        BucketedDDP(nn.Linear(2, 2), context.group)
+    with pytest.raises(TypeError, match="bucket_cap_mb"):
+        BucketedDDP(nn.Linear(2, 2), bucket_cap_mb=25)
+    wrapper = BucketedDDP(nn.Linear(2, 2), process_group=context.group)
+    wrapper(torch.ones(1, 2)).sum().backward()
+    wrapper.finish_gradient_synchronization()
+    assert wrapper.clip_grad_norm_(1.0, norm_type=2) > 0
+    with pytest.raises(ValueError, match="only the 2-norm"):
+        wrapper.clip_grad_norm_(1.0, norm_type=1.0)
