@@ -177,4 +177,5 @@ def main(argv: list[str]) -> int:
     TrainConfig.check_given(given(TrainConfig, args))
     config = config_from(TrainConfig, args, QUICK if mine.quick else None)
     run_name(mine.name, data, config)  # refused before ranks are started
+    data.check_files()
     return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")

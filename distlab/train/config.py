@@ -10,6 +10,7 @@ from distlab.parallel import STRATEGIES, Layout, check_buckets, check_reshard, c
 from distlab.train.build import check_layout, check_shared_model
 from distlab.train.schedule import WarmupCosine
 from distlab.train.step import OPTIMIZERS
+from distlab.train.token_files import kind_of
 
 TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
 # What decides the sequence of losses, besides the model and the data.
@@ -35,15 +36,25 @@ class DataConfig(Options):
                 f"--val-data {self.val_data} needs --data: synthetic tokens have their own validation"
             )
         files = [Path(path) for path in (self.data, self.val_data) if path is not None]
-        if self.token_dtype is not None and not any(file.suffix == ".bin" for file in files):
+        if self.token_dtype is not None and not any(file.suffix.lower() == ".bin" for file in files):
             raise ValueError(
                 f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
             )
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the bytes of the file are the tokens."""
-        return self.data is not None and Path(self.data).suffix not in (".bin", ".npy")
+        """Whether the bytes of the file are the tokens.
+
+        Raises:
+            OSError, ValueError: see `kind_of`.
+        """
+        return self.data is not None and kind_of(self.data) == "text"
+
+    def check_files(self) -> None:
+        """Raise OSError or ValueError for files that hold no tokens, see `kind_of`."""
+        for path in (self.data, self.val_data):
+            if path is not None:
+                kind_of(path)
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ from torch import Tensor
 
 from distlab.comm import RankContext, collectives
 from distlab.train.config import DataConfig, TrainConfig
+from distlab.train.token_files import open_tokens
 
 HELD_OUT = 20  # one token in so many, at the end of the file, is for validation
 IGNORED = -100  # a target that no loss counts
 BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's digest means
-TOKEN_DTYPES = {"uint8": np.uint8, "uint16": np.uint16, "uint32": np.uint32}
 
 
 def random_walks(key: tuple[int, ...], vocab_size: int, batch: int, length: int, branching: int = 4) -> np.ndarray:
@@ -230,56 +230,6 @@ class GlobalOrder:
 @lru_cache(maxsize=2)  # a batch may end one epoch and begin the next
 def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng((seed, epoch)).permutation(count)
-
-
-def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
-    """Map a token file into memory.
-
-    Args:
-        path: `.npy` (one-dimensional uint8, uint16 or uint32) or a raw little-endian `.bin`; any other name is
-            read as text: its bytes are the tokens.
-        dtype: of a `.bin`: `uint16` (default) or `uint32`.
-
-    Raises:
-        OSError: it cannot be read. ValueError: a size that is no multiple of the dtype's, a dtype that is not allowed,
-            or no tokens.
-    """
-    path = Path(path)
-    if path.suffix == ".npy":
-        return _open_array(path)
-    name = (dtype or "uint16") if path.suffix == ".bin" else "uint8"
-    if name not in TOKEN_DTYPES:
-        raise ValueError(f"token type {name!r} is unknown; allowed: {', '.join(TOKEN_DTYPES)}")
-    size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
-    if size % width:
-        raise ValueError(
-            f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
-            "type (--token-dtype)"
-        )
-    if size == 0:
-        raise ValueError(f"{path} is empty")
-    return np.memmap(path, dtype=np.dtype(TOKEN_DTYPES[name]).newbyteorder("<"), mode="r")
-
-
-def _open_array(path: Path) -> np.ndarray:
-    """A `.npy` file, mapped. numpy's own errors name no file, and of some files they advise to unpickle them."""
-    with open(path, "rb") as file:  # an OSError names the file
-        start = file.read(len(np.lib.format.MAGIC_PREFIX))
-    reason = "its first bytes are not those of the format"
-    if start == np.lib.format.MAGIC_PREFIX:
-        try:
-            tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-            if tokens.ndim == 1 and tokens.dtype.name in TOKEN_DTYPES:
-                return tokens
-            reason = f"it holds {tokens.dtype.name} of shape {tokens.shape}"
-        except (ValueError, EOFError) as error:
-            objects = "object" in str(error).lower() or "pickle" in str(error).lower()
-            said = str(error).splitlines()[0][:100]
-            reason = "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
-    raise ValueError(
-        f"{path} is no array of tokens in numpy's .npy format: {reason}. Write it with numpy.save from one dimension "
-        f"of {', '.join(TOKEN_DTYPES)}, or give it another suffix to train on its bytes"
-    )
 
 
 def examine(

@@ -1,6 +1,11 @@
 """Token files and the order in which ranks read them."""
 
+import bz2
+import gzip
+import lzma
+import os
 import pickle
+import tarfile
 from itertools import chain
 
 import numpy as np
@@ -9,6 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distlab.train.config import DataConfig
 from distlab.train.data import (
     IGNORED,
     GlobalOrder,
@@ -113,7 +119,123 @@ def test_a_npy_file_that_is_none_is_named_and_nobody_is_told_to_unpickle_it(tmp_
     else:
         np.save(path, np.arange(1000, dtype=np.uint16))
         path.write_bytes(path.read_bytes()[:700])
-    with pytest.raises(ValueError, match=f"{path} is no array of tokens in numpy's .npy format") as refused:
+    said = "is a pickle" if kind == "a pickle" else "is no array of tokens in numpy's .npy format"
+    with pytest.raises(ValueError, match=f"{path} {said}") as refused:
         open_tokens(path)
     assert "allow_pickle" not in str(refused.value) and "unsafely" not in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def npz(path):
+    with open(path, "wb") as file:
+        np.savez(file, tokens=np.arange(9, dtype=np.uint16))
+
+
+def tar(path):
+    with tarfile.open(path, "w") as archive:
+        archive.add(__file__)
+
+
+def legacy_torch(path):
+    torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
+
+
+def safetensors(path):
+    header = b'{"w":{"dtype":"U8","shape":[3],"data_offsets":[0,3]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + b"abc")
+
+
+TEXT = b"to be or not to be, " * 30
+CONTAINERS = {
+    "a zip archive": [npz, lambda path: torch.save(torch.ones(3), path)],
+    "a gzip archive": [lambda path: path.write_bytes(gzip.compress(TEXT))],
+    "an xz archive": [lambda path: path.write_bytes(lzma.compress(TEXT))],
+    "a bzip2 archive": [
+        lambda path: path.write_bytes(bz2.compress(TEXT)),
+        lambda path: path.write_bytes(bz2.compress(TEXT, 1)),
+    ],
+    "a Zstandard archive": [lambda path: path.write_bytes(b"\x28\xb5\x2f\xfd" + TEXT)],
+    "a Parquet table": [lambda path: path.write_bytes(b"PAR1" + TEXT + b"PAR1")],
+    "a pickle": [legacy_torch, lambda path: path.write_bytes(pickle.dumps([1, 2]))],
+    "a safetensors file": [safetensors],
+    "a tar archive": [tar],
+}
+WRITTEN = [(said, write) for said, writers in CONTAINERS.items() for write in writers]
+
+
+@pytest.mark.parametrize("name", ["x.txt", "x", "x.BIN", "x.npy", "x.npz"])
+@pytest.mark.parametrize("said, write", WRITTEN)
+def test_a_container_is_known_by_its_content_and_refused(tmp_path, said, write, name):
+    path = tmp_path / name
+    write(path)
+    with pytest.raises(ValueError, match=f"{name} is {said}"):
+        open_tokens(path)
+    with pytest.raises(ValueError, match=f"{name} is {said}"):
+        DataConfig(data=str(path)).check_files()
+
+
+@pytest.mark.parametrize("name", ["x.NPY", "x.txt", "x", "x.bin"])
+def test_an_array_of_numpys_is_one_under_every_name(tmp_path, name):
+    path = tmp_path / name
+    with open(path, "wb") as file:
+        np.save(file, np.array([1, 70_000], dtype=np.uint32))
+    assert open_tokens(path).tolist() == [1, 70_000]
+    assert not DataConfig(data=str(path)).is_bytes
+
+
+def test_suffixes_are_compared_without_case(tmp_path):
+    path = tmp_path / "x.BIN"
+    np.array([1, 300], dtype=np.uint16).tofile(path)
+    assert open_tokens(path).tolist() == [1, 300]
+    data = DataConfig(data=str(path), token_dtype="uint32")
+    assert not data.is_bytes
+    assert open_tokens(path, data.token_dtype).tolist() == [1 + 300 * 65536]
+
+
+def fifo(path):
+    os.mkfifo(path)
+    return path
+
+
+@pytest.mark.parametrize(
+    "make, said",
+    [
+        (lambda path: path.mkdir() or path, "is a folder, .* give a file in it"),
+        (fifo, r"is a pipe \(FIFO\), .* write the data to a file"),
+        (lambda path: "/dev/zero", "/dev/zero is a device"),
+    ],
+)
+def test_what_is_not_a_file_is_named(tmp_path, make, said):
+    path = make(tmp_path / "x.txt")
+    for check in (open_tokens, lambda path: DataConfig(data=str(path)).check_files()):
+        with pytest.raises(ValueError, match=said):
+            check(path)
+
+
+@pytest.mark.parametrize("values", [np.arange(1, 400), np.array([5, 128_000, 17, 900] * 8)], ids=["zeros", "high"])
+def test_uint32_without_its_type_is_refused(tmp_path, values):
+    path = tmp_path / "x.bin"
+    values.astype(np.uint32).tofile(path)
+    with pytest.raises(ValueError, match=r"seems to hold uint32: .* --token-dtype uint32"):
+        open_tokens(path)
+    assert open_tokens(path, "uint32").tolist() == values.tolist()
+    assert len(open_tokens(path, "uint16")) == 2 * len(values)
+
+
+@pytest.mark.parametrize(
+    "values", [np.zeros(64), np.arange(64), np.array([3, 0, 1, 2] * 16), np.array([40_000, 2, 1, 9_000] * 16)]
+)
+def test_tokens_that_are_uint16_are_not_taken_for_uint32(tmp_path, values):
+    path = tmp_path / "x.bin"
+    values.astype(np.uint16).tofile(path)
+    assert open_tokens(path).tolist() == values.tolist()
+
+
+@pytest.mark.parametrize(
+    "text", [b"PK, said he", b"BZh9 was here", b"PAR1 is a word", b"SQLite format", b"{}", "é\n".encode()]
+)
+def test_a_text_that_begins_like_a_container_is_a_text(tmp_path, text):
+    path = tmp_path / "x.txt"
+    path.write_bytes(text)
+    assert bytes(open_tokens(path)) == text
+    assert DataConfig(data=str(path)).is_bytes
