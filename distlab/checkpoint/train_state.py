@@ -16,10 +16,10 @@ from torch.optim import Optimizer
 
 from distlab.checkpoint.files import DTYPES
 from distlab.parallel.base import ParallelModel, stepped
-from distlab.parallel.shard import Shard, local_part, plain_name, whole
+from distlab.parallel.shard import NOTED_RANK, Shard, local_part, plain_name, whole
 
 # How a step is computed, not what it computes: a checkpoint does not carry these over.
-NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable", "placement"}
+NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable", "placement", NOTED_RANK}
 
 
 def model_state(model: ParallelModel) -> list[Shard]:

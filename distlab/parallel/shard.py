@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+# Key of an optimizer's state dict, and of its groups, that says whose shards it holds (`shard_states.py`).
+NOTED_RANK = "shards"
+
 
 class FlatLayout:
     """Parameters in a flat buffer of `world_size` equal slices.

@@ -16,9 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from distlab.parallel.buckets import view_like
-from distlab.parallel.shard import spread_of, whole_shape
-
-KEY = "shards"  # of a state dict and of its groups: whose it is
+from distlab.parallel.shard import NOTED_RANK, spread_of, whole_shape
 
 # Module state, as torch has no way to ask an optimizer for its hooks.
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -45,7 +43,7 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
         ValueError: it is another rank's, or was saved by another number of ranks, or a shape is
             that of neither the shard nor the whole parameter.
     """
-    _refuse_other_place(state_dict.get(KEY), _place(optimizer))
+    _refuse_other_place(state_dict.get(NOTED_RANK), _place(optimizer))
     state = dict(state_dict["state"])
     for saved, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=False):
         for number, parameter in zip(saved["params"], group["params"], strict=False):
@@ -55,7 +53,7 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
                     for name, value in state[number].items()
                 }
     groups = [
-        {key: value for key, value in group.items() if key != KEY} for group in state_dict["param_groups"]
+        {key: value for key, value in group.items() if key != NOTED_RANK} for group in state_dict["param_groups"]
     ]
     return state_dict | {"state": state, "param_groups": groups}
 
@@ -66,11 +64,11 @@ def check_loaded(optimizer: Optimizer) -> None:
     Raises:
         ValueError: the state is another rank's, or one rank's where parameters are whole.
     """
-    saved_by = next((group[KEY] for group in optimizer.param_groups if KEY in group), None)
+    saved_by = next((group[NOTED_RANK] for group in optimizer.param_groups if NOTED_RANK in group), None)
     if saved_by is not None:
         _refuse_other_place(saved_by, _place(optimizer))
         for group in optimizer.param_groups:
-            group.pop(KEY, None)
+            group.pop(NOTED_RANK, None)
 
 
 def take_parts(optimizer: Optimizer) -> None:
@@ -89,7 +87,7 @@ def take_parts(optimizer: Optimizer) -> None:
 
 def _refuse_other_place(saved_by: dict[str, int] | None, mine: dict[str, int] | None) -> None:
     if mine is None:
-        refuse_shards({KEY: saved_by})
+        refuse_shards({NOTED_RANK: saved_by})
     elif saved_by is not None and saved_by != mine:
         raise ValueError(
             f"this optimizer state holds the shards of rank {saved_by['rank']} of {saved_by['ranks']}, "
@@ -104,7 +102,7 @@ def refuse_shards(state_dict: dict[str, Any]) -> None:
     Raises:
         ValueError: it holds the shards of one of several ranks.
     """
-    saved_by = state_dict.get(KEY)
+    saved_by = state_dict.get(NOTED_RANK)
     if saved_by is not None and saved_by["ranks"] > 1:
         raise ValueError(
             f"this optimizer state holds the shards of rank {saved_by['rank']} of {saved_by['ranks']}, and this "
@@ -163,5 +161,5 @@ def _note_rank(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, An
     place = _place(optimizer)
     if place is None or place["ranks"] == 1:
         return state_dict
-    groups = [group | {KEY: place} for group in state_dict["param_groups"]]
-    return state_dict | {KEY: place, "param_groups": groups}
+    groups = [group | {NOTED_RANK: place} for group in state_dict["param_groups"]]
+    return state_dict | {NOTED_RANK: place, "param_groups": groups}

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from distlab.checkpoint.train_state import group_options
 from distlab.optim import Muon
 from distlab.parallel import FSDP, STRATEGIES
 from tests.parallel.test_contract import on_two_ranks
@@ -157,6 +158,7 @@ def test_an_optimizer_that_no_hook_has_seen_yet(context):
     mine, others = states[context.rank], states[1 - context.rank]
     model, resumed = by_hand()
     resumed.load_state_dict(mine)
+    assert "shards" not in group_options(model, resumed)[0]
     step(model, resumed, 1)
     assert "shards" not in resumed.param_groups[0]
     model, resumed = by_hand()
