@@ -23,7 +23,8 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -68,8 +69,11 @@ def main(argv: Arguments | None = None) -> int:
         with contextlib.suppress(Exception):  # in a form that cannot be read so: argparse's help, below
             print(help_of(rest[0], experiments()[rest[0]]))
             return 0
-    if command in ("list", "doctor"):  # at once, and where torch is broken
+    if command == "list":  # at once, and where torch is broken
         return COMMANDS[command](rest)
+    if command == "doctor":
+        with say_if_slow("distlab doctor: looking at this machine"):
+            return COMMANDS[command](rest)
     called = " ".join(["distlab", command, *(rest[:1] if command == "run" else [])])
     return _to_end(called, lambda: COMMANDS[command](rest))
 
@@ -96,7 +100,8 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
     """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
 
     def mended() -> int:
-        with ended_at_once(name, speaks=speaks):
+        loading = say_if_slow(f"{name}: loading torch") if speaks else contextlib.nullcontext()
+        with ended_at_once(name, speaks=speaks), loading:
             import torch.distributed  # noqa: F401
         try:
             return work()
@@ -109,6 +114,18 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
 
     speaks = os.environ.get("ROLE_RANK", "0") == "0"  # torchrun's number of a rank
     return until_stopped(name, mended, speaks=speaks)
+
+
+@contextlib.contextmanager
+def say_if_slow(text: str) -> Iterator[None]:
+    """Print a line on stderr if the `with` block takes longer than a second, so that a slow machine is not silent."""
+    timer = threading.Timer(1.0, print, args=(text,), kwargs={"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _speaks() -> bool:
