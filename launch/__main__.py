@@ -100,7 +100,8 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
     """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
 
     def mended() -> int:
-        loading = say_if_slow(f"{name}: loading torch") if speaks else contextlib.nullcontext()
+        is_rank = "ROLE_RANK" in os.environ  # whose launching process has said it
+        loading = contextlib.nullcontext() if is_rank else say_if_slow(f"{name}: loading torch")
         with ended_at_once(name, speaks=speaks), loading:
             import torch.distributed  # noqa: F401
         try:

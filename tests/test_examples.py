@@ -69,8 +69,8 @@ def test_the_strategies_of_one_file_are_read_in_one_sitting():
 def test_the_own_model_goes_through_the_bench(tmp_path):
     choice = {"factory": "examples.own_model:build", "strategies": ("local", "bucketed", "fsdp")}
     rows = {record.variant: record.metrics for record in measured(ddp_bench.EXPERIMENT, tmp_path, **choice)}
-    for name in ("bucketed", "fsdp"):  # as one process over the batches of both ranks, bit for bit
-        assert rows[name]["max_abs_param_diff"] == 0.0 and rows[name]["comm_bytes_per_step"] > 0
+    for name in ("bucketed", "fsdp"):  # as one process over the batches of both ranks
+        assert rows[name]["verdict"] == "right" and rows[name]["comm_bytes_per_step"] > 0
 
 
 def test_the_loop_of_the_readme_trains(one_rank):

@@ -144,7 +144,6 @@ def test_a_date_that_is_none_is_the_files_time(tmp_path):
 
 
 ODD_ROWS = {
-    "zero": {"step_p50_ms": 0.0, "step_samples_ms": None},
     "zero_samples": {"step_samples_ms": [0.0] * 10},
     "nan_samples": {"step_samples_ms": [float("nan")] * 10},
     "words": {"step_samples_ms": "not a list of numbers"},
@@ -162,6 +161,15 @@ def test_an_odd_row_is_refused_with_its_files_name(tmp_path, capsys, name):
     assert main(["show", str(path), "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"{name}.json" in line
+
+
+def test_a_row_of_0_ms_is_shown(tmp_path, capsys):
+    """It divided by zero."""
+    good = read_json(ROOT / "records/ddp_bench/h100x2-large-batch16.json")
+    zero = {"step_p50_ms": 0.0, "step_samples_ms": None}
+    write_json([dataclasses.replace(row, metrics=row.metrics | zero) for row in good], tmp_path / "zero.json")
+    assert main(["show", str(tmp_path / "zero.json"), "--out", str(tmp_path)]) == 0
+    assert "bucketed" in capsys.readouterr().out
 
 
 def test_a_folder_whose_name_is_no_text_is_in_the_index(tmp_path, capsys):
