@@ -15,8 +15,9 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml setup.py constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test]'
+	if test -t 1; then quiet=; else quiet=--quiet; fi; \
+	$(BIN)/python -m pip install $$quiet -c constraints.txt "$$(grep '^torch==' constraints.txt)" && \
+	$(BIN)/python -m pip install $$quiet -c constraints.txt -e '.[test]'
 	touch $@
 
 bench: install

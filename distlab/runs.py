@@ -16,9 +16,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import tempfile
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from html import escape
@@ -56,7 +57,9 @@ LONGEST_NAME = 200  # bytes; file systems allow 255, of which files beside a run
 MOST_VALUES = 3  # of an option that are written out
 LEAST_COLUMNS = 20  # of a line, however narrow the terminal says that it is
 
+REDRAWN = "redrawn.txt"  # in a folder that `distlab show` made: what it was drawn from
 Defaults = Callable[[Record], Values]
+Results = Callable[[Records], str]
 
 
 def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
@@ -368,8 +371,13 @@ def changed(config: Values, defaults: Values) -> str:
     )
 
 
-def described(path: Path, defaults: Defaults) -> dict[str, str]:
-    """One run in a line: heading → text.
+def described(path: Path, defaults: Defaults, results: Results = result_of) -> dict[str, str]:
+    """Describe one run in a line: heading → text.
+
+    Args:
+        path: file of its rows.
+        defaults: row → defaults of its experiment's options.
+        results: rows → what was found, in a few words.
 
     Raises:
         OSError, ValueError: its rows cannot be read, or there are none.
@@ -379,6 +387,8 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         raise ValueError(f"{path}: no rows")
     first = records[0]
     count = first.config.get("world_size") or 1
+    redrawn = "redrawn; " if path.with_name(REDRAWN).is_file() else ""
+    stopped = "stopped; " if _is_unfinished(path, first) else ""
     machine = str(first.environment.get("device_name") or "unknown").removeprefix("NVIDIA ")
     return {
         "run": str(path.parent if path.name == ROWS else path),
@@ -387,7 +397,7 @@ def described(path: Path, defaults: Defaults) -> dict[str, str]:
         "machine": f"{count} × {machine}",
         "commit": short(first.commit or f"distlab {first.environment.get('distlab', 'unknown')}"),
         "differs from the default": changed(first.config, defaults(first)),
-        "result": "stopped; " * _is_unfinished(path, first) + result_of(records),
+        "result": redrawn + stopped + results(records),
     }
 
 
@@ -414,12 +424,14 @@ def when_of(path: Path, record: Record | None = None) -> str:
     return str(made)[:19].replace("T", " ")
 
 
-def listed(files: Sequence[Path], defaults: Defaults) -> list[dict[str, str]]:
-    """`described` of every run, the newest first; one that cannot be read says so in its result."""
+def listed(
+    files: Sequence[Path], defaults: Defaults, results: Results = result_of
+) -> list[dict[str, str]]:
+    """Return `described` of every run, the newest first. One that cannot be read says so in its result."""
     rows = []
     for path in files:
         try:
-            rows.append(described(path, defaults))
+            rows.append(described(path, defaults, results))
         except Exception as error:  # whatever is odd in one run, the others are listed
             result = f"cannot be read: {_reason(error, path)}" if path.exists() else "failed, without a row"
             rows.append({"run": str(path.parent), "when (UTC)": when_of(path.parent), "result": result})
@@ -446,11 +458,39 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     return "\n".join(texts)
 
 
-def write_index(root: Path) -> Path:
-    """Write `index.html` into the folder of all results: a link to the page of every run, the newest first."""
+def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
+    """Write `index.html` into the folder of all results: a link to the page of every run, the newest first.
+
+    Args:
+        root: folder of all results.
+        lines: what `listed` says of its runs. Pages of other folders, such as comparisons, have their link alone.
+    """
+    said = {os.fsencode(os.path.relpath(line["run"], root)): line for line in lines}
     pages = sorted(root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True)
-    names = [os.fsencode(page.relative_to(root)) for page in pages]  # a folder's name need not be UTF-8
-    links = "".join(f'<li><a href="{quote(name)}">{escape(name.decode(errors="replace"))}</a></li>\n' for name in names)
+    entries = []
+    for page in pages:
+        name = os.fsencode(page.relative_to(root))  # a folder's name need not be UTF-8
+        line = said.get(os.path.dirname(name), {})
+        words = (line.get(heading) for heading in ("when (UTC)", "machine", "commit", "result"))
+        about = "; ".join(filter(None, words))
+        text = escape(name.decode(errors="replace"))
+        entries.append(f'<li><a href="{quote(name)}">{text}</a>{" " if about else ""}{escape(about)}</li>\n')
     index = root / "index.html"
-    write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{links}</ul>\n")
+    write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{''.join(entries)}</ul>\n")
     return index
+
+
+@contextlib.contextmanager
+def new_folder(root: str | Path, name: str) -> Iterator[Path]:
+    """Yield a fresh folder below `root/name` for what is drawn of saved rows. Where that fails, nothing is left."""
+    existed = [path for path in (Path(root), Path(root) / name) if path.is_dir()]
+    folder = make_folder(root, name)
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        for parent in (folder.parent, folder.parent.parent):
+            if parent not in existed:
+                with contextlib.suppress(OSError):  # another run is in it by now
+                    parent.rmdir()
+        raise

@@ -193,7 +193,7 @@ def show(arguments: Arguments) -> int:
     from distlab.report import read_json, reading, write
     from distlab.report.terminal import say
     from distlab.report.view import check_records
-    from distlab.runs import make_folder, rows_of
+    from distlab.runs import REDRAWN, new_folder, rows_of
     from launch.runs import refresh_index
 
     files = [rows_of(run, args.out, ROOT) for run in args.files]
@@ -207,11 +207,13 @@ def show(arguments: Arguments) -> int:
         if args.table:
             print(view.table(records, args.table))
             return 0
-    folder = make_folder(args.out, view.name)
-    for file in files[0].parent.glob("*.png") if len(files) == 1 else []:
-        shutil.copy(file, folder)
+    with reading(files), new_folder(args.out, view.name) as folder:
+        for file in files[0].parent.glob("*.png") if len(files) == 1 else []:
+            shutil.copy(file, folder)
+        (folder / REDRAWN).write_text("".join(f"{run}\n" for run in args.files), encoding="utf-8", errors="replace")
+        page = write(view, records, folder)
     with reading(files):
-        say(view, records, write(view, records, folder), quiet=args.json)
+        say(view, records, page, quiet=args.json)
     refresh_index(args.out)
     return 0
 

@@ -25,7 +25,7 @@ from distlab.options import Parser
 from distlab.report import Record, Records, reading, write
 from distlab.report.record import plain
 from distlab.report.terminal import WIDTH, highlighted, say
-from distlab.runs import as_text, files_of, listed, make_folder, write_index
+from distlab.runs import as_text, files_of, listed, new_folder, result_of, write_index
 from distlab.text import for_terminal
 from launch.registry import ROOT, experiments, load
 
@@ -40,7 +40,7 @@ def runs(arguments: Sequence[str]) -> int:
     out = Path(args.out)
     if args.out != parser.get_default("out") and not out.is_dir():
         raise ValueError(f"--out {out} is no folder: give one that holds results, or leave it out for outputs")
-    known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of)
+    known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of, result_for)
     words = [word.lower() for word in args.words]
     rows = [
         {name: text.replace(f"{out}/", "").replace(f"{ROOT}/", "") for name, text in row.items()}
@@ -55,7 +55,8 @@ def runs(arguments: Sequence[str]) -> int:
     if len(rows) > MOST_RUNS:
         print(f"{len(rows) - MOST_RUNS} older ones: give words that a line must hold")
     if out.is_dir():
-        print(f"page: {write_index(out)}")
+        # The lines above are of the committed records with --records, and cut to what was asked for.
+        print(f"page: {write_index(out, listed(files_of([out]), defaults_of, result_for))}")
     return 0
 
 
@@ -85,8 +86,7 @@ def compare(arguments: Sequence[str]) -> int:
         for line in differing:
             print(highlighted(line))
         print()
-    folder = make_folder(args.out, view.name)
-    with reading(files):
+    with reading(files), new_folder(args.out, view.name) as folder:
         page = write(view, rows, folder)
     refresh_index(args.out)
     say(replace(view, findings=findings), rows, page, quiet=args.json)  # without the differences, printed above
@@ -158,9 +158,17 @@ def _percent(text: str) -> float:
 def refresh_index(out: str | Path) -> None:
     """Make the list of all runs anew; whatever goes wrong there is no fault of the run that has just ended."""
     try:
-        write_index(Path(out))
+        write_index(Path(out), listed(files_of([Path(out)]), defaults_of, result_for))
     except Exception as error:
         print(f"{out}/index.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+
+
+def result_for(records: Records) -> str:
+    """Return what was found in a run, in a few words: in those of its experiment, if it has any."""
+    name = records[0].experiment if records else ""
+    experiment = getattr(load(name), "EXPERIMENT", None) if name in experiments() else None
+    result = None if experiment is None else experiment.view.result
+    return result_of(records) if result is None else result(records)
 
 
 def defaults_of(record: Record) -> Mapping[str, Any]:

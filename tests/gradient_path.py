@@ -103,7 +103,15 @@ def main(strategies: Sequence[str]) -> None:
     for strategy in strategies or STRATEGIES:
         print(strategy, *(f"{value} {name.replace('_', ' ')}" for name, value in count(strategy)._asdict().items()))
         if strategies:
-            print(*run_ranks(walk, 2, strategy)[0], sep="\n")
+            for function in run_ranks(walk, 2, strategy)[0]:
+                print(shown(function))
+
+
+def shown(function: Function) -> str:
+    """Return a line of the walk; functions of guards are indented, since they check and do no work."""
+    file = function.file.removeprefix("parallel/")
+    indent = "    " if file.startswith("guards/") else ""
+    return f"{indent}{file}:{function.line}  {function.name}"
 
 
 if __name__ == "__main__":

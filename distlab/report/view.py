@@ -32,6 +32,7 @@ class View:
         columns: of its table.
         derive: writes what is derived from several rows, such as a `Ratio`, into their metrics, once they are measured.
         headline: records → one line that says what they were measured on.
+        result: records → what was found, in a few words for the list of runs; None for the best row.
         reading: how to read table and pictures; paragraphs are parted by an empty line.
         pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
             file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
@@ -56,6 +57,7 @@ class View:
     noise: str = ""
     parted_by: str | None = None
     terminal: Sequence[str] = ()
+    result: Callable[[Records], str] | None = None
     name: str = ""
     question: str = ""
 

@@ -64,10 +64,10 @@ class SabotageConfig(Options):
 
 def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
     """A row per mistake. Each starts ranks of its own, since a mistake may hang or crash those it runs on."""
-    for name in config.mistakes:
+    for number, name in enumerate(config.mistakes, 1):
         if run.done(name):
             continue
-        run.progress(name)
+        run.progress(f"{number} of {len(config.mistakes)}: {name}")
         mistake = MISTAKES[name]
         steps = config.check_steps, config.steps
         try:
@@ -209,6 +209,11 @@ def wrong_rows(records: Records) -> list[str]:
     ]
 
 
+def result(records: Records) -> str:
+    """Return how many mistakes were caught, for the list of runs."""
+    return f"{sum(record.metrics.get('caught') is True for record in records)} of {len(records)} caught"
+
+
 headline = headline_from(
     "{caught} of {mistakes} mistakes caught; {steps} steps on {world_size} gloo ranks of {device_name}, torch {torch}",
     caught=lambda records: sum(record.metrics["caught"] for record in records),
@@ -251,7 +256,8 @@ VIEW = View(
         text_column("config.symptom", "symptom"),
     ],
     headline=headline,
-    terminal=("variant", "caught_by", "max_abs_param_diff", "first_loss_diff", "healthy_final_loss", "final_loss"),
+    result=result,
+    terminal=("variant", "caught_by", "symptom"),
     pictures={"loss.png": draw},
     reading="Every mistake is injected alone, into a run that is otherwise healthy and whose healthy counterpart must "
     "pass all checks. A loss curve that looks right proves nothing: with several mistakes training continues, but "

@@ -3,7 +3,7 @@
 import pytest
 
 from distlab import runs
-from distlab.report import Record, write_json
+from distlab.report import Record, view, write_json
 from launch import runs as commands
 from launch.__main__ import main
 from tests.runs.cases import record, saved
@@ -100,6 +100,51 @@ def test_the_index_links_the_page_of_every_run(two):
         '<li><a href="bench/later/report.html">bench/later/report.html</a></li>',
         '<li><a href="bench/a%20%26%20b/report.html">bench/a &amp; b/report.html</a></li>',
     ]
+
+
+def test_the_index_says_what_the_list_says(two):
+    for folder in (two / "bench").iterdir():
+        (folder / "report.html").write_text("")
+    commands.refresh_index(two)
+    page = (two / "index.html").read_text()
+    for line in runs.listed(runs.files_of([two]), none):
+        about = "; ".join((line["when (UTC)"], line["machine"], line["commit"], line["result"]))
+        assert f"report.html</a> {about}</li>" in page
+
+
+def test_the_list_has_the_result_that_an_experiment_states():
+    rows = [Record("sabotage", name, {}, {"caught": caught, "final_loss": 1.5}, {}, None)
+            for name, caught in (("one", True), ("two", False), ("three", True))]  # fmt: skip
+    assert commands.result_for(rows) == "2 of 3 caught"
+    assert commands.result_for([record("a", 2.0)]) == runs.result_of([record("a", 2.0)]) == "a 2 ms"
+
+
+def shown_records():
+    """A committed file of records that can be shown."""
+    return str(next((commands.ROOT / "records" / "ddp_bench").glob("*.json")))
+
+
+def test_a_redrawn_run_is_marked(tmp_path, capsys):
+    assert main(["show", shown_records(), "--out", str(tmp_path)]) == 0
+    (line,) = runs.listed(runs.files_of([tmp_path]), none)
+    assert line["result"].startswith("redrawn; ")
+
+
+@pytest.mark.parametrize("command", ["show", "compare"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_a_page_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch, command, earlier):
+    def fails(*arguments):
+        raise ValueError("a row cannot be drawn")
+
+    monkeypatch.setattr(view, "write_csv", fails)  # records.json is in the folder by then
+    out = tmp_path / "out"
+    if earlier:
+        (out / "ddp_bench" / "kept").mkdir(parents=True)
+        (out / "ddp_bench" / "kept" / "note.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    files = [shown_records()] * (1 if command == "show" else 2)
+    assert main([command, *files, "--out", str(out)]) == 2
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_defaults_come_from_the_experiment():
