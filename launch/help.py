@@ -21,6 +21,10 @@ GROUPS = {
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 
 
+class Computed(str):
+    """The source of a value that is known when the module runs, which help must not show as if it were the value."""
+
+
 class Source:
     """What the files of an experiment say of it, without being run."""
 
@@ -42,7 +46,9 @@ class Source:
             case ast.Name(name) if name in self.names:
                 return self.read(self.names[name])
             case ast.Tuple(entries):
-                return tuple(map(self.read, entries))
+                values = tuple(map(self.read, entries))
+                if not any(isinstance(value, Computed) for value in values):
+                    return values
             case ast.Dict(keys, values):
                 return dict(zip(map(self.read, keys), map(self.read, values), strict=True))
             case ast.BinOp(left, ast.BitOr(), right):  # of dicts
@@ -50,7 +56,7 @@ class Source:
             case ast.Call(ast.Name("option"), arguments, keywords):
                 given = {word.arg: self.read(word.value) for word in keywords}
                 return given | dict(enumerate(map(self.read, arguments)))
-        return ast.unparse(node)
+        return Computed(ast.unparse(node))
 
     def options(self) -> dict[str, str]:
         """Flag → help of every option that is written in these files."""
@@ -61,7 +67,7 @@ class Source:
                     given = self.read(call)
                     flag = name.upper() if "positional" in given else f"--{name}".replace("_", "-")
                     default = "all" if given[0] == given.get("choices") else shown(given[0])
-                    bare = str(given[0]) in ("None", "False", "()")
+                    bare = str(given[0]) in ("None", "False", "()") or isinstance(given[0], Computed)
                     found[given.get("flag", flag)] = given[1] + ("" if bare else f" [{default}]")
         return found
 
@@ -84,7 +90,9 @@ def help_of(name: str, path: Path) -> str:
     source = Source(path)
     examples = f"    distlab run {name}\n    distlab run {name} --preset smoke"
     presets = {
-        preset: ", ".join(f"{field}: {shown(value)}" for field, value in settings.items())
+        preset: ", ".join(
+            f"{field}: {shown(value)}" for field, value in settings.items() if not isinstance(value, Computed)
+        )
         for preset, settings in source.read(source.experiment.get("presets", ast.Dict([], []))).items()
     }
     return f"""{source.question}

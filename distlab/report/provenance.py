@@ -2,6 +2,7 @@
 published.
 """
 
+import argparse
 import contextlib
 import importlib
 import os
@@ -10,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -48,7 +50,7 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
 
 
 def command() -> str:
-    """How this process was started, so that the run can be repeated from the checkout: its ranks through torchrun.
+    """Return a command that repeats this run: `distlab …`, or the script that was started, under torchrun if on ranks.
 
     Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
     """
@@ -59,10 +61,25 @@ def command() -> str:
     words = [
         re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w) for w in words
     ]
-    starter = ["python"]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        starter = ["torchrun", "--standalone", f"--nproc-per-node={dist.get_world_size()}"]
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    arguments = _of_distlab(words)
+    if arguments is not None:
+        return shlex.join(["distlab", *arguments, *([f"--nproc={ranks}"] if ranks > 1 else [])])
+    starter = ["torchrun", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else ["python"]
     return shlex.join([*starter, *words])
+
+
+def _of_distlab(words: Sequence[str]) -> list[str] | None:
+    """Return the arguments of the command `distlab` without `--nproc N`; None if another script was started."""
+    if words[:2] == ["-m", "launch"]:
+        given = words[2:]
+    elif words and (Path(words[0]).name == "distlab" or words[0].endswith("launch/__main__.py")):
+        given = words[1:]
+    else:
+        return None
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("--nproc")
+    return own.parse_known_args(given)[1]
 
 
 def _without_folders(path: str, root: Path) -> str:

@@ -88,3 +88,11 @@ def test_every_experiment_is_registered():
 def test_an_unknown_experiment_or_command_is_named(capsys):
     assert main(["run", "plam"]) == 2
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
+
+
+def test_help_shows_no_source_of_a_value(capsys):
+    """Defaults that are computed when a module runs were shown as the code that computes them."""
+    for name in experiments():
+        main(["run", name, "--help"])
+        shown = capsys.readouterr().out
+        assert not re.search(r"\w\((?!s\))[^)]*\)\]|: \w+\(", shown), f"{name}: {shown}"

@@ -3,8 +3,10 @@
 import csv
 import json
 import math
+import shlex
 import socket
 import subprocess
+from pathlib import Path
 
 import numpy
 import pytest
@@ -136,3 +138,18 @@ def test_a_ratio_that_was_the_other_over_ours_is_read_as_ours_over_the_other(tmp
                             ("ddp_bench", {"speed_up": 4.0})):  # fmt: skip
         write_json([Record(experiment, "ours", {}, old, {}, None)], tmp_path / "old.json")
         assert now.items() <= read_json(tmp_path / "old.json")[0].metrics.items()
+
+
+@pytest.mark.parametrize(
+    "started, pasted",
+    [
+        ("python /venv/bin/distlab run ddp_bench --nproc 2 --quick", "distlab run ddp_bench --quick"),
+        ("python -u {root}/launch/__main__.py run ddp_bench --quick", "distlab run ddp_bench --quick"),
+        ("python -m launch run plan --model /home/me/m.json", "distlab run plan --model …/m.json"),
+        ("python {root}/launch/ddp_bench.py --quick", "python launch/ddp_bench.py --quick"),
+    ],
+)
+def test_the_command_of_a_record_can_be_pasted(monkeypatch, started, pasted):
+    root = Path(provenance.__file__).resolve().parents[2]
+    monkeypatch.setattr(provenance.sys, "orig_argv", started.format(root=root).split())
+    assert shlex.split(provenance.command()) == pasted.split()
