@@ -25,15 +25,27 @@ from distlab.report.derived import (
     row_of,
     waiting,
 )
+from distlab.report.findings import (
+    FASTER,
+    SLOWER,
+    UNCLEAR,
+    interval_of,
+    verdict_of,
+    why_unclear,
+    with_interval,
+)
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
 from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column, text_column
 from distlab.report.view import View, write
 
 __all__ = [
+    "FASTER",
     "NOISE",
     "PEAK",
+    "SLOWER",
     "TIE",
+    "UNCLEAR",
     "Column",
     "Metrics",
     "Panel",
@@ -48,6 +60,7 @@ __all__ = [
     "gib_column",
     "grouped",
     "host_bound",
+    "interval_of",
     "is_number",
     "json_line",
     "lines",
@@ -64,7 +77,10 @@ __all__ = [
     "step_bars",
     "text_column",
     "timeline",
+    "verdict_of",
     "waiting",
+    "why_unclear",
+    "with_interval",
     "write",
     "write_json",
 ]

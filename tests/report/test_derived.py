@@ -1,7 +1,11 @@
 """A row's noise is its own, a ratio has an interval, and what contains 1 is a tie."""
 
+from random import Random
+from statistics import median
+
 import pytest
 
+from distlab.measure import percentile_metrics
 from distlab.report import Record
 from distlab.report.derived import (
     TIE,
@@ -48,6 +52,28 @@ def test_without_pairs_the_noise_of_the_worse_row_decides_on_a_tie():
     assert RATIO.tie(far) == "" and far.metrics["ratio"] == pytest.approx(1.1)
     assert "ratio" not in held(quiet, {"step_p50_ms": "OOM"})[1].metrics
     assert RATIO.tie(held(loud)[0]) == ""  # a row over itself
+
+
+def test_a_ratio_of_rows_whose_noise_is_unknown_has_no_interval():
+    found = held({"step_p50_ms": 1.0}, {"step_p50_ms": 2.0})[1]
+    assert found.metrics["ratio"] == 2.0 and "ratio_low" not in found.metrics and RATIO.tie(found) == ""
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 4, 5, 12])
+def test_equal_rows_are_told_apart_in_about_one_run_of_twenty(pairs, monkeypatch):
+    """Of 400 made-up runs: with few pairs also, which no bootstrap serves."""
+    monkeypatch.setattr("distlab.measure.statistics.RESAMPLES", 300)
+    random = Random(pairs)
+    told_apart = 0
+    for _ in range(400):
+        rows = []
+        for _ in range(2):
+            samples = [random.lognormvariate(0, 0.3) for _ in range(pairs)]
+            spread = percentile_metrics("step", samples) if pairs >= 3 else {"step_p50_ms": median(samples)}
+            rows.append(spread | {"step_samples_ms": samples})
+        metrics = held(*rows)[1].metrics
+        told_apart += not metrics["ratio_low"] <= 1 <= metrics["ratio_high"]
+    assert told_apart <= 0.1 * 400  # a bootstrap of 5 pairs reaches 7 %
 
 
 def test_paired_samples_are_compared_pair_by_pair():
