@@ -164,11 +164,22 @@ def noise_by_row(records: Records) -> str:
     return f"noise by row {low} %" if low == high else f"noise by row {low} to {high} %"
 
 
+def clearly_longer(metrics: Mapping[str, Any], clock: str, other: str) -> bool:
+    """Return True where most times of a row by one clock are longer than most by another.
+
+    That is p20 of the one above p80 of the other. Of records that hold medians only, the medians are compared.
+    """
+    for longer, shorter in (("p20", "p80"), ("p50", "p50")):
+        first, second = metrics.get(f"{clock}_{longer}_ms"), metrics.get(f"{other}_{shorter}_ms")
+        if is_number(first) and is_number(second):
+            return first > second
+    return False
+
+
 def host_bound(record: Record) -> str:
     """Mark a row whose calls keep the host longer than the device; empty where either was not measured."""
-    host = record.metrics.get("host_p50_ms")
-    device = record.metrics.get("fwd_bwd_device_p50_ms", record.metrics.get("time_p50_ms"))
-    return " host" if is_number(host) and is_number(device) and host > device else ""
+    device = "fwd_bwd_device" if "fwd_bwd_device_p50_ms" in record.metrics else "time"
+    return " host" if clearly_longer(record.metrics, "host", device) else ""
 
 
 def waiting(records: Records) -> str:

@@ -11,6 +11,7 @@ from distlab.report import (
     TIE,
     UNCLEAR,
     Ratio,
+    clearly_longer,
     fastest,
     grouped,
     host_bound,
@@ -159,8 +160,7 @@ def _tie(record: Record) -> str:
 
 def wall_notes(record: Record) -> str:
     """Mark a wall time: ` host` where the host takes longer than the device, ` L2` where it is below the device's."""
-    wall, device = (record.metrics.get(f"{clock}_p50_ms") for clock in ("wall", "time"))
-    return host_bound(record) + (" L2" if wall and device and wall < device else "")
+    return host_bound(record) + (" L2" if clearly_longer(record.metrics, "time", "wall") else "")
 
 
 # Of both tables.

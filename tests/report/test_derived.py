@@ -12,6 +12,7 @@ from distlab.report.derived import (
     Ratio,
     add_noise,
     fastest,
+    host_bound,
     noise_of,
     row_of,
     waiting,
@@ -108,3 +109,22 @@ def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
     assert waiting(records[:2]) == ""
     assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
     assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"
+
+
+@pytest.mark.parametrize(
+    "host, device, bound",
+    [
+        ((2.0, 2.1, 2.2), (1.0, 1.1, 1.2), True),
+        ((1.0, 2.1, 3.0), (0.5, 1.9, 2.5), False),  # the medians differ less than each of them
+        ((None, 2.1, None), (None, 1.9, None), True),
+        ((None, 2.1, None), (None, None, None), False),
+    ],
+)
+def test_a_row_waits_for_the_host_where_most_of_its_times_do(host, device, bound):
+    clocks = {"host": host, "time": device}
+    metrics = {
+        f"{clock}_{percentile}_ms": ms
+        for clock, times in clocks.items()
+        for percentile, ms in zip(("p20", "p50", "p80"), times, strict=True)
+    }
+    assert bool(host_bound(named("ours", metrics))) is bound
