@@ -46,7 +46,23 @@ from distlab.experiment import (
 )
 from distlab.measure import Pace, allocated_bytes, attempt, call_ms, peak_memory, sample_rounds
 from distlab.measure.clock import replayed
-from distlab.report import Panel, Ratio, Series, fastest, grouped, host_bound, lines, prediction_error, row_of
+from distlab.report import (
+    SLOWER,
+    UNCLEAR,
+    Panel,
+    Ratio,
+    Series,
+    fastest,
+    grouped,
+    host_bound,
+    interval_of,
+    lines,
+    prediction_error,
+    row_of,
+    verdict_of,
+    why_unclear,
+    with_interval,
+)
 from experiments._attention import VARIANTS, Attention, Shape, build, errors, exact, inputs, suits
 from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
@@ -178,7 +194,7 @@ def compare(records: Sequence[Record]) -> None:
             for row in rows:
                 if row is not ours and (found := ratio.of(ours, row)):
                     names = (ratio.name, f"{ratio.name}_low", f"{ratio.name}_high")
-                    row.metrics.update(zip(names, found, strict=True))
+                    row.metrics.update(zip(names, found, strict=False))  # of unknown noise without an interval
         peer = FASTEST(rows)
         if peer is not None and "ours_over_device" in peer.metrics:
             ms, ratio = peer.metrics["fwd_bwd_device_p50_ms"], peer.metrics["ours_over_device"]
@@ -221,20 +237,46 @@ def warm(config: Config, device: str) -> None:
 
 
 def crossovers(records: list[Record]) -> list[str]:
-    """The rows that are faster than ours by the wall's time, and no tie."""
-    rows = [f"{r.config['shape']} ({r.variant}, ours / it {r.metrics['ours_over_wall']:.2f})"
-            for r in records if is_behind(r, "wall")]  # fmt: skip
-    return [f"A peer is faster at {', '.join(rows)}."] if rows else []
+    """Name the rows that are faster than ours by the wall's time, and count those of which this run cannot tell."""
+    compared = [record for record in records if "ours_over_wall" in record.metrics]
+    verdicts = {verdict: [r for r in compared if verdict_of(r, "ours_over_wall") == verdict]
+                for verdict in (SLOWER, UNCLEAR)}  # fmt: skip
+    found = []
+    if verdicts[SLOWER]:
+        names = [f"{r.config['shape']} ({r.variant}, ours / it {with_interval(r, 'ours_over_wall')})"
+                 for r in verdicts[SLOWER]]  # fmt: skip
+        found.append(f"A peer is faster at {', '.join(names)}.")
+    if verdicts[UNCLEAR]:
+        found.append(
+            f"This run cannot tell which is faster in {len(verdicts[UNCLEAR])} of {len(compared)} rows of peers, by "
+            f"the wall. {why_unclear(verdicts[UNCLEAR], 'ours_over_wall')}"
+        )
+    return found
 
 
 def geometric_means(records: list[Record]) -> str:
     """For the headline: ours over SDPA's default at those of the twelve shapes that were measured."""
-    rows = [r.metrics for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
-    device, wall = ([m[f"ours_over_{x}"] for m in rows if f"ours_over_{x}" in m] for x in ("device", "wall"))
-    if not device:
+    rows = [r for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
+    on_device = [r for r in rows if "ours_over_device" in r.metrics]
+    if not on_device:
         return ""
-    return (f"; ours ÷ SDPA's default {geometric_mean(device):.3f} on the device, {geometric_mean(wall):.3f} by the "
-            f"wall: geometric means of {len(device)} of the twelve shapes")
+    device = _mean_ratio(on_device, "ours_over_device")
+    wall = _mean_ratio([r for r in rows if "ours_over_wall" in r.metrics], "ours_over_wall")
+    return (f"; ours ÷ SDPA's default {device} on the device, {wall} by the "
+            f"wall: geometric means of {len(on_device)} of the twelve shapes")
+
+
+def _mean_ratio(records: Sequence[Record], name: str) -> str:
+    """Return the geometric mean of a ratio and, where every row has an interval, the means of their ends.
+
+    That is wider than the interval of the mean would be, if noise of one shape told nothing of the next.
+    """
+    mean = f"{geometric_mean(r.metrics[name] for r in records):.3f}"
+    intervals = [interval_of(record, name) for record in records]
+    if any(each is None or each.low <= 0 for each in intervals):
+        return mean
+    low, high = (geometric_mean(getattr(each, end) for each in intervals) for end in ("low", "high"))
+    return f"{mean} (95 %: {low:.3f} to {high:.3f})"
 
 
 def wrong(records: list[Record]) -> list[str]:
@@ -248,15 +290,9 @@ def wrong(records: list[Record]) -> list[str]:
     return found
 
 
-def is_behind(record: Record, name: str) -> bool:
-    """Whether ours is slower than this row, and no tie where the record has an interval."""
-    ratio = record.metrics.get(f"ours_over_{name}", 0)
-    return record.metrics.get(f"ours_over_{name}_low", ratio) > 1
-
-
 def behind(name: str) -> Callable[[Record], str]:
-    """A mark for a peer that is faster than ours."""
-    return lambda record: " behind" if is_behind(record, name) else ""
+    """Return a mark for a peer that is faster than ours by the whole interval."""
+    return lambda record: " behind" if verdict_of(record, f"ours_over_{name}") == SLOWER else ""
 
 
 def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
@@ -321,7 +357,8 @@ VIEW = View(
     "prediction of a row that says OOM is what it needs.",
     prediction="Of the memory: inputs, outputs, what is saved, and temporaries, counted by hand in closed form.",
     noise="Medians over interleaved rounds, in each of which every variant of a shape is timed; ratios are paired by "
-    "round, and a row whose 95 % interval contains 1 is not behind.",
+    "round, and ours is behind a row only where the whole 95 % interval of their ratio is above 1. "
+    "A record without intervals has no such mark.",
 )
 SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32",),
          "variants": ("naive", "sdpa", "ours"), "rounds": 3}  # fmt: skip

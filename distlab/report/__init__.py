@@ -17,6 +17,7 @@ from distlab.report.derived import (
     PEAK,
     TIE,
     Ratio,
+    clearly_longer,
     fastest,
     host_bound,
     noise_by_row,
@@ -25,15 +26,27 @@ from distlab.report.derived import (
     row_of,
     waiting,
 )
+from distlab.report.findings import (
+    FASTER,
+    SLOWER,
+    UNCLEAR,
+    interval_of,
+    verdict_of,
+    why_unclear,
+    with_interval,
+)
 from distlab.report.provenance import commit, environment
 from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
 from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column, text_column
 from distlab.report.view import View, write
 
 __all__ = [
+    "FASTER",
     "NOISE",
     "PEAK",
+    "SLOWER",
     "TIE",
+    "UNCLEAR",
     "Column",
     "Metrics",
     "Panel",
@@ -42,12 +55,14 @@ __all__ = [
     "Records",
     "Series",
     "View",
+    "clearly_longer",
     "commit",
     "environment",
     "fastest",
     "gib_column",
     "grouped",
     "host_bound",
+    "interval_of",
     "is_number",
     "json_line",
     "lines",
@@ -64,7 +79,10 @@ __all__ = [
     "step_bars",
     "text_column",
     "timeline",
+    "verdict_of",
     "waiting",
+    "why_unclear",
+    "with_interval",
     "write",
     "write_json",
 ]

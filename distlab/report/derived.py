@@ -5,19 +5,24 @@ Noise is a row's own: on one machine a row may repeat itself within 1 % and the 
 that knows it better writes it as `noise_pct`; otherwise it is the larger of two figures: the noise floor, what the
 row's samples measure against themselves (even against odd ones), and half of what they spread from p20 to p80.
 
-A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of paired samples by the bootstrap, otherwise
-the noise of the worse row to both sides. Two rows are a tie where that contains 1.
+A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples or more by the
+bootstrap, of two to four by Student's t, otherwise the noise of the worse row to both sides. Two rows are a tie where
+that contains 1. A ratio of rows whose noise is unknown has no interval.
 """
 
+import math
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from distlab.measure.statistics import MIN_PAIRS, own_noise_floor, paired_ratio
+from distlab.measure.statistics import Ratio as Measured
 from distlab.report.record import Record, Records
 from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column
 
 TIE = " tie"
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}  # number of pairs → 97.5 % quantile of Student's t, of one degree less
 Baseline = Callable[[Records], Record | None]
 
 
@@ -85,23 +90,36 @@ class Ratio:
                         self._write(row, base)
 
     def _write(self, row: Record, base: Record) -> None:
-        if found := self.of(row, base):
-            names = (self.name, f"{self.name}_low", f"{self.name}_high")
-            row.metrics.update(zip(names, found, strict=True))
+        found = self.of(row, base)
+        if found is None:
+            return
+        names = (self.name, f"{self.name}_low", f"{self.name}_high")
+        row.metrics.update(zip(names, found, strict=False))
 
     def of(self, row: Record, base: Record) -> Sequence[float] | None:
-        """Return the ratio of one row to another, and its interval, of paired samples or by the noise of the worse row;
-        None where either was not timed.
+        """Return the ratio of one row to another, and the two ends of its interval.
+
+        Without paired samples the interval is the noise of the worse row. Where the noise of one is unknown, the ratio
+        comes alone. Where either row was not timed, the answer is None.
         """
         samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in (row, base)]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer
+        mine, other = (each[:pairs] for each in samples)
         if pairs >= MIN_PAIRS:
-            return paired_ratio(*(each[:pairs] for each in samples))
+            return paired_ratio(mine, other)
+        if pairs in STUDENT_T:
+            return few_pairs_ratio(mine, other)
         mine, other = (each.metrics.get(f"{self.quantity}_p50_ms") for each in (row, base))
         if not (is_number(mine) and is_number(other)) or not other:
             return None
-        noise = 0.0 if row is base else max(noise_of(each.metrics, self.quantity) or 0.0 for each in (row, base))
-        return mine / other, mine / other * (1 - noise / 100), mine / other * (1 + noise / 100)
+        ratio = mine / other
+        if row is base:
+            return ratio, ratio, ratio
+        noises = [noise_of(each.metrics, self.quantity) for each in (row, base)]
+        if None in noises:
+            return (ratio,)
+        noise = max(noises) / 100
+        return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
     def tie(self, record: Record) -> str:
         """` tie` where the interval contains 1; a row over itself is exactly 1 and no tie."""
@@ -111,6 +129,20 @@ class Ratio:
     def column(self, title: str, form: str = ".3f", **more: Any) -> Column:
         """Return its column, in which ties are named."""
         return Column(f"metrics.{self.name}", title, form, note=self.tie, **more)
+
+
+def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
+    """Return median(a) / median(b) of two to four pairs with a 95 % interval by Student's t.
+
+    A bootstrap of so few pairs hardly varies, and what they spread covers the ratio of equal rows in about half of the
+    runs. The interval is of the mean of the pairs' logarithms: timings are closer to lognormal than to normal.
+    """
+    logs = [math.log(mine / other) for mine, other in zip(a, b, strict=True)]
+    mean = statistics.mean(logs)
+    reach = STUDENT_T[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    ratio = statistics.median(a) / statistics.median(b)
+    # The ratio of medians may be outside, where one pair is far from the others.
+    return Measured(ratio, min(ratio, math.exp(mean - reach)), max(ratio, math.exp(mean + reach)))
 
 
 def prediction_error(predicted: str, measured: str, title: str = "off %", form: str = "+.0f") -> Column:
@@ -132,11 +164,22 @@ def noise_by_row(records: Records) -> str:
     return f"noise by row {low} %" if low == high else f"noise by row {low} to {high} %"
 
 
+def clearly_longer(metrics: Mapping[str, Any], clock: str, other: str) -> bool:
+    """Return True where most times of a row by one clock are longer than most by another.
+
+    That is p20 of the one above p80 of the other. Of records that hold medians only, the medians are compared.
+    """
+    for longer, shorter in (("p20", "p80"), ("p50", "p50")):
+        first, second = metrics.get(f"{clock}_{longer}_ms"), metrics.get(f"{other}_{shorter}_ms")
+        if is_number(first) and is_number(second):
+            return first > second
+    return False
+
+
 def host_bound(record: Record) -> str:
     """Mark a row whose calls keep the host longer than the device; empty where either was not measured."""
-    host = record.metrics.get("host_p50_ms")
-    device = record.metrics.get("fwd_bwd_device_p50_ms", record.metrics.get("time_p50_ms"))
-    return " host" if is_number(host) and is_number(device) and host > device else ""
+    device = "fwd_bwd_device" if "fwd_bwd_device_p50_ms" in record.metrics else "time"
+    return " host" if clearly_longer(record.metrics, "host", device) else ""
 
 
 def waiting(records: Records) -> str:

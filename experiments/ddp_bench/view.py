@@ -11,6 +11,7 @@ from distlab.measure import closes
 from distlab.parallel import STRATEGIES, Strategy
 from distlab.report import (
     NOISE,
+    UNCLEAR,
     Ratio,
     fastest,
     gib_column,
@@ -20,7 +21,9 @@ from distlab.report import (
     row_of,
     stacked_bars,
     text_column,
+    verdict_of,
     waiting,
+    with_interval,
 )
 
 REFUSED = "refused"
@@ -221,12 +224,12 @@ def against_the_peer(records: Records) -> list[str]:
     if not compared:
         return []
     best = min(compared, key=lambda r: r.metrics["vs_torch_ddp"])
-    ratio, low, high = (best.metrics.get(f"vs_torch_ddp{end}") for end in ("", "_low", "_high"))
-    interval = f" (95 %: {low:.3f} to {high:.3f})" if is_number(low) and is_number(high) else ""
+    measured = with_interval(best, "vs_torch_ddp", ".3f")
     theirs = "torch DDP's fastest row"
-    if OVER_TORCH.tie(best):
-        return [f"{best.variant}, the fastest of ours, ties with {theirs}: {ratio:.3f}{interval}."]
-    return [f"{best.variant}, the fastest of ours, takes {ratio:.3f} times as long as {theirs}{interval}."]
+    if verdict_of(best, "vs_torch_ddp") == UNCLEAR:
+        return [f"{best.variant}, the fastest of ours, ties with {theirs}: {measured}."]
+    ratio, interval = measured.split(" ", 1)
+    return [f"{best.variant}, the fastest of ours, takes {ratio} times as long as {theirs} {interval}."]
 
 
 def ours(records: Records, metric: str) -> list[Record]:

@@ -17,7 +17,19 @@ from torch import Tensor
 
 from distlab.experiment import Column, Record, View
 from distlab.hardware import H100_SXM, lookup
-from distlab.report import grouped, prediction_error
+from distlab.report import (
+    FASTER,
+    SLOWER,
+    UNCLEAR,
+    Ratio,
+    grouped,
+    is_number,
+    prediction_error,
+    row_of,
+    verdict_of,
+    why_unclear,
+    with_interval,
+)
 from distlab.theory.fusion import POINTWISE, ROWS, Graph, Operator, advise
 from kernels import reference
 from kernels.cost import Cost
@@ -145,6 +157,7 @@ def chain_case(chain: Chain) -> Case:
 
 
 FORMS = {"builtin": "one by one", "naive": "one by one, in fp32", "compile": "fused by Inductor", "ours": "fused, ours"}
+OVER_INDUCTOR = Ratio("over_inductor", row_of("compile"), "time")
 
 
 def accounting(case: Case, rows: dict[str, Record], limits: dict[str, float]) -> list[tuple[str, dict[str, Any]]]:
@@ -177,9 +190,15 @@ def accounting(case: Case, rows: dict[str, Record], limits: dict[str, float]) ->
             metrics = {"bytes": moved[variant], "time_p50_ms": measured.get("time_p50_ms"),
                        "predicted_time_p50_ms": ms[variant] + empty}  # fmt: skip
             for baseline in ("builtin", "naive") if label.startswith("fused") else ():
-                metrics[f"over_{baseline}"] = measured.get(f"over_{baseline}")
+                for end in ("", "_low", "_high"):
+                    metrics[f"over_{baseline}{end}"] = measured.get(f"over_{baseline}{end}")
                 metrics[f"predicted_over_{baseline}"] = (ms[variant] + empty) / (ms[baseline] + empty)
             found.append((label, metrics))
+    if "ours" in rows and "compile" in rows:
+        metrics = dict(found)[FORMS["ours"]]
+        ratio = OVER_INDUCTOR.of(rows["ours"], rows["compile"]) or ()
+        names = (OVER_INDUCTOR.name, f"{OVER_INDUCTOR.name}_low", f"{OVER_INDUCTOR.name}_high")
+        metrics.update(zip(names, ratio, strict=False))
     return found
 
 
@@ -199,21 +218,42 @@ def accounts(records: Sequence[Record]) -> list[Record]:
 
 
 def advice(records: Sequence[Record]) -> list[str]:
-    """What the advisor says of each chain, and whether a kernel of one's own pays."""
+    """Say how the advisor fuses each chain, and whether the measurement shows that a kernel of one's own pays."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
-        first, times = rows[0], {r.variant: r.metrics.get("time_p50_ms") for r in rows}
+        first = rows[0]
         itemsize = getattr(torch, first.config["dtype"]).itemsize
         graph = chain_graph(first.config["chain"], first.config["shape"], itemsize)
         plan = advise(graph, lookup(first.environment.get("device_name") or "") or H100_SXM)
         groups = " | ".join(" + ".join(op.name.rpartition(" ")[0] for op in group) for group in plan.groups)
-        ours, inductor = times.get("fused, ours"), times.get("fused by Inductor")
-        verdict = ""
-        if inductor:
-            verdict = "; Inductor's one kernel is as good as any: leave it" if ours is None else (
-                f"; ours takes {100 * (ours / inductor - 1):+.0f} % of Inductor's time")  # fmt: skip
-        lines.append(f"{label}: the advisor makes {len(plan.groups)} kernel(s) of it, {groups}{verdict}")
+        lines.append(f"{label}: the advisor makes {len(plan.groups)} kernel(s) of it, {groups}{_verdict(rows)}")
     return lines
+
+
+def _verdict(rows: Sequence[Record]) -> str:
+    """Say at the end of a sentence whether a kernel of one's own pays beside Inductor's; empty without Inductor's.
+
+    Args:
+        rows: a chain's table of traffic.
+    """
+    forms = {record.variant: record for record in rows}
+    ours, inductor = forms.get(FORMS["ours"]), forms.get(FORMS["compile"])
+    if inductor is None or not inductor.metrics.get("time_p50_ms"):
+        return ""
+    if ours is None:
+        what = "there is no kernel of ours, and Inductor's time over one by one"
+        return _compared(inductor, "over_builtin", what, "the fusion pays", "the fusion does not pay")
+    what = "our time over Inductor's"
+    return _compared(ours, OVER_INDUCTOR.name, what, "a kernel of one's own pays", "leave it to Inductor")
+
+
+def _compared(record: Record, ratio: str, what: str, if_faster: str, if_slower: str) -> str:
+    """Return a ratio with its interval and what follows from it, for the end of a sentence; empty without the ratio."""
+    if not is_number(record.metrics.get(ratio)):
+        return ""
+    doubt = f"this run cannot tell whether that pays. {why_unclear([record], ratio).removesuffix('.')}"
+    told = {FASTER: if_faster, SLOWER: if_slower, UNCLEAR: doubt}[verdict_of(record, ratio)]
+    return f"; {what} is {with_interval(record, ratio)}: {told}"
 
 
 def _us(metric: str, title: str) -> Column:

@@ -1,10 +1,28 @@
 """The tables of `kernel_roofline`: each variant's row, ours beside every peer, verdicts and the roofline itself."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
 from distlab.experiment import Column, Record, View
-from distlab.report import TIE, Ratio, fastest, grouped, host_bound, noise_of, prediction_error, row_of
+from distlab.report import (
+    FASTER,
+    SLOWER,
+    TIE,
+    UNCLEAR,
+    Ratio,
+    clearly_longer,
+    fastest,
+    grouped,
+    host_bound,
+    interval_of,
+    noise_of,
+    prediction_error,
+    row_of,
+    verdict_of,
+    why_unclear,
+    with_interval,
+)
 from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 
 from .cases import VARIANTS
@@ -12,6 +30,7 @@ from .cases import VARIANTS
 PEERS = VARIANTS[1:]
 DIRECTIONS = {"fwd": ("o", BLUE, "forward"), "bwd": ("s", ORANGE, "backward"),
               "both": ("^", GREEN, "forward and backward")}
+CLOSE_PCT = 15  # of the measured ratio to the naive form: a prediction that is called close
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 
 
@@ -54,26 +73,65 @@ def compare(records: Sequence[Record]) -> None:
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """In how many rows nobody else is faster, on the device and in a loop, and how far predictions were off."""
+    """Compare ours with the fastest peer, on the device and in a loop, and the predictions with the measurements."""
     lines = []
     for how, ratio in (("On the device", OVER_PEER), ("Called in a loop", OVER_PEER_WALL)):
-        compared, ties, slower = 0, 0, []
-        for row, rows in by_row(records).items():
-            ours, peer = rows.get("ours"), ratio.baseline([*rows.values()])
-            if ours is None or peer is None or ratio.name not in ours.metrics:
-                continue
-            compared += 1
-            ties += bool(ratio.tie(ours))
-            if (found := ours.metrics[ratio.name]) > 1 and not ratio.tie(ours):
-                slower.append(f"{' '.join(row)} ({peer.variant}, ours / it {found:.2f}{host_bound(ours)})")
-        if compared:
-            lines.append(f"{how} no peer is faster in {compared - len(slower)} of {compared} rows, {ties} of them ties"
-                         f"{': ' if slower else ''}{', '.join(slower)}.")
-    errors = [abs(error) for r in records if r.variant == "ours" and (error := OFF.value(r)) is not None]
-    if errors:
-        close = sum(error <= 15 for error in errors)
-        lines.append(f"Of {len(errors)} predicted ratios to the naive form {close} are within 15 %.")
-    return lines
+        line = _against_peers(records, how, ratio)
+        if line:
+            lines.append(line)
+    return lines + _predictions(records)
+
+
+def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
+    """Count the rows in which ours is faster and slower than the fastest peer; empty where there is no peer."""
+    found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
+    names = []  # of the rows that a peer wins
+    for row, rows in by_row(records).items():
+        ours, peer = rows.get("ours"), ratio.baseline([*rows.values()])
+        if ours is None or peer is None or ratio.name not in ours.metrics:
+            continue
+        verdict = verdict_of(ours, ratio.name)
+        found[verdict].append(ours)
+        if verdict == SLOWER:
+            measured = with_interval(ours, ratio.name)
+            names.append(f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})")
+    compared = sum(map(len, found.values()))
+    if not compared:
+        return ""
+    slower = f"slower in {len(names)}{': ' if names else ''}{', '.join(names)}"
+    line = f"{how} ours is faster than the fastest peer in {len(found[FASTER])} of {compared} rows, {slower}."
+    if found[UNCLEAR]:
+        line += f" In {len(found[UNCLEAR])} this run cannot tell. {why_unclear(found[UNCLEAR], ratio.name)}"
+    return line
+
+
+def _predictions(records: Sequence[Record]) -> list[str]:
+    """Count the predicted ratios that are within CLOSE_PCT of the whole interval of the measured one."""
+    close, far, unclear = 0, 0, []
+    for record in records:
+        predicted = record.metrics.get("predicted_over_naive")
+        if record.variant != "ours" or OFF.value(record) is None:
+            continue
+        measured = interval_of(record, OVER_NAIVE.name)
+        if measured is None:
+            unclear.append(record)
+            continue
+        # Predicted over measured at both ends, in %; a ratio has no end at or below 0 unless its noise is above 100 %.
+        low = 100 * (predicted / measured.high - 1)
+        high = 100 * (predicted / measured.low - 1) if measured.low > 0 else math.inf
+        if low >= -CLOSE_PCT and high <= CLOSE_PCT:
+            close += 1
+        elif low > CLOSE_PCT or high < -CLOSE_PCT:
+            far += 1
+        else:
+            unclear.append(record)
+    total = close + far + len(unclear)
+    if not total:
+        return []
+    line = f"Of {total} predicted ratios to the naive form {close} are within {CLOSE_PCT} %, {far} are not."
+    if unclear:
+        line += f" For {len(unclear)} this run cannot tell. {why_unclear(unclear, OVER_NAIVE.name)}"
+    return [line]
 
 
 def beside_peers(records: Sequence[Record]) -> list[Record]:
@@ -102,8 +160,7 @@ def _tie(record: Record) -> str:
 
 def wall_notes(record: Record) -> str:
     """Mark a wall time: ` host` where the host takes longer than the device, ` L2` where it is below the device's."""
-    wall, device = (record.metrics.get(f"{clock}_p50_ms") for clock in ("wall", "time"))
-    return host_bound(record) + (" L2" if wall and device and wall < device else "")
+    return host_bound(record) + (" L2" if clearly_longer(record.metrics, "time", "wall") else "")
 
 
 # Of both tables.

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -34,7 +35,10 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
     with opened(context, config) as trial:
         for _ in timer.each(MIN_SAMPLES + 2, UNTIMED_STEPS):  # the same steps without the profiler
             trial("step", timer.mark)
-        timer_ms = percentiles([sample["step"] for sample in timer.steps()])["p50"]
+        steps_ms = [sample["step"] for sample in timer.steps()]
+        timer_ms = percentiles(steps_ms)["p50"]
+        # Of so few steps the range is about the 95 % interval of their median.
+        timer_noise_pct = max(100 * abs(ms / timer_ms - 1) for ms in steps_ms)
         run = partial(_traced, context, trial, folder)
         events = run(f"trace_{slug}", TRACED_STEPS), run(f"inference_{slug}", 1, "inference")
         by_part = None
@@ -49,7 +53,7 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         # Forwards without gradients, whose phase is inference.
         forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
         phases = dict.fromkeys(PHASES, training) | {"inference": replace(inference, kernels=forwards)}
-        rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, flops)}
+        rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, timer_noise_pct, flops)}
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
     return collectives.gather_objects(rows, context.group)[0]
@@ -103,11 +107,14 @@ def short_name(kernel: str) -> str:
     return name if len(name) <= 64 else name[:63] + "…"
 
 
-def _work_rows(profiles: Mapping[str, Profile], timer_ms: float, flops: Mapping[str, Mapping[str, int]]) -> Rows:
+def _work_rows(
+    profiles: Mapping[str, Profile], timer_ms: float, timer_noise_pct: float, flops: Mapping[str, Mapping[str, int]]
+) -> Rows:
     training, rows = profiles["forward"], []
     shared = {
         "profiler_step_ms": training.step_ms,
         "profiler_kernel_ms": training.kernel_ms, "timer_step_ms": timer_ms,
+        "timer_noise_pct": timer_noise_pct,
         "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
     }  # fmt: skip
     for phase, profile in profiles.items():
@@ -151,7 +158,7 @@ def draw_work(records: Records, path: Path) -> None:
 
 
 def work_findings(records: Records) -> list[str]:
-    """The profiler's total beside the timer's."""
+    """Compare the profiler's step with the timer's, and say whether the difference is inside the timer's noise."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
         m, phases = rows[0].metrics, {r.metrics["phase"]: r.metrics["phase_kernel_ms"] for r in rows}
@@ -159,8 +166,20 @@ def work_findings(records: Records) -> list[str]:
             f"{prefix(label)}the profiler's step takes {m['profiler_step_ms']:.2f} ms and its kernels "
             f"{m['profiler_kernel_ms']:.2f} ms ({', '.join(f'{phase} {ms:.2f}' for phase, ms in phases.items())}); "
             f"the timer's step, without the profiler, {m['timer_step_ms']:.2f} ms ({m['profiler_error_pct']:+.1f} %)."
+            f"{_what_the_profiler_costs(m)}"
         )
     return lines
+
+
+def _what_the_profiler_costs(metrics: Mapping[str, Any]) -> str:
+    """Say whether the noise of the timer's steps lets the profiler's cost be seen; empty of records without noise."""
+    noise = metrics.get("timer_noise_pct")
+    if noise is None or abs(metrics["profiler_error_pct"]) > noise:
+        return ""
+    return (
+        f" Steps without the profiler differ by up to ± {noise:.1f} %, so this run cannot tell whether the profiler "
+        "slows them: try a machine that does nothing else."
+    )
 
 
 _SHARE = Column("metrics.of_kernel_time_pct", "of time %", ".1f")

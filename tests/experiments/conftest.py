@@ -40,3 +40,9 @@ def smoke(tmp_path_factory):
         return pickle.loads(rows.read_bytes()), root / "smoke" / name / "run"
 
     return of
+
+
+@pytest.fixture
+def few_resamples(monkeypatch):
+    """Make intervals of 300 resamples, for tests of many runs: sentences and tests see the same ones."""
+    monkeypatch.setattr("distlab.measure.statistics.RESAMPLES", 300)

@@ -1,5 +1,6 @@
 """The attention experiments: their rows, resuming and predictions, without a GPU."""
 
+import dataclasses
 import multiprocessing
 import shutil
 
@@ -10,6 +11,7 @@ from distlab.report import Record, write_json
 from experiments import attention_sweep as sweep
 from experiments._attention import Shape, exact, naive
 from tests.experiments.frame import measured
+from tests.experiments.noisy import SEEDS, Noise, side_of_one
 
 
 def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
@@ -53,12 +55,41 @@ def test_an_error_is_judged_beside_the_peers():
 def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
     rows = [row("sdpa", device=0.8, wall=0.9), row("sdpa", sweep.TWELVE[0], device=1.25, wall=0.9),
             row("flex", sweep.TWELVE[0], device=9, wall=2.0), row("sdpa", "1x1x8x8", device=9.0, wall=1.5)]
-    rows[2].metrics["ours_over_wall_low"], rows[3].metrics["ours_over_wall_low"] = 0.99, 1.01
-    assert sweep.crossovers(rows) == ["A peer is faster at 1x1x8x8 (sdpa, ours / it 1.50)."]  # the other is a tie
+    for number, (low, high) in enumerate([(0.88, 0.92), (0.85, 0.95), (0.99, 2.1), (1.01, 1.6)]):
+        rows[number].metrics.update(ours_over_wall_low=low, ours_over_wall_high=high)
+    assert sweep.crossovers(rows) == [
+        "A peer is faster at 1x1x8x8 (sdpa, ours / it 1.50 (95 %: 1.01 to 1.60)).",
+        "This run cannot tell which is faster in 1 of 4 rows of peers, by the wall. Noise is up to ± 50 %: try more "
+        "--rounds, or a machine that does nothing else.",
+    ]
     headline = sweep.EXPERIMENT.view.headline(rows)
-    assert "1.000 on the device, 0.900 by the wall: geometric means of 2 of the twelve" in headline
+    by_the_wall = "0.900 (95 %: 0.865 to 0.935) by the wall"
+    assert f"1.000 on the device, {by_the_wall}: geometric means of 2 of the twelve" in headline
     table = sweep.EXPERIMENT.view.table(rows)
     assert "1.50 behind" in table and "2.00 behind" not in table
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_puts_ours_behind_no_peer(seed, few_resamples):
+    """Of made-up runs: rows are named, marked and counted as their intervals say."""
+    noise = Noise(seed)
+    records = []
+    for variant in ("sdpa", "flex", "naive", "ours"):
+        empty = row(variant, shape=sweep.TWELVE[0])
+        metrics = empty.metrics | {"status": "ok"} | noise.metrics("wall", "fwd_bwd_device", "fwd_device")
+        records.append(dataclasses.replace(empty, metrics=metrics))
+    sweep.compare(records)
+    peers = records[:3]
+    sides = {record.variant: side_of_one(record.metrics, "ours_over_wall") for record in peers}
+    lines = sweep.EXPERIMENT.view.findings(records)
+    named = [variant for variant in sides if any(f"({variant}, ours / it" in line for line in lines)]
+    assert named == [variant for variant, side in sides.items() if side == "slower"]
+    unclear = [*sides.values()].count("unclear")
+    told = [line for line in lines if line.startswith("This run cannot tell")]
+    assert len(told) == (unclear > 0) and all(f"in {unclear} of 3 rows" in line for line in told)
+    for name in ("wall", "device", "fwd"):
+        for record in peers:
+            assert bool(sweep.behind(name)(record)) == (side_of_one(record.metrics, f"ours_over_{name}") == "slower")
 
 
 def test_warming_up_survives_variants_that_fail(monkeypatch):

@@ -3,17 +3,23 @@
 import pytest
 import torch
 
+from distlab.measure.memory_traffic import KINDS
+from distlab.report import Record
 from experiments.kernel_roofline import EXPERIMENT, chain_kernel
 from experiments.kernel_roofline.chains import (
     CHAINS,
+    OVER_INDUCTOR,
     TRAFFIC,
+    accounts,
     applied,
     chain_case,
     chain_graph,
     in_one_kernel,
 )
+from experiments.kernel_roofline.view import compare
 from kernels import _dispatch
 from tests.experiments.frame import measured
+from tests.experiments.noisy import SEEDS, Noise, side_of_one
 from tests.kernels.fused import DEVICE, TOLERANCE
 from tests.kernels.near import near
 
@@ -59,3 +65,30 @@ def test_chains_in_small(smoke, tmp_path):
     page = folder / "parts" / TRAFFIC.name / "table.md"
     text = page.read_text()
     assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("chain", [("add", "layer_norm"), ("bias", "gelu")], ids="+".join)
+def test_noise_makes_no_advice(chain, seed, few_resamples):
+    """Of made-up runs: a kernel pays, or Inductor's, where the interval of their ratio says so."""
+    noise = Noise(seed)
+    case = chain_case(chain)
+    config = {"label": "x", "chain": chain, "direction": "fwd", "shape": case.shape, "dtype": case.dtype}
+    limits = {f"{kind}_gb_per_s": 1000.0 for kind in (*KINDS, "rows")} | {"empty_kernel_ms": 0.001}
+    records = []
+    for variant in ("naive", "builtin", "compile", "ours"):
+        if variant in case.variants or variant == "compile":
+            metrics = {"status": "ok"} | limits | noise.metrics("time")
+            records.append(Record(EXPERIMENT.name, variant, config, metrics, {}, None))
+    compare(records)
+    (line,) = TRAFFIC.findings(accounts(records))
+    by_name = {record.variant: record for record in records}
+    if "ours" in by_name:
+        OVER_INDUCTOR.add(records)
+        side = side_of_one(by_name["ours"].metrics, "over_inductor")
+        claims = {"faster": "a kernel of one's own pays", "slower": "leave it to Inductor"}
+    else:
+        side = side_of_one(by_name["compile"].metrics, "over_builtin")
+        claims = {"faster": ": the fusion pays", "slower": "the fusion does not pay"}
+    claims["unclear"] = "this run cannot tell"
+    assert [name for name, text in claims.items() if text in line] == [side], line

@@ -1,6 +1,7 @@
 """The kernel benchmark without a GPU: its rows, their correctness column, resuming, predictions and pictures."""
 
 import dataclasses
+import re
 import sys
 from types import SimpleNamespace
 
@@ -17,6 +18,7 @@ from experiments.kernel_roofline.timing import fits
 from experiments.kernel_roofline.view import compare, headline, verdicts, wall_notes
 from tests.commands import python
 from tests.experiments.frame import measured
+from tests.experiments.noisy import SEEDS, Noise, side_of_one
 
 
 def test_operations_are_right_in_the_smoke_run(smoke):
@@ -119,16 +121,64 @@ def said(*records):
 
 
 def test_verdicts_name_the_peer_that_wins():
-    lost = "On the device no peer is faster in 0 of 1 rows, 0 of them ties: f 8 fwd (liger, ours / it 2.00)."
-    assert said(record("ours", 2.0), record("liger", 1.0)) == [lost]
-    won = "On the device no peer is faster in 1 of 1 rows, {} of them ties."
-    assert said(record("ours", 1.0), record("liger", 2.0)) == [won.format(0)]
-    assert said(record("ours", 1.02, noise_pct=3.0), record("liger", 1.0)) == [won.format(1)]
-    assert said(record("ours", 2.0), record("liger", 1.0, status="WRONG"), record("naive", 3.0)) == [won.format(0)]
-    predicted = [record("ours", 1.0, predicted_over_naive=0.5 * off) for off in (1.14, 0.84)]
-    for ours in predicted:
-        compare([ours, record("naive", 2.0)])
-    assert verdicts(predicted) == ["Of 2 predicted ratios to the naive form 1 are within 15 %."]
+    exact = {"noise_pct": 1.0}
+    counts = "On the device ours is faster than the fastest peer in {} of 1 rows, slower in {}"
+    lost = counts.format(0, 1) + ": f 8 fwd (liger, ours / it 2.00 (95 %: 1.98 to 2.02))."
+    assert said(record("ours", 2.0, **exact), record("liger", 1.0, **exact)) == [lost]
+    won = counts.format(1, 0) + "."
+    assert said(record("ours", 1.0, **exact), record("liger", 2.0, **exact)) == [won]
+    remedy = "try more --rounds, or a machine that does nothing else."
+    unclear = counts.format(0, 0) + ". In 1 this run cannot tell. {}: " + remedy
+    noisy = record("ours", 1.02, noise_pct=3.0), record("liger", 1.0, **exact)
+    assert said(*noisy) == [unclear.format("Noise is up to ± 3.0 %")]
+    unknown = record("ours", 2.0), record("liger", 1.0)
+    assert said(*unknown) == [unclear.format("There is no interval")]
+    wrong = record("ours", 2.0, **exact), record("liger", 1.0, status="WRONG"), record("naive", 3.0, **exact)
+    assert said(*wrong)[0] == won
+
+
+def test_predictions_are_close_where_the_whole_interval_is():
+    def counted(*errors, noise_pct=0.5):
+        rows = [record("ours", 1.0, predicted_over_naive=0.5 * off, noise_pct=noise_pct) for off in errors]
+        for ours in rows:
+            compare([ours, record("naive", 2.0, noise_pct=0.5)])
+        return verdicts(rows)[-1]
+
+    assert counted(1.14, 0.84) == "Of 2 predicted ratios to the naive form 1 are within 15 %, 1 are not."
+    doubt = "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run cannot tell. Noise"
+    assert counted(1.14, noise_pct=5.0).startswith(doubt)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_noise_makes_no_verdict(seed, few_resamples):
+    """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose intervals say so."""
+    noise = Noise(seed)
+    records = []
+    for label in ("f 8", "g 8", "h 8"):
+        for variant in ("ours", "liger", "naive"):
+            config = {"label": label, "operation": label, "direction": "fwd"}
+            metrics = {"status": "ok"} | noise.metrics("time", "wall")
+            if variant == "ours":
+                metrics["predicted_over_naive"] = noise.random.choice([0.7, 1.0, 1.1])
+            records.append(Record(EXPERIMENT.name, variant, config, metrics, {}, None))
+    compare(records)
+    ours = [record.metrics for record in records if record.variant == "ours"]
+    lines = EXPERIMENT.view.findings(records)
+    assert len(lines) == 3
+    for line, name in zip(lines, ("over_peer", "over_peer_wall"), strict=False):
+        sides = [side_of_one(metrics, name) for metrics in ours]
+        counted = re.search(r"fastest peer in (\d) of 3 rows, slower in (\d)", line)
+        assert [int(count) for count in counted.groups()] == [sides.count("faster"), sides.count("slower")]
+        assert ("cannot tell" in line) == ("unclear" in sides)
+    close, far = re.search(r"form (\d) are within 15 %, (\d) are not", lines[-1]).groups()
+    errors = []
+    for metrics in ours:
+        ends = [metrics.get("over_naive_high"), metrics.get("over_naive_low")]
+        if None not in ends and min(ends) > 0:
+            errors.append([metrics["predicted_over_naive"] / end - 1 for end in ends])
+    assert int(close) == sum(low >= -0.15 and high <= 0.15 for low, high in errors)
+    assert int(far) == sum(low > 0.15 or high < -0.15 for low, high in errors)
+    assert ("cannot tell" in lines[-1]) == (int(close) + int(far) < 3)
 
 
 def test_a_wall_time_below_its_device_time_is_marked():

@@ -1,6 +1,7 @@
 """The benchmark of a model's parts and the taking apart of its step, on two gloo ranks; broken ones are caught."""
 
 import os
+from random import Random
 from unittest.mock import patch
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from distlab.experiment import lone_context
 from distlab.measure import Event
 from distlab.model import TransformerLM
-from distlab.report.record import read_json
+from distlab.report.record import Record, read_json
 from distlab.testing import run_ranks
 from distlab.theory.operators import Compute
 from experiments import model_comparison
@@ -231,3 +232,14 @@ def test_options_become_combinations():
     config, _ = EXPERIMENT.chosen(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
     assert config.label(config.trials()[1]) == "tiny, fp32, checkpointing every-2"
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_noise_makes_no_cost_of_the_profiler(seed):
+    """Of made-up runs: a difference inside the timer's noise is not left to stand as the profiler's."""
+    random = Random(seed)
+    error, noise = random.gauss(0, 10), random.choice([0.5, 5.0, 40.0])
+    metrics = {"phase": "forward", "phase_kernel_ms": 1.0, "profiler_kernel_ms": 1.0, "timer_step_ms": 2.0}
+    metrics |= {"profiler_step_ms": 2 * (1 + error / 100), "profiler_error_pct": error, "timer_noise_pct": noise}
+    (line,) = taken_apart.work_findings([Record("model_work", "x", {"label": ""}, metrics, {}, None)])
+    assert ("cannot tell" in line) == (abs(error) <= noise)

@@ -1,13 +1,18 @@
 """A row's noise is its own, a ratio has an interval, and what contains 1 is a tie."""
 
+from random import Random
+from statistics import median
+
 import pytest
 
+from distlab.measure import percentile_metrics
 from distlab.report import Record
 from distlab.report.derived import (
     TIE,
     Ratio,
     add_noise,
     fastest,
+    host_bound,
     noise_of,
     row_of,
     waiting,
@@ -50,6 +55,28 @@ def test_without_pairs_the_noise_of_the_worse_row_decides_on_a_tie():
     assert RATIO.tie(held(loud)[0]) == ""  # a row over itself
 
 
+def test_a_ratio_of_rows_whose_noise_is_unknown_has_no_interval():
+    found = held({"step_p50_ms": 1.0}, {"step_p50_ms": 2.0})[1]
+    assert found.metrics["ratio"] == 2.0 and "ratio_low" not in found.metrics and RATIO.tie(found) == ""
+
+
+@pytest.mark.parametrize("pairs", [2, 3, 4, 5, 12])
+def test_equal_rows_are_told_apart_in_about_one_run_of_twenty(pairs, monkeypatch):
+    """Of 400 made-up runs: with few pairs also, which no bootstrap serves."""
+    monkeypatch.setattr("distlab.measure.statistics.RESAMPLES", 300)
+    random = Random(pairs)
+    told_apart = 0
+    for _ in range(400):
+        rows = []
+        for _ in range(2):
+            samples = [random.lognormvariate(0, 0.3) for _ in range(pairs)]
+            spread = percentile_metrics("step", samples) if pairs >= 3 else {"step_p50_ms": median(samples)}
+            rows.append(spread | {"step_samples_ms": samples})
+        metrics = held(*rows)[1].metrics
+        told_apart += not metrics["ratio_low"] <= 1 <= metrics["ratio_high"]
+    assert told_apart <= 0.1 * 400  # a bootstrap of 5 pairs reaches 7 %
+
+
 def test_paired_samples_are_compared_pair_by_pair():
     """A drift that hits both widens nothing; of a row with fewer samples those count that have a pair."""
     drift = [1.5**number for number in range(8)]
@@ -82,3 +109,22 @@ def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():
     assert waiting(records[:2]) == ""
     assert waiting(records[:4]) == "; the GPU waits for the host: c 60 %, d 11 % of the step"
     assert waiting(records) == "; the GPU waits for the host in 4 of 6 rows, up to 60 % of the step"
+
+
+@pytest.mark.parametrize(
+    "host, device, bound",
+    [
+        ((2.0, 2.1, 2.2), (1.0, 1.1, 1.2), True),
+        ((1.0, 2.1, 3.0), (0.5, 1.9, 2.5), False),  # the medians differ less than each of them
+        ((None, 2.1, None), (None, 1.9, None), True),
+        ((None, 2.1, None), (None, None, None), False),
+    ],
+)
+def test_a_row_waits_for_the_host_where_most_of_its_times_do(host, device, bound):
+    clocks = {"host": host, "time": device}
+    metrics = {
+        f"{clock}_{percentile}_ms": ms
+        for clock, times in clocks.items()
+        for percentile, ms in zip(("p20", "p50", "p80"), times, strict=True)
+    }
+    assert bool(host_bound(named("ours", metrics))) is bound

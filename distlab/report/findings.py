@@ -1,0 +1,57 @@
+"""Sentences that compare timings. One says faster or slower only where the whole 95 % interval of a ratio does.
+
+A ratio is *ours ÷ the other*, as in `distlab.report.derived`, which also writes the interval. Where the interval
+contains 1 or is missing, a sentence says that this run cannot tell, how wide the interval is, and what would help.
+"""
+
+from distlab.measure.statistics import Ratio as Measured
+from distlab.report.record import Record, Records
+from distlab.report.table import is_number
+
+FASTER, SLOWER, UNCLEAR = "faster", "slower", "unclear"
+MORE_ROUNDS = "more --rounds, or a machine that does nothing else"
+
+
+def interval_of(record: Record, name: str) -> Measured | None:
+    """Return a ratio of a record with its interval; None if the record lacks one of the three numbers."""
+    ends = [record.metrics.get(f"{name}{end}") for end in ("", "_low", "_high")]
+    if not all(is_number(each) for each in ends):
+        return None
+    return Measured(*ends)
+
+
+def verdict_of(record: Record, name: str) -> str:
+    """Return FASTER where the whole interval is below 1, SLOWER where it is above, otherwise UNCLEAR."""
+    found = interval_of(record, name)
+    if found is None:
+        return UNCLEAR
+    if found.high < 1:
+        return FASTER
+    if found.low > 1:
+        return SLOWER
+    return UNCLEAR
+
+
+def with_interval(record: Record, name: str, form: str = ".2f") -> str:
+    """Return a ratio for a sentence: `1.25 (95 %: 1.20 to 1.30)`."""
+    found = interval_of(record, name)
+    if found is None:
+        return f"{record.metrics[name]:{form}} (no interval)"
+    return f"{found.ratio:{form}} (95 %: {found.low:{form}} to {found.high:{form}})"
+
+
+def why_unclear(records: Records, name: str, remedy: str = MORE_ROUNDS) -> str:
+    """Say in a sentence how noisy ratios are that show no difference, and what would help.
+
+    Args:
+        records: rows whose ratio is UNCLEAR.
+        name: metric of the ratio.
+        remedy: noun phrase after "try".
+    """
+    intervals = [found for record in records if (found := interval_of(record, name)) is not None]
+    if not intervals:
+        return f"There is no interval: try {remedy}."
+    # How far the interval reaches from the ratio, to the side where it reaches further.
+    noise = max(100 * max(each.high / each.ratio - 1, 1 - each.low / each.ratio) for each in intervals)
+    digits = 1 if noise < 10 else 0
+    return f"Noise is up to ± {noise:,.{digits}f} %: try {remedy}."
