@@ -136,7 +136,7 @@ def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Varian
 
 
 def _gib(metric: str, title: str) -> Column:
-    return gib_column(f"metrics.{metric}", title, ".2f")
+    return gib_column(f"metrics.{metric}", title, ".4g")
 
 
 def _error(quantity: str) -> Column:
