@@ -25,6 +25,7 @@ from distlab.comm.context import choose_device
 from distlab.comm.rank_process import run_rank
 from distlab.measure.memory import free_bytes
 
+WRONG = 1  # exit code of a command that did its work and found something wrong
 VERDICT_FILE = "DISTLAB_VERDICT_FILE"  # environment variable: where rank 0 leaves the exit code of its work
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
@@ -128,8 +129,8 @@ def _leave_verdict(code: int, context: RankContext) -> int:
     that is wrong is no crash. Under a torchrun of the user's own there is no such file, and the code is returned.
     """
     path = os.environ.get(VERDICT_FILE)
-    if path is None:
-        return code
+    if path is None or code not in (0, WRONG):
+        return code  # 128 + n of a rank that signal n stopped: the agent waits for ranks that end by it
     if context.is_main:
         Path(path).write_text(str(code))
     return 0

@@ -444,7 +444,8 @@ def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
     command = ["check", f"{HERE}:mlp", "--wrap", f"{HERE}:other_order", "--timeout", "5"]
     done = subprocess.run([sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100)
     assert done.returncode != 0 and done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1, done.stderr
+    said = [line for line in done.stderr.splitlines() if "loading torch" not in line]  # on a slow machine
+    assert len(said) == 1, done.stderr
     assert "same calls in the same order" in done.stderr
     log = re.search(r"the ranks wrote: (.*)\)", done.stderr)
     assert log and Path(log[1]).is_file()
