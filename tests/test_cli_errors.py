@@ -222,7 +222,7 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]
 
 
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_loses_no_run_and_ends_in_no_traceback(tmp_path, closed):
     command = f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
     done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True)

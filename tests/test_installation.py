@@ -121,6 +121,7 @@ def test_the_wheel_and_their_package_have_no_file_in_common(wheel, theirs):
     assert commands <= set(files), commands - set(files)
 
 
+@pytest.mark.commands  # four environments and four runs of pip
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 @pytest.mark.parametrize("ours_first", [False, True], ids=["theirs first", "ours first"])
 def test_both_packages_work_in_one_environment(clone, wheel, theirs, tmp_path, editable, ours_first):

@@ -38,6 +38,7 @@ from distlab.train.run import speed
 from .view import FAILED, REFUSED, RIGHT, VIEW, headline, wrong_rows
 
 EXPLAINED_S = 20.0  # may explaining always take, however short the rounds were
+SMALL = small(num_layers=2, d_model=64, d_ff=128)  # the Transformer on which a user's wrapper is checked
 TRACED_ON_CPU = 5  # steps at least, of which the one nearest the untraced median is drawn
 
 
@@ -112,7 +113,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
         checked = wrapped if task is None else [*synchronized, *wrapped]
         for row in checked:
             run.progress(f"checking {row.name} against one process")
-            verdicts[row.name] = verdict_on(context, row.strategy, small() if task is None else task)
+            verdicts[row.name] = verdict_on(context, row.strategy, SMALL if task is None else task)
     if task is None:
         differences = parameter_differences(context, synchronized, config.check_steps, run.progress)
     failed = {name: found["verdict_detail"] for name, found in verdicts.items() if found["verdict"] == FAILED}
