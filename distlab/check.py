@@ -564,7 +564,7 @@ def _step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float
 
 @dataclass(frozen=True)
 class _Sums:
-    """What a rank keeps of one parameter's gradients in one step: fp64 sums over its micro-batches.
+    """Sums over a rank's micro-batches in fp64, of one parameter's gradients in one step.
 
     Each gradient is that of the micro-batch's loss divided by the micro-batches, as in the training step.
 
@@ -873,7 +873,7 @@ Candidate = tuple[str, Tensor, Sequence[_Right]]  # signature, what each rank ha
 
 
 class _Judge:
-    """What differs on ranks, and which mistake explains it. On rank 0.
+    """Findings about tensors that differ, with the mistake that explains each. Used on rank 0.
 
     Args:
         ranks: what each had.

@@ -74,7 +74,7 @@ class RanksFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class _Failure:
-    """How a rank failed.
+    """Failure of one rank.
 
     Attributes:
         text: its traceback or fate.

@@ -34,7 +34,7 @@ class Entry(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a whole tensor is loaded to.
+    """Destination of a whole tensor that is loaded.
 
     Attributes:
         names: of the tensor; several if it is tied, of which one suffices.

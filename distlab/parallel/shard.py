@@ -166,7 +166,7 @@ class Shard:
 
     @property
     def is_first(self) -> bool:
-        """Whether the whole's first element is here, or the whole has no elements at all.
+        """Return True if the whole's first element is here, or if the whole has no elements at all.
 
         The rank that is first stores what belongs to the whole, such as Adam's step.
         """

@@ -186,6 +186,7 @@ def stacked_bars(
     title: str,
     unit: str,
     whiskers: Sequence[tuple[float, float] | None] = (),
+    totals: Sequence[float | None] = (),
 ) -> None:
     """One horizontal bar per label, made of the parts in their order, with the total written beside it and, if there
     are several parts, each long one's value inside.
@@ -198,6 +199,8 @@ def stacked_bars(
             before its total. A negative value (a difference below the noise) counts in the total and is not
             drawn.
         whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
+        totals: per bar the number that is written and that the whisker is around, in ``unit``, where that is not
+            the sum of the parts; None for the sum.
     """
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
@@ -217,11 +220,13 @@ def stacked_bars(
             ends = [end + length for end, length in zip(ends, lengths, strict=True)]
         for row, whisker in enumerate(whiskers):
             if whisker is not None and numbers[row]:
-                low, high = max(ends[row] - whisker[0], 0), max(whisker[1] - ends[row], 0)
-                axes.errorbar(ends[row], row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1)
-                ends[row] += high
+                middle = totals[row] if totals and totals[row] is not None else ends[row]
+                low, high = max(middle - whisker[0], 0), max(whisker[1] - middle, 0)
+                axes.errorbar(middle, row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1)
+                ends[row] = max(ends[row], middle + high)
         for row, own in enumerate(numbers):
-            total = f"{'' if len(own) == len(parts) else '≥ '}{_number(sum(own))}" if own else texts[row] or "n/a"
+            number = totals[row] if totals and totals[row] is not None else sum(own)
+            total = f"{'' if len(own) == len(parts) else '≥ '}{_number(number)}" if own else texts[row] or "n/a"
             axes.annotate(total, (ends[row], row), (6, 0), textcoords="offset points", va="center", bbox=_BEHIND,
                           style="normal" if own else "italic")  # fmt: skip
         axes.set_yticks(range(len(labels)), labels)

@@ -43,7 +43,7 @@ class DataConfig(Options):
 
     @property
     def is_bytes(self) -> bool:
-        """Whether the bytes of the file are the tokens.
+        """Return True if the bytes of the file are the tokens.
 
         Raises:
             OSError, ValueError: see `kind_of`.

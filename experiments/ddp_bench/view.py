@@ -242,12 +242,13 @@ def draw_step_times(records: Records, path: Path) -> None:
     """Draw a bar per row: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
 
     Compute is `local`'s step without its optimizer. Causes have the length that the trace gives them. The overhead of a
-    row without a trace, or whose account does not close, is one grey part, `not explained`.
+    row without a trace, or whose account does not close, is one grey part, `not explained`. The number is the median
+    step. A bar may reach beyond it, where a cause is offset by a negative one, such as compute that is faster.
     """
     timed = [record for record in records if is_number(record.metrics.get("step_p50_ms"))]
     local = LOCAL(timed)
     parts = {name: [] for name in ("compute", "optimizer", *CAUSES, NOT_EXPLAINED)}
-    whiskers = []
+    whiskers, medians = [], []
     for record in records:
         metrics = record.metrics
         if isinstance(metrics["step_p50_ms"], str):  # out of memory, refused
@@ -260,9 +261,11 @@ def draw_step_times(records: Records, path: Path) -> None:
             values.append(bar[name])
         drawn = local is not None and is_number(metrics["step_p50_ms"])
         whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if drawn else None)
+        medians.append(metrics["step_p50_ms"] if drawn else None)
     shown = {name: values for name, values in parts.items() if any(values) or name in ("compute", "optimizer")}
     title = f"Where a step's time goes: {headline(records)}"
-    stacked_bars(path, [record.variant for record in records], shown, title=title, unit="ms", whiskers=whiskers)
+    labels = [record.variant for record in records]
+    stacked_bars(path, labels, shown, title=title, unit="ms", whiskers=whiskers, totals=medians)
 
 
 def _step_parts(metrics: Mapping[str, Any], local: Mapping[str, Any]) -> dict[str, float]:
@@ -367,7 +370,8 @@ VIEW = View(
     ],
     reading="Overhead is divided among its causes by the profiler's trace of rank 0. In the bars, causes have "
     "the length that the trace gives them, and what is not explained is grey. Where the account does not close, all of "
-    "the overhead is.\n\n"
+    "the overhead is. The number is the median step. A bar may reach beyond it, where a negative cause offsets "
+    "others.\n\n"
     "In the timeline compute is above, communication below; what is exposed is orange.",
     prediction="Collectives and bytes per step in closed form (distlab.theory.volume). Step times are predicted "
     "by `distlab run predict`, before a measurement.",

@@ -71,6 +71,15 @@ def test_the_whisker_stands_on_the_total(tmp_path, drawn):
     assert [tuple(point) for point in segment] == [(4.5, 0.0), (6.0, 0.0)]
 
 
+def test_a_total_that_is_not_the_sum_is_written_and_has_the_whisker(tmp_path, drawn):
+    """A step of 4 ms whose causes add up to 5, because one is offset by a negative one."""
+    parts = {"x": [2.0], "y": [3.0]}
+    stacked_bars(tmp_path / "a.png", ["a"], parts, title="", unit="ms", whiskers=[(3.5, 4.5)], totals=[4.0])
+    (segment,) = drawn[0].axes[0].containers[-1].lines[2][0].get_segments()
+    assert [tuple(point) for point in segment] == [(3.5, 0.0), (4.5, 0.0)]
+    assert "4.00" in texts(drawn[0]) and "5.00" not in texts(drawn[0])
+
+
 def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path, drawn):
     path = tmp_path / "timeline.png"
     timeline(path, ROWS, title="One step")
