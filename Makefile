@@ -2,10 +2,11 @@
 # make test    install, lint, run all tests (gloo ranks and interpreted Triton; GPU tests skip without a GPU)
 # make quick   lint, and the tests nearest to what was changed: within a minute
 # make tables  redraw the tables of README.md and docs/ from records/
+# make costs   the tests again, and their seconds into tests/costs.json, from which make quick chooses
 # make nightly hours: 2,000 random models, all mutations, kills, layouts, kernels compiled, commands of pages, site (-k: go on)
 # make docs    the documentation site, in site/ (mkdocs: an optional extra)
 # make size    lines, tokens per code line, comments and wide lines of each package
-.PHONY: docs tables size install bench test quick test-gpu test-commands lint clean nightly fuzz mutations kills layouts compiled
+.PHONY: docs tables size install bench test costs quick test-gpu test-commands lint clean nightly fuzz mutations kills layouts compiled
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -25,9 +26,13 @@ bench: install
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 --costs tests/costs.json -m "not commands" $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 10 -m "not commands" $(ARGS)
+
+costs: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal --costs tests/costs.json -m "not commands"
 
 quick: install
 	$(BIN)/python -m tests.quick $(ARGS)

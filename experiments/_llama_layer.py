@@ -76,7 +76,7 @@ def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
 
 def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """This lab's. Attention is the function: `kernels.nn.Attention` takes (B, T, H·D), and a rotated q is (B, H, T, D).
+    """This lab's operations, with attention as a function of (B, H, T, D) tensors: a rotated q has that shape.
     """
     import kernels.nn
     from kernels.flash_attention import flash_attention

@@ -96,9 +96,9 @@ def wide_forward_kernel(x_ptr, y_ptr, cols, stride_x, BLOCK: tl.constexpr):
     x = tl.load(x_ptr + row * stride_x + columns, mask=inside, other=float("-inf"))
     parts = tl.reshape(x, (16, BLOCK // 4096, 256))  # of a warp: 16 × 8 elements of each thread
     m = tl.maximum(tl.max(tl.max(parts, 0), 1).to(tl.float32), -3.4e38)  # finite: of −inf alone the sum is 0
-    l = tl.sum(tl.sum(powers(anew(parts), m[:, None]), 0), 1)  # noqa: E741
-    m, l = tl.reduce((m, l), 0, merged)  # noqa: E741
-    store_rounded(y_ptr + row * cols + columns, powers(anew(x), m) * (1.0 / l), inside)
+    total = tl.sum(tl.sum(powers(anew(parts), m[:, None]), 0), 1)
+    m, total = tl.reduce((m, total), 0, merged)
+    store_rounded(y_ptr + row * cols + columns, powers(anew(x), m) * (1.0 / total), inside)
 
 
 @triton.jit
@@ -123,7 +123,8 @@ def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride
         done = tl.atomic_add(done_ptr + late_row, 0, sem="acquire")
     index = tl.arange(0, PIECES)
     m = tl.load(m_ptr + late_row * pieces + index, mask=index < pieces, other=float("-inf"), cache_modifier=".cg")
-    l = tl.load(l_ptr + late_row * pieces + index, mask=index < pieces, other=0.0, cache_modifier=".cg")  # noqa: E741
+    late_pieces = l_ptr + late_row * pieces + index
+    late_totals = tl.load(late_pieces, mask=index < pieces, other=0.0, cache_modifier=".cg")
 
     largest = tl.maximum(tl.max(x.to(tl.float32), 0), -3.4e38)  # finite: of −inf alone the sum is 0
     total = tl.sum(tl.exp(x.to(tl.float32) - largest), 0)
@@ -132,7 +133,7 @@ def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride
     tl.atomic_add(done_ptr + row, 1, mask=row < rows, sem="release")
 
     largest = tl.max(m, 0)
-    y = tl.exp(y.to(tl.float32) - largest) * (1.0 / tl.sum(l * tl.exp(m - largest), 0))
+    y = tl.exp(y.to(tl.float32) - largest) * (1.0 / tl.sum(late_totals * tl.exp(m - largest), 0))
     store_rounded(y_ptr + late_row.to(tl.int64) * cols + late_columns, y, written)
 
 
@@ -185,10 +186,10 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
     else:
         launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))
         pieces = cdiv(cols, launch.block)
-        m, l = x.new_empty(2, rows * pieces, dtype=torch.float32)  # noqa: E741
+        m, total = x.new_empty(2, rows * pieces, dtype=torch.float32)
         done = x.new_zeros(rows, dtype=torch.int32)
         lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
-        launch.start(long_forward_kernel, (rows * pieces + lag,), x, y, m, l, done, rows, cols, x.stride(0), pieces,
+        launch.start(long_forward_kernel, (rows * pieces + lag,), x, y, m, total, done, rows, cols, x.stride(0), pieces,
                      lag, PIECES=max(2, power_of_two(pieces)))
 
 

@@ -4,6 +4,8 @@
     distlab train --data my.txt --size tiny --steps 300       bytes of a text; then: distlab sample FOLDER
     distlab train --name my-run --strategy zero1              a name of its own: any strategy continues it
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 launch/train.py --strategy fsdp
+
+Every run writes its steps, its checkpoints and a page into one folder.
 """
 
 import argparse

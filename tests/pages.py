@@ -34,7 +34,10 @@ def commands_of(page: Path) -> list[Command]:
     name = str(page.relative_to(ROOT))
     text = page.read_text(encoding="utf-8")
     found: list[tuple[int, str]] = []
-    blank = lambda match: re.sub(r"[^\n]", " ", match[0])  # noqa: E731
+
+    def blank(match: re.Match) -> str:
+        return re.sub(r"[^\n]", " ", match[0])
+
     for match in _shell_fences(text):
         found += _lines(match[2], match.start(2))
     prose = re.sub(r"^```.*?^```", blank, text, flags=re.DOTALL | re.MULTILINE)

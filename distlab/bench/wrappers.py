@@ -3,6 +3,8 @@
     def parallelize(module, group):     # torch DDP and FSDP2 can be returned as they are
         ...
         return module, finish           # or the callable module alone
+
+The form is the one of `distlab check --wrap`.
 """
 
 from collections.abc import Callable

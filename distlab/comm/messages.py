@@ -50,7 +50,10 @@ def all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
     """Send them by the library, of results with so many elements."""
     parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
     whole = [torch.zeros(count, device=context.device) for _ in range(2)]
-    send = lambda k: collectives.all_gather(whole[k % 2], parts[k % 2], context.group)  # noqa: E731
+
+    def send(number: int) -> dist.Work:
+        return collectives.all_gather(whole[number % 2], parts[number % 2], context.group)
+
     yield Messages(parts, whole, send)
 
 

@@ -171,12 +171,20 @@ def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Coun
     """A row for each part, those with the most time first."""
     (ms, kernels), rows = measured, []
     for part in dict.fromkeys(part for _, part in ms):
-        of = lambda values, part=part: sum(values[phase, part] for phase in PHASES)  # noqa: E731
-        metrics = {"part_ms": of(ms), "predicted_part_ms": of(predicted) or None, "kernels": of(kernels)}
+        part_ms = sum(ms[phase, part] for phase in PHASES)
+        predicted_ms = sum(predicted[phase, part] for phase in PHASES)
+        metrics = {
+            "part_ms": part_ms,
+            "predicted_part_ms": predicted_ms or None,
+            "kernels": sum(kernels[phase, part] for phase in PHASES),
+        }
         for phase in PHASES[:2]:
             metrics[f"{phase}_part_ms"] = ms[phase, part] or None
             metrics[f"predicted_{phase}_part_ms"] = predicted[phase, part] or None
-        metrics |= {OF_TIME: 100 * of(ms) / ms.total(), "of_flops_pct": 100 * of(flops) / (flops.total() or 1)}
+        metrics |= {
+            OF_TIME: 100 * part_ms / ms.total(),
+            "of_flops_pct": 100 * sum(flops[phase, part] for phase in PHASES) / (flops.total() or 1),
+        }
         rows.append((part, metrics))
     return sorted(rows, key=lambda row: -row[1]["part_ms"])
 

@@ -165,7 +165,9 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ..
 
 
 def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
-    """Raise unless these are the documents, or their bounds, of q's and k's positions; those have passed `check_call`.
+    """Raise unless these are the documents of q's and k's positions, or their bounds.
+
+    q and k have passed `check_call`.
     """
     _check_integers("document_ids", document_ids)
     check_device("document_ids", document_ids, "q", q)

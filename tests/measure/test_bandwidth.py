@@ -61,7 +61,10 @@ def test_the_rate_of_a_queue_beside_computation():
 
 def disturbed(context):
     tensors = torch.zeros(2, 1024)
-    send = lambda number: collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)  # noqa: E731
+
+    def send(number):
+        return collectives.all_reduce_mean(tensors[number % 2], context.group, prescaled=True)
+
     return disturb(context, lambda: time.sleep(0.002), send, least_ms=4, rounds=1)
 
 

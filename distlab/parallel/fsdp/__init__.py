@@ -1,4 +1,6 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state cut by rows, a shard for each rank.
+"""Fully sharded data parallelism.
+
+Parameters, gradients and optimizer state are cut by rows. Each rank holds one shard of each.
 
     entry.py       the parameters before they are wrapped
     casts.py       which dtypes a module computes in
@@ -10,6 +12,8 @@
     outputs.py     what a unit returns, and what announces its backward
     runtime.py     when all of this happens
     fsdp.py        the class
+
+Read fsdp.py first.
 """
 
 from distlab.parallel.fsdp.fsdp import FSDP
