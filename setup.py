@@ -33,7 +33,8 @@ class BuildWithoutKernelsInit(build_py):
 
 commands = find_packages(include=["experiments*", "launch*"])
 setup(
-    packages=find_packages(include=["distlab*", "kernels*"]) + [f"distlab.commands.{name}" for name in commands],
+    packages=find_packages(include=["distlab*", "kernels*"])
+    + [f"distlab.commands.{name}" for name in commands],
     package_dir={f"distlab.commands.{name}": name for name in ("experiments", "launch")},
     cmdclass={"build_py": BuildWithoutKernelsInit},
 )

@@ -19,7 +19,9 @@ class KernelsFinder:
     """
 
     @staticmethod
-    def find_spec(name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: object = None
+    ) -> ModuleSpec | None:
         """Return where our module of this name is stored; None for any other."""
         parent, _, _ = name.rpartition(".")
         return PathFinder.find_spec(name, [str(KERNELS)]) if parent == "kernels" else None
@@ -37,7 +39,8 @@ def foreign_kernels() -> str | None:
         )
     ours = _module_names(KERNELS)
     for folder in map(Path, spec.submodule_search_locations):
-        if not folder.is_dir():  # such as the mark that setuptools leaves for an editable installation
+        # such as the mark that setuptools leaves for an editable installation
+        if not folder.is_dir():
             continue
         if folder.samefile(KERNELS):
             return None  # folders after it hide nothing
@@ -83,9 +86,13 @@ def run(experiment: str, **options: object) -> list[dict]:
     words = [sys.executable, str(COMMAND), "run", experiment, "--json"]
     for name, value in options.items():
         words.append(f"--{name.replace('_', '-')}")
-        words += map(str, value if isinstance(value, list | tuple) else [] if value is True else [value])
+        words += map(
+            str, value if isinstance(value, list | tuple) else [] if value is True else [value]
+        )
     done = subprocess.run(words, capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}")
+        raise RuntimeError(
+            f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}"
+        )
     records = read_json(json.loads(done.stdout.splitlines()[-1])["out"] + "/records.json")
     return [{"variant": record.variant, **record.config, **record.metrics} for record in records]

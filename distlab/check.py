@@ -76,13 +76,16 @@ STALE = "right in step 1, not in step 2: weights of before the step"
 NOT_SENT = "gradients are right, and ranks differ after the step: update not sent"
 STEPPED_TWICE = "gradients are right, and the update was made twice"
 NOT_STEPPED = "gradients are right, and no update was made"
-DECAYED = "gradients are right, and the value shrinks besides the update: a decay that was not asked for"
+DECAYED = (
+    "gradients are right, and the value shrinks besides the update: a decay that was not asked for"
+)
 STEPPED_WRONG = "gradients are right, the value after the step is not"
 FROZEN = "a parameter that does not train was changed"
 BUFFER = "differs from the buffer in one process"
 UNNAMED = (ROUNDED, APART, UNKNOWN)  # may be a consequence of another mistake
 
-# Whose buffers, such as running statistics, forward may read. Each is right, and a wrapper follows one of them.
+# Whose buffers, such as running statistics, forward may read. Each is right, and a wrapper follows
+# one of them.
 OWN_BUFFERS = "each rank's own"
 EACH_STEP = "rank 0's, from the begin of each step on"
 EACH_FORWARD = "rank 0's, before each forward"
@@ -148,19 +151,24 @@ class Verdict:
         return str(self)  # pytest shows the repr of what an assertion holds
 
     def __str__(self) -> str:
-        parts = [f"{self._headline()} ({self.ranks} ranks × {self._micro_batches()}, {STEPS} steps)"]
+        parts = [
+            f"{self._headline()} ({self.ranks} ranks × {self._micro_batches()}, {STEPS} steps)"
+        ]
         shown = self.findings or self.accumulation
         if self.accumulation:
             parts.append("With several micro-batches per step these differ:")
         if shown:
             rows = [
-                (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature) for each in shown[:ROWS]
+                (each.tensor, each.what, each.step, f"{each.error:.1e}", each.signature)
+                for each in shown[:ROWS]
             ]
             titles = ("tensor", "differs in", "step", "max |Δ|", "signature")
             more = f"\nand {len(shown) - ROWS} more" if len(shown) > ROWS else ""
             parts.append(tabulate(rows, titles, disable_numparse=True) + more)
         if self.findings and self.right_with_one:
-            parts.append("With one micro-batch per step it is right: look at no_sync() and at what accumulates.")
+            parts.append(
+                "With one micro-batch per step it is right: look at no_sync() and at what accumulates."
+            )
         parts.append(
             f"loss of step {STEPS}: {self.loss:.6g}, in one process {self.expected_loss:.6g}"
             + (f"\nfinish that was called: {self.finish}" if self.finish else "")
@@ -183,7 +191,9 @@ class Verdict:
         if others:
             counted.append(f"{len(others)} buffers or frozen parameters")
         several = len(trainable) + len(others) > 1 or self.tensors > 1
-        return f"WRONG: {' and '.join(counted)} {'differ' if several else 'differs'} from one process"
+        return (
+            f"WRONG: {' and '.join(counted)} {'differ' if several else 'differs'} from one process"
+        )
 
     def _micro_batches(self) -> str:
         return f"{self.micro_batches} micro-batch{'' if self.micro_batches == 1 else 'es'}"
@@ -222,12 +232,15 @@ def check(
     """
     if context.world_size < 2:
         raise ValueError("one rank has no other to disagree with: give --nproc 2 or more")
-    # Messages of the check's own, which cannot meet those of a wrapper that some ranks do not send. A rank that failed
-    # waits here for the others, which may first wait for it until their own timeout.
+    # Messages of the check's own, which cannot meet those of a wrapper that some ranks do not send.
+    # A rank that failed waits here for the others, which may first wait for it until their own
+    # timeout.
     patience = timedelta(seconds=4 * context.timeout_s + 60)
     own = replace(context, group=dist.new_group(timeout=patience))
     try:
-        lr = on_main(own, lambda: _step_size(task, task.batches(0, 0, own.device)[0], seed, own.device))
+        lr = on_main(
+            own, lambda: _step_size(task, task.batches(0, 0, own.device)[0], seed, own.device)
+        )
         task, candidate = replace(task, lr=lr), replace(candidate or task, lr=lr)
         jobs = _Jobs(task, candidate, strategy, same_batch, seed)
         if micro_batches is not None:
@@ -255,7 +268,9 @@ def on_rank(
     task = own_task(model, batch, seed)
     examined(model, task, context, seed)
     strategy = wrapped_by(wrap) if ":" in wrap else get_strategy(wrap)
-    return check(context, task, strategy, same_batch=same_batch, micro_batches=micro_batches, seed=seed)
+    return check(
+        context, task, strategy, same_batch=same_batch, micro_batches=micro_batches, seed=seed
+    )
 
 
 @dataclass(frozen=True)
@@ -268,7 +283,9 @@ class _Jobs:
     same_batch: bool
     seed: int
 
-    def batches(self, source: Task, rank: int, step: int, micro_batches: int, device: torch.device) -> list[Any]:
+    def batches(
+        self, source: Task, rank: int, step: int, micro_batches: int, device: torch.device
+    ) -> list[Any]:
         """Return the micro-batches of one rank in one step, from 0 on."""
         rank = 0 if self.same_batch else rank
         first = step * micro_batches
@@ -325,14 +342,21 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: 
     """Train on ranks, repeat that on each rank without a wrapper, and judge on rank 0."""
     trained = _on_all(own, lambda: _train(own, group, jobs, micro_batches))
     everyone = _gather_on_main(trained, own)
-    # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so that a difference
-    # of a last bit after the first step does not grow in the second.
+    # Each step is repeated from the parameters that rank 0 had in it (they are judged as well), so
+    # that a difference of a last bit after the first step does not grow in the second.
     parameters = _from_main((trained.initial, trained.values), own)
     copy = _on_all(own, lambda: _Copy(jobs.task, parameters[0], jobs.seed, own.device))
-    steps = [jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)]
+    steps = [
+        jobs.batches(jobs.task, own.rank, step, micro_batches, own.device) for step in range(STEPS)
+    ]
 
-    def judged(policy: str, main_states: Sequence[Sequence[Tensors]]) -> tuple[list[Finding], list["_Run"]]:
-        run = _on_all(own, lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own.is_main))
+    def judged(
+        policy: str, main_states: Sequence[Sequence[Tensors]]
+    ) -> tuple[list[Finding], list["_Run"]]:
+        run = _on_all(
+            own,
+            lambda: copy.run(parameters, steps, parameters[0], policy, main_states, own.is_main),
+        )
         runs = _gather_on_main(run, own)
         return on_main(own, lambda: _Judge(everyone, runs, copy, jobs).findings()), runs
 
@@ -345,17 +369,20 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: 
                 findings, runs = found, others
             if not findings:
                 break
-    if any(each.step == STEPS and each.what == "gradient" and each.signature in UNNAMED for each in findings):
-        findings = _named_stale(
-            own, copy, findings, everyone, trained, parameters, steps, jobs
-        )
+    if any(
+        each.step == STEPS and each.what == "gradient" and each.signature in UNNAMED
+        for each in findings
+    ):
+        findings = _named_stale(own, copy, findings, everyone, trained, parameters, steps, jobs)
     ranks = own.world_size
 
     def verdict() -> Verdict:
         loss = sum(rank.loss for rank in everyone) / ranks
         expected = sum(run.loss for run in runs) / ranks
         number = len(steps[0])
-        return Verdict(ranks, number, len(copy.trainable), tuple(findings), loss, expected, trained.finish)
+        return Verdict(
+            ranks, number, len(copy.trainable), tuple(findings), loss, expected, trained.finish
+        )
 
     return _Compared(on_main(own, verdict), trained.can_accumulate)
 
@@ -426,7 +453,8 @@ class _Trained:
     loss: float
     finish: str
     can_accumulate: bool
-    owned: dict[str, list[tuple[int, int]]]  # name → (first element, number) that only this rank's optimizer steps
+    # name → (first element, number) that only this rank's optimizer steps
+    owned: dict[str, list[tuple[int, int]]]
 
 
 def _train(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: int) -> _Trained:
@@ -451,8 +479,8 @@ def _train(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: in
                 return
             gradients.append(_whole_gradients(model, own))
             if len(gradients) == STEPS:
-                # Not right after the first step: reading them there would wait for messages that the next forward may
-                # have forgotten to wait for.
+                # Not right after the first step: reading them there would wait for messages that
+                # the next forward may have forgotten to wait for.
                 values.update(_copies(model.full_parameters()))
 
         train = TrainStep(model, optimizer, task.loss_fn, mark=keep)
@@ -464,7 +492,9 @@ def _train(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: in
         model.close(restore=False)
     finish = getattr(model, "finish", "")
     can_accumulate = getattr(model, "can_accumulate", True)
-    return _Trained(initial, gradients, values, final, losses[-1].item(), finish, can_accumulate, owned)
+    return _Trained(
+        initial, gradients, values, final, losses[-1].item(), finish, can_accumulate, owned
+    )
 
 
 @torch.no_grad()
@@ -486,14 +516,18 @@ def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
         trained = trained or tensor.grad is not None
     everyone = _exchange(own, (trained, parts))
     if not any(trained for trained, _ in everyone):
-        raise ValueError("no parameter of the module got a gradient: a wrapper must train the module it is given")
+        raise ValueError(
+            "no parameter of the module got a gradient: a wrapper must train the module it is given"
+        )
     for _, of_rank in everyone:
         for name, (start, values) in of_rank.items():
             whole[name].view(-1)[start : start + len(values)] = values
     return whole
 
 
-def _owned(model: ParallelModel, optimizer: torch.optim.Optimizer) -> dict[str, list[tuple[int, int]]]:
+def _owned(
+    model: ParallelModel, optimizer: torch.optim.Optimizer
+) -> dict[str, list[tuple[int, int]]]:
     """Return the parts of parameters that this rank's optimizer steps and others do not."""
     found: dict[str, list[tuple[int, int]]] = {}
     for shard in stepped(model, optimizer):
@@ -667,7 +701,11 @@ class _Copy:
         generator = torch.Generator().manual_seed(0)
         for parameter in self.module.parameters():
             if parameter.is_floating_point():
-                up = torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device) * 2 - 1
+                up = (
+                    torch.randint(0, 2, parameter.shape, generator=generator).to(parameter.device)
+                    * 2
+                    - 1
+                )
                 parameter.data += parameter.data * up * torch.finfo(parameter.dtype).eps
 
     def _load_parameters(self, values: Tensors, buffers: set[str], moved: bool) -> None:
@@ -712,11 +750,14 @@ class _Copy:
             then = late if number == len(steps) - 1 else None
             step = (parameters[number], then, arrival, micro_batches, before, read)
             gradients, states, loss = self._step(*step, moved=False)
-            # With weights that did not arrive in time, only the values are wanted, and not their noise.
+            # With weights that did not arrive in time, only the values are wanted, and not their
+            # noise.
             others = gradients if arrival is not None else self._step(*step, moved=True)[0]
             sums = {}
             for name in self.trainable:
-                sums[name] = _Sums.of([each[name] for each in gradients], [each[name] for each in others])
+                sums[name] = _Sums.of(
+                    [each[name] for each in gradients], [each[name] for each in others]
+                )
             all_sums.append(sums)
             all_states.append(states)
             before = states[-1]
@@ -804,7 +845,10 @@ class _Expected:
     """
 
     def __init__(
-        self, of_ranks: Sequence[Mapping[str, _Sums]], dtypes: Mapping[str, torch.dtype], micro_batches: int
+        self,
+        of_ranks: Sequence[Mapping[str, _Sums]],
+        dtypes: Mapping[str, torch.dtype],
+        micro_batches: int,
     ):
         self.of_ranks, self.dtypes, self.micro_batches = of_ranks, dtypes, micro_batches
         self.ranks = len(of_ranks)
@@ -837,7 +881,9 @@ class _Expected:
         info = torch.finfo(self.dtypes[name])
         unit = info.eps / 2
         roundings = self.micro_batches + self.ranks + 4
-        weighted = [weight * getattr(each, part) for weight, each in zip(weights, sums, strict=True)]
+        weighted = [
+            weight * getattr(each, part) for weight, each in zip(weights, sums, strict=True)
+        ]
         value = torch.stack(weighted).sum(0)
         total_weight = sum(map(abs, weights))
         largest = max(each.largest for each in sums)
@@ -855,9 +901,19 @@ class _Expected:
         # Changes of micro-batches that have a common sign do not average out.
         noise = torch.maximum(noise, shift.square())
 
-        floor = SLACK * (self.ranks + self.micro_batches) * min(info.eps, torch.finfo(torch.float32).eps)
+        floor = (
+            SLACK
+            * (self.ranks + self.micro_batches)
+            * min(info.eps, torch.finfo(torch.float32).eps)
+        )
         floor = floor * largest * total_weight
-        floor += roundings * self.micro_batches * info.smallest_normal * info.eps * max(1.0, total_weight)
+        floor += (
+            roundings
+            * self.micro_batches
+            * info.smallest_normal
+            * info.eps
+            * max(1.0, total_weight)
+        )
         elements = value.numel()
         few = 1 + 2 / math.sqrt(elements)  # the mean of few squares spreads
         rounding = unit * math.sqrt(variance.mean().item() / 3)
@@ -869,7 +925,8 @@ class _Expected:
         )
 
 
-Candidate = tuple[str, Tensor, Sequence[_Right]]  # signature, what each rank has, what it would have
+# signature, what each rank has, what it would have
+Candidate = tuple[str, Tensor, Sequence[_Right]]
 
 
 class _Judge:
@@ -884,7 +941,9 @@ class _Judge:
         self.ranks, self.runs, self.copy, self.jobs = ranks, runs, copy, jobs
         dtypes = {name: parameter.dtype for name, parameter in copy.trainable.items()}
         count = runs[0].micro_batches
-        self.expected = [_Expected([run.sums[step] for run in runs], dtypes, count) for step in range(STEPS)]
+        self.expected = [
+            _Expected([run.sums[step] for run in runs], dtypes, count) for step in range(STEPS)
+        ]
 
     def findings(self) -> list[Finding]:
         """Name what differs, by its earliest evidence: later steps follow from a wrong one.
@@ -923,7 +982,9 @@ class _Judge:
         for name in self.ranks[0].initial:
             each = torch.stack([_wide(rank.initial[name]) for rank in self.ranks])
             if not torch.equal(each.nan_to_num(), each[:1].expand_as(each).nan_to_num()):
-                found.append(Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST))
+                found.append(
+                    Finding(name, "initial value", 0, _error(each, each[0]), NOT_BROADCAST)
+                )
         return found
 
     # -- gradients -------------------------------------------------------------------------------------------
@@ -1056,7 +1117,9 @@ class _Judge:
             return None
         now, before = self.expected[1].mean(name), self.expected[0].mean(name)
         columns = torch.stack([now.value.flatten(), before.value.flatten()], 1)
-        weights = torch.linalg.lstsq(columns, seen[0].flatten()[:, None]).solution.flatten().tolist()
+        weights = (
+            torch.linalg.lstsq(columns, seen[0].flatten()[:, None]).solution.flatten().tolist()
+        )
         mixed = now.plus(before, weights[1], weights[0])
         is_mean = all(0.01 < weight < 1 for weight in weights)
         return MIXED if is_mean and all(map(mixed.agrees, seen)) else None
@@ -1068,13 +1131,21 @@ class _Judge:
         if ranks > 8:
             return False  # 2^P ways
         alike = [each for each in self.copy.trainable if each != name]
-        alike = [each for each in alike if self.copy.trainable[each].shape == self.copy.trainable[name].shape]
+        alike = [
+            each
+            for each in alike
+            if self.copy.trainable[each].shape == self.copy.trainable[name].shape
+        ]
         # A tensor whose gradient is noise explains nothing: its share cannot be seen.
-        alike = [each for each in alike if not expected.mean(each).agrees(torch.zeros_like(seen[0]))]
+        alike = [
+            each for each in alike if not expected.mean(each).agrees(torch.zeros_like(seen[0]))
+        ]
 
         def explains(other: str, theirs: Sequence[bool], value: Tensor) -> bool:
             mine = expected.combination(name, [0.0 if each else 1 / ranks for each in theirs])
-            mixed = mine.plus(expected.combination(other, [1 / ranks if each else 0.0 for each in theirs]))
+            mixed = mine.plus(
+                expected.combination(other, [1 / ranks if each else 0.0 for each in theirs])
+            )
             return mixed.agrees(value)
 
         changed = False
@@ -1099,7 +1170,8 @@ class _Judge:
             rounding = expected.ranks * eps * own.abs().mean(0)  # P on the way in, P in the sum
             if not bool(((seen - mean.value).abs() <= rounding + mean.element).all()):
                 continue
-            # Where the reduction was in that dtype, its result or its sum is a number of that dtype.
+            # Where the reduction was in that dtype, its result or its sum is a number of that
+            # dtype.
             for factor in (1, expected.ranks):
                 scaled = seen * factor
                 if (scaled.to(dtype).double() - scaled).abs().le(1e-6 * scaled.abs()).all():
@@ -1108,7 +1180,8 @@ class _Judge:
             for factor in (1, 1 / expected.ranks):
                 sent = (own * factor).to(dtype).double().mean(0) / factor
                 near = (seen - sent).abs() <= mean.element
-                if near.double().mean() > 0.9:  # a value between two numbers may have been rounded to the other
+                # a value between two numbers may have been rounded to the other
+                if near.double().mean() > 0.9:
                     return True
         return False
 
@@ -1131,7 +1204,9 @@ class _Judge:
 
     def _after(self, step: int, name: str) -> Tensor:
         """Return every rank's value after a step."""
-        return torch.stack([_wide((rank.final if step == STEPS else rank.values)[name]) for rank in self.ranks])
+        return torch.stack(
+            [_wide((rank.final if step == STEPS else rank.values)[name]) for rank in self.ranks]
+        )
 
     def _update(self, step: int, name: str) -> tuple[str | None, float]:
         """Return which mistake gives the value after a step, None if it is right, and its error."""
@@ -1143,10 +1218,13 @@ class _Judge:
 
         def updated(times: float) -> _Right:
             value = before - times * lr * gradient.value
-            # The product and the difference are each rounded by half an eps; a master copy in higher precision is not.
+            # The product and the difference are each rounded by half an eps; a master copy in
+            # higher precision is not.
             rounding = eps / 2 * (value.abs() + 2 * abs(times) * lr * gradient.value.abs()) * 1.01
             rms = rounding.square().mean().sqrt().item() + abs(times) * lr * gradient.rms
-            return _Right(value, 2 * rounding + abs(times) * lr * gradient.element + 1e-30, rms + 1e-30)
+            return _Right(
+                value, 2 * rounding + abs(times) * lr * gradient.element + 1e-30, rms + 1e-30
+            )
 
         right = updated(1)
         error = _error(after, right.value)
@@ -1201,7 +1279,9 @@ class _Judge:
             eps = torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
             ways = (own, [own[0]] * len(own))
             if not any(all(map(_close, seen, way, [eps] * len(way))) for way in ways):
-                error = max(_error(each[None], right) for each, right in zip(seen, own, strict=True))
+                error = max(
+                    _error(each[None], right) for each, right in zip(seen, own, strict=True)
+                )
                 found.append(Finding(name, "buffer", STEPS, error, BUFFER))
         return found
 
@@ -1226,21 +1306,35 @@ def _named_stale(
     modules = {name.rpartition(".")[0] for name in copy.trainable}
     sets = [set(copy.trainable)]
     if len(modules) <= MOST_MODULES:
-        sets += [{name for name in copy.trainable if name.rpartition(".")[0] == each} for each in sorted(modules)]
+        sets += [
+            {name for name in copy.trainable if name.rpartition(".")[0] == each}
+            for each in sorted(modules)
+        ]
     for stale, keeps_own, arrival in product(sets, (False, True), (0, 1, 2)):
         mixed = dict(new)
         for name in stale:
             mixed[name] = old[name].clone()
             for start, number in trained.owned.get(name, ()) if keeps_own else ():
-                mixed[name].view(-1)[start : start + number] = new[name].reshape(-1)[start : start + number]
+                mixed[name].view(-1)[start : start + number] = new[name].reshape(-1)[
+                    start : start + number
+                ]
         run = _on_all(
             own,
             lambda mixed=mixed, arrival=arrival: copy.run(
-                (old, mixed), steps, old, OWN_BUFFERS, (), own.is_main, new if arrival > 0 else None, arrival
+                (old, mixed),
+                steps,
+                old,
+                OWN_BUFFERS,
+                (),
+                own.is_main,
+                new if arrival > 0 else None,
+                arrival,
             ),
         )
         others = _gather_on_main(run, own)
-        left = on_main(own, lambda others=others: _Judge(everyone, others, copy, jobs).wrong_gradients())
+        left = on_main(
+            own, lambda others=others: _Judge(everyone, others, copy, jobs).wrong_gradients()
+        )
         if not left:
             return [replace(each, signature=STALE) for each in findings]
     return findings

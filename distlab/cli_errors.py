@@ -36,7 +36,8 @@ USER_ERRORS = (ValueError, OSError, MemoryError)
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 GRACE_S = 1.2  # for the main thread to end by itself
 SHOWN = 6  # files that are named one by one
-# What plain RuntimeErrors say: the host's allocator, CUDA's driver and runtime, cuDNN, cuBLAS and NCCL.
+# What plain RuntimeErrors say: the host's allocator, CUDA's driver and runtime, cuDNN, cuBLAS and
+# NCCL.
 NO_MEMORY = re.compile(
     r"can't allocate memory|CUDA (driver )?error: out of memory|(unhandled ?cuda ?error|cuda failure).*out of memory"
     r"|CUDNN_STATUS_\w*ALLOC\w*_FAILED|CUBLAS_STATUS_ALLOC_FAILED"
@@ -48,7 +49,8 @@ NO_MEMORY = re.compile(
 def message_of(error: Exception) -> str | None:
     """Return the line for an error that the user can fix; None for any other, which keeps its traceback."""
     line = _line_of(error)
-    return None if line is None else for_terminal(line)  # it may quote a file that came from elsewhere
+    # it may quote a file that came from elsewhere
+    return None if line is None else for_terminal(line)
 
 
 def _line_of(error: Exception) -> str | None:
@@ -59,7 +61,11 @@ def _line_of(error: Exception) -> str | None:
         first = f" ({said.splitlines()[0]})" if said else ""
         return f"out of memory{first}: a smaller --batch, --context or --size takes less"
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
-        remedy = ": make room there, then give the same command again" if error.errno == errno.ENOSPC else ""
+        remedy = (
+            ": make room there, then give the same command again"
+            if error.errno == errno.ENOSPC
+            else ""
+        )
         return f"{error.filename}: {error.strerror}{remedy}"
     return str(error) if isinstance(error, USER_ERRORS) else None
 
@@ -98,7 +104,9 @@ def outlive_readers() -> None:
         old = getattr(sys, name)
         buffer = io.BufferedWriter(_Stream(old.fileno(), "w", closefd=False))
         at_once = old.line_buffering or old.write_through
-        setattr(sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once))
+        setattr(
+            sys, name, io.TextIOWrapper(buffer, old.encoding, old.errors, line_buffering=at_once)
+        )
 
 
 def _open_if_closed(number: int, name: str) -> None:
@@ -183,7 +191,10 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
 
     def end(number: int, frame: FrameType | None) -> None:
         if speaks:
-            os.write(2, f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode())
+            os.write(
+                2,
+                f"{name}: stopped by {_sender(number)} while starting; nothing was saved\n".encode(),
+            )
         os._exit(128 + number)
 
     with answered(end):
@@ -192,7 +203,8 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def answered(
-    handler: Callable[[int, FrameType | None], None], hear: Callable[[int], None] = lambda number: None
+    handler: Callable[[int, FrameType | None], None],
+    hear: Callable[[int], None] = lambda number: None,
 ) -> Iterator[None]:
     """While the block runs, `handler` answers `SIGNALS`, those apart that are ignored: nohup stays nohup.
 
@@ -251,7 +263,11 @@ class _Run:
         saved = what_is_saved(self.folder)
         more = f"; {self.continues}" if self.continues and not saved.startswith("nothing") else ""
         after = f"after {time.monotonic() - self.begin:.0f} s"
-        print(f"{self.name}: stopped by {_sender(self.asked)} {after}; {saved}{more}", file=sys.stderr, flush=True)
+        print(
+            f"{self.name}: stopped by {_sender(self.asked)} {after}; {saved}{more}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 _current: ContextVar[_Run | None] = ContextVar("run that may be stopped", default=None)
@@ -261,7 +277,9 @@ def what_is_saved(folder: Path | None) -> str:
     """What a folder of results holds, in words; one that holds nothing is removed."""
     if folder is None:
         return "nothing was saved"
-    names = sorted(path.name for path in folder.glob("*") if not path.name.startswith((".tmp-", "run.lock")))
+    names = sorted(
+        path.name for path in folder.glob("*") if not path.name.startswith((".tmp-", "run.lock"))
+    )
     if not names:
         with contextlib.suppress(OSError):
             folder.rmdir()
@@ -278,7 +296,8 @@ def _watched(run: _Run) -> Iterator[None]:
             raise Stopped(number)
 
     def ignore_stopped(failure: sys.UnraisableHookArgs) -> None:
-        if not issubclass(failure.exc_type, Stopped):  # raised where no exception can leave: the watcher ends us
+        # raised where no exception can leave: the watcher ends us
+        if not issubclass(failure.exc_type, Stopped):
             shown(failure)
 
     def end_unless_ended(number: int) -> None:

@@ -4,7 +4,9 @@ import runpy
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-COMMAND = (HERE / "commands" if (HERE / "commands").is_dir() else HERE.parent) / "launch" / "__main__.py"
+COMMAND = (
+    (HERE / "commands" if (HERE / "commands").is_dir() else HERE.parent) / "launch" / "__main__.py"
+)
 
 
 def console() -> None:

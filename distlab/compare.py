@@ -14,12 +14,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distlab.measure.statistics import MIN_PAIRS, Ratio, own_noise_floor, percentiles, unpaired_ratio
+from distlab.measure.statistics import (
+    MIN_PAIRS,
+    Ratio,
+    own_noise_floor,
+    percentiles,
+    unpaired_ratio,
+)
 from distlab.report.derived import noise_of
 from distlab.report.record import Metrics, Record, Records, plain, read_json
 from distlab.report.table import Column, grouped, is_number, shared_options, text_column
 from distlab.report.view import View
-from distlab.runs import ROWS, higher_is_better, in_unit, main_metric, rows_of, short, shown, when_of
+from distlab.runs import (
+    ROWS,
+    higher_is_better,
+    in_unit,
+    main_metric,
+    rows_of,
+    short,
+    shown,
+    when_of,
+)
 
 RATIO = "step_ratio"
 ALIKE = (
@@ -85,7 +100,9 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
     metric = main_metric(runs[-1].records) if control is None else RATIO
     for run in runs:
         if not any(is_number(record.metrics.get(metric)) for record in run.records):
-            raise ValueError(f"{run.path} has no {metric}: it was written by another version, or measured otherwise")
+            raise ValueError(
+                f"{run.path} has no {metric}: it was written by another version, or measured otherwise"
+            )
     tables = _keyed(runs)
     rows = []
     for key in dict.fromkeys(itertools.chain(*tables)):
@@ -114,8 +131,13 @@ def _over(run: SavedRun, control: str) -> list[Record]:
         metrics = {}
         if samples:
             ratios = [mine / other for mine, other in zip(samples, known[control], strict=True)]
-            noise = own_noise_floor(ratios)  # drift has cancelled, so what samples spread is no bound
-            metrics = {RATIO: percentiles(ratios)["p50"], f"{RATIO}_samples_ms": ratios, "noise_pct": noise}
+            # drift has cancelled, so what samples spread is no bound
+            noise = own_noise_floor(ratios)
+            metrics = {
+                RATIO: percentiles(ratios)["p50"],
+                f"{RATIO}_samples_ms": ratios,
+                "noise_pct": noise,
+            }
         rows.append(replace(record, metrics=metrics))
     return rows
 
@@ -147,7 +169,9 @@ def findings(rows: Records) -> list[str]:
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     metric, found = rows[0].config["metric"], []
     for verdict in (SLOWER, FASTER):
-        for row in sorted(by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])):
+        for row in sorted(
+            by_verdict.pop(verdict, []), key=lambda row: -abs(row.metrics["difference_pct"])
+        ):
             found.append(f"{row.variant} is {verdict}: {_sentence(row)}")
     ties = [row.variant for row in by_verdict.pop(TIE, [])]
     if ties:
@@ -167,7 +191,9 @@ def machine_moved(rows: Records) -> float | None:
     """Return the smallest difference in %, with its sign, of 3 rows or more that all moved in one direction by over
     3 %; None if they did not.
     """
-    moved = [row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])]
+    moved = [
+        row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])
+    ]
     if len(moved) >= MOVED_ROWS and (min(moved) > MOVED_PCT or max(moved) < -MOVED_PCT):
         return min(moved, key=abs)
     return None
@@ -183,7 +209,11 @@ def failures(rows: Records, limit_pct: float) -> list[str]:
 
     Certainly: the lower end of their interval is above the limit.
     """
-    worse = [row.variant for row in rows if row.metrics["verdict"] == SLOWER and worse_by(row)[0] > limit_pct]
+    worse = [
+        row.variant
+        for row in rows
+        if row.metrics["verdict"] == SLOWER and worse_by(row)[0] > limit_pct
+    ]
     return [*worse, *gone(rows)]
 
 
@@ -260,14 +290,17 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
 
 def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
     """Of each run, its rows by variant, and by the options that tell rows of one variant apart."""
-    if all(len(run.records) == 1 for run in runs):  # whatever they are called, such as a training run's strategy
+    # whatever they are called, such as a training run's strategy
+    if all(len(run.records) == 1 for run in runs):
         name = " → ".join(dict.fromkeys(run.first.variant for run in runs))
         return [{(name,): run.first} for run in runs]
     varying = []
     if any(len({r.variant for r in run.records}) < len(run.records) for run in runs):
         varying = [
             name
-            for name in dict.fromkeys(itertools.chain(*(r.config for run in runs for r in run.records)))
+            for name in dict.fromkeys(
+                itertools.chain(*(r.config for run in runs for r in run.records))
+            )
             if any(len({str(r.config.get(name)) for r in run.records}) > 1 for run in runs)
         ]
     return [
@@ -286,7 +319,13 @@ def _verdict(old: Record | None, new: Record | None, metric: str) -> Metrics:
     nothing = dict.fromkeys(("difference_pct", "low_pct", "high_pct", "noise_pct", "least_pct"))
     first, last = (None if record is None else record.metrics.get(metric) for record in (old, new))
     if not all(is_number(value) and value > 0 for value in (first, last)):
-        where = "only in the first" if is_number(first) else "only in the last" if is_number(last) else "in neither"
+        where = (
+            "only in the first"
+            if is_number(first)
+            else "only in the last"
+            if is_number(last)
+            else "in neither"
+        )
         return nothing | {"verdict": f"{where} run"}
     quantity = metric.removesuffix("_p50_ms")
     noises = [noise_of(record.metrics, quantity) for record in (old, new)]
@@ -314,7 +353,9 @@ def _sentence(row: Record) -> str:
     m, metric = row.metrics, row.config["metric"]
     first, *_, last = (value for name, value in m.items() if name.startswith("run_"))
     between = (
-        f", 95 % between {m['low_pct']:+.1f} and {m['high_pct']:+.1f} %" if m["low_pct"] is not None else ""
+        f", 95 % between {m['low_pct']:+.1f} and {m['high_pct']:+.1f} %"
+        if m["low_pct"] is not None
+        else ""
     )
     noise = f", noise {m['noise_pct']:.1f} %" if m["noise_pct"] is not None else ""
     return (

@@ -88,23 +88,28 @@ def _rmsnorm_gradients(grad_output: Tensor, x: Tensor, g: Tensor) -> tuple[Tenso
 # -- data parallelism ------------------------------------------------------------------------------------------
 
 
-def ddp_on_after_backward(ddp_model: OverlapDDP | BucketedDDP, optimizer: Optimizer | None = None) -> None:
+def ddp_on_after_backward(
+    ddp_model: OverlapDDP | BucketedDDP, optimizer: Optimizer | None = None
+) -> None:
     """Call after backward, before the step: every `.grad` is then the mean over ranks."""
     ddp_model.finish_gradient_synchronization()
 
 
-def ddp_bucketed_on_train_batch_start(ddp_model: BucketedDDP, optimizer: Optimizer | None = None) -> None:
+def ddp_bucketed_on_train_batch_start(
+    ddp_model: BucketedDDP, optimizer: Optimizer | None = None
+) -> None:
     """Call before forward. Buckets reset themselves when a step is finished: nothing is left to do."""
 
 
-get_ddp = get_ddp_individual_parameters = OverlapDDP  # of a module: an all-reduce per gradient, under backward
+# of a module: an all-reduce per gradient, under backward
+get_ddp = get_ddp_individual_parameters = OverlapDDP
 get_ddp_bucketed = BucketedDDP  # of a module and the MiB of a bucket; None: one bucket
 ddp_individual_parameters_on_after_backward = ddp_bucketed_on_after_backward = ddp_on_after_backward
 
 # -- sharding --------------------------------------------------------------------------------------------------
 
-# Of a module and the dtype it computes in; its shards and their gradients stay fp32. Build the optimizer from the
-# wrapper's `parameters()`, which are this rank's shards.
+# Of a module and the dtype it computes in; its shards and their gradients stay fp32. Build the
+# optimizer from the wrapper's `parameters()`, which are this rank's shards.
 get_fsdp = FSDP
 get_sharded_optimizer = ShardedOptimizer  # of parameters, an optimizer's class and its options
 

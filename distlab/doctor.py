@@ -72,7 +72,11 @@ def checked(name: str, fine: bool, found: str, advice: str, otherwise: str = LIM
 def version_tuple(text: str) -> tuple[int, int]:
     """Major and minor of a version such as `2.13.0+cpu`; (0, 0) for a text that is none."""
     parts = text.split("+")[0].split(".")[:2]
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(p.isdigit() for p in parts) else (0, 0)
+    return (
+        (int(parts[0]), int(parts[1]))
+        if len(parts) == 2 and all(p.isdigit() for p in parts)
+        else (0, 0)
+    )
 
 
 def package(name: str, least: tuple[int, int], advice: str) -> Finding:
@@ -89,24 +93,43 @@ def package(name: str, least: tuple[int, int], advice: str) -> Finding:
     except importlib.metadata.PackageNotFoundError:
         version = str(getattr(sys.modules.get(name), "__version__", "0.0"))
     except Exception as error:  # an import may fail in any way: a missing library, a broken wheel
-        return Finding(name, MISSING, f"cannot be imported ({type(error).__name__}: {error})", advice)
+        return Finding(
+            name, MISSING, f"cannot be imported ({type(error).__name__}: {error})", advice
+        )
     needed = ".".join(map(str, least))
-    return checked(name, version_tuple(version) >= least, version, f"older than {needed}: {INSTALL}")
+    return checked(
+        name, version_tuple(version) >= least, version, f"older than {needed}: {INSTALL}"
+    )
 
 
 def find_host() -> list[Finding]:
     """The interpreter, cores this process may use and memory, and /dev/shm, through which NCCL's ranks talk."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
-    python = checked("Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    python = checked(
+        "Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING
+    )
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     found = f"{cores} cores"
     with contextlib.suppress(ValueError, OSError, AttributeError):
-        found += f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
+        found += (
+            f", {os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB memory"
+        )
     cpu = checked("CPU", cores >= 2, found, "two ranks share a core: timings say little")
     if not os.path.exists(SHM):
-        return [python, cpu, Finding("shared memory", LIMITED, f"no {SHM}", "NCCL between GPUs of one host needs it")]
+        return [
+            python,
+            cpu,
+            Finding(
+                "shared memory", LIMITED, f"no {SHM}", "NCCL between GPUs of one host needs it"
+            ),
+        ]
     free = shutil.disk_usage(SHM).free
-    found, advice = f"{free / 2**20:,.0f} MiB free in {SHM}", "NCCL may fail: start the container with --shm-size=1g"
+    found, advice = (
+        f"{free / 2**20:,.0f} MiB free in {SHM}",
+        "NCCL may fail: start the container with --shm-size=1g",
+    )
     return [python, cpu, checked("shared memory", free >= 2**28, found, advice)]
 
 
@@ -118,9 +141,18 @@ def find_gpus() -> list[Finding]:
 
     count = torch.cuda.device_count()
     if not count:
-        why = "torch is built without CUDA" if torch.version.cuda is None else "torch sees no NVIDIA GPU"
+        why = (
+            "torch is built without CUDA"
+            if torch.version.cuda is None
+            else "torch sees no NVIDIA GPU"
+        )
         return [
-            Finding("GPUs", LIMITED, f"none ({why})", "everything runs on CPU ranks, kernels in plain torch")
+            Finding(
+                "GPUs",
+                LIMITED,
+                f"none ({why})",
+                "everything runs on CPU ranks, kernels in plain torch",
+            )
         ]
     findings = []
     for index in range(count):
@@ -134,7 +166,9 @@ def find_gpus() -> list[Finding]:
         links = "direct access between GPUs" if peers else "no direct access between GPUs"
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             asked = ["nvidia-smi", "topo", "-m"]
-            topology = subprocess.run(asked, capture_output=True, text=True, timeout=20, check=True).stdout
+            topology = subprocess.run(
+                asked, capture_output=True, text=True, timeout=20, check=True
+            ).stdout
             links = parse_topology(topology) or links
         advice = "collectives go through host memory: expect a tenth of NVLink's bandwidth"
         findings.append(checked("links", peers, links, advice))
@@ -162,7 +196,13 @@ def find_backends() -> list[Finding]:
     version = torch.cuda.nccl.version() if has_nccl else "not in this torch"
     found = ".".join(map(str, version)) if isinstance(version, tuple) else str(version)
     return [
-        checked("gloo", has_gloo, f"{'' if has_gloo else 'not '}in this torch", "CPU ranks cannot talk", MISSING),
+        checked(
+            "gloo",
+            has_gloo,
+            f"{'' if has_gloo else 'not '}in this torch",
+            "CPU ranks cannot talk",
+            MISSING,
+        ),
         checked("NCCL", has_nccl, found, "GPUs cannot talk to each other; CPU ranks can"),
     ]
 
@@ -212,15 +252,20 @@ def find_triton() -> list[Finding]:
         how = (LIMITED, "interpreted (TRITON_INTERPRET=1)", "correct in fp32 and fp16, not fast")
     elif torch.cuda.device_count():
         why = hopper.unavailable(None)
-        attention = f"those for Hopper ({hopper.SERVED})" if why is None else f"in plain Triton, as {why}"
+        attention = (
+            f"those for Hopper ({hopper.SERVED})" if why is None else f"in plain Triton, as {why}"
+        )
         how = (OK, f"compiled for the GPU; attention's: {attention}", "")
     return [triton, Finding("kernels", *how)]
 
 
 def examine() -> list[Finding]:
     """Look at everything; takes some ten seconds, most of it starting two ranks."""
-    needed = (("torch", TORCH_LEAST, "nothing runs without it"),
-              ("matplotlib", (0, 0), "no pictures"), ("tabulate", (0, 0), "no tables"))  # fmt: skip
+    needed = (
+        ("torch", TORCH_LEAST, "nothing runs without it"),
+        ("matplotlib", (0, 0), "no pictures"),
+        ("tabulate", (0, 0), "no tables"),
+    )
     packages = [package(name, least, f"{advice}: {INSTALL}") for name, least, advice in needed]
     findings = [*find_host(), *packages]
     if packages[0].state == MISSING:
@@ -240,7 +285,9 @@ def abilities(findings: list[Finding]) -> list[Ability]:
     old = f"torch is too old: {INSTALL}" if state.get("torch") == LIMITED else ""
     stop = next((reason[name] for name in needed if state.get(name) == MISSING), old)
     there = f"found {gpus}" if gpus else "there is none"
-    one, two = ("" if gpus >= n else f"needs {n} NVIDIA GPU{'s' * (n > 1)}, {there}" for n in (1, 2))
+    one, two = (
+        "" if gpus >= n else f"needs {n} NVIDIA GPU{'s' * (n > 1)}, {there}" for n in (1, 2)
+    )
     silent = "" if state.get("NCCL") == OK else reason.get("NCCL", "no NCCL")
     rows = [  # what, why not, note, command
         ("strategies on two CPU ranks", stop, "", "distlab run ddp_bench --nproc 2 --backend gloo"),
@@ -263,11 +310,14 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
     width = max(len(f.name) for f in findings)
     lines = ["This machine"]
     lines += [
-        f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "") for f in findings
+        f"  {SIGNS[f.state]} {f.name:<{width}}  {f.found}" + (f"; {f.advice}" if f.advice else "")
+        for f in findings
     ]
     lines += ["", "What runs here"]
     for a in able:
-        lines.append(f"  {'yes' if a.runs else 'no ':<3}  {a.what}" + (f" ({a.why})" if a.why else ""))
+        lines.append(
+            f"  {'yes' if a.runs else 'no ':<3}  {a.what}" + (f" ({a.why})" if a.why else "")
+        )
         lines += [f"         {a.command}"] if a.runs else []
     return "\n".join([*lines, "", f"Try first:  {first_command(able)}"])
 
@@ -275,7 +325,9 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
 def main(argv: list[str] | None = None) -> int:
     """Print the report; 0 if the main job will run here, else 1."""
     parser = Parser("distlab.doctor", description="What this machine has and what runs on it.")
-    parser.add_argument("--json", action="store_true", help="one line of JSON instead of the report")
+    parser.add_argument(
+        "--json", action="store_true", help="one line of JSON instead of the report"
+    )
     args = parser.parse_args(argv)
 
     def examine_and_report() -> int:

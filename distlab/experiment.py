@@ -69,7 +69,9 @@ class TimingOptions(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.steps * self.rounds < MIN_PAIRS:
-            raise ValueError(f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps")
+            raise ValueError(
+                f"steps × rounds = {self.steps * self.rounds}: time at least {MIN_PAIRS} steps"
+            )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,9 @@ class FrameOptions(Options):
 class DeviceOptions(Options):
     """Of an experiment of one process."""
 
-    device: str | None = option(None, "where to compute [cuda where there is one]", choices=("cuda", "cpu"))
+    device: str | None = option(
+        None, "where to compute [cuda where there is one]", choices=("cuda", "cpu")
+    )
 
 
 @dataclass(frozen=True)
@@ -137,7 +141,11 @@ class Experiment(Generic[C]):
     def __post_init__(self) -> None:
         name = self.view.name or self.measure.__module__.rpartition(".")[2]
         question = self.view.question or self._doc().strip().partition("\n")[0]
-        more = {"name": name, "question": question, "findings": partial(self._findings, self.view.findings)}
+        more = {
+            "name": name,
+            "question": question,
+            "findings": partial(self._findings, self.view.findings),
+        }
         object.__setattr__(self, "view", replace(self.view, **more))
 
     def _findings(self, others: Callable, records: Records) -> list[str]:
@@ -156,7 +164,9 @@ class Experiment(Generic[C]):
         """Return a parser of the options of `distlab run NAME`."""
         parser = parser_of(f"distlab run {self.name}", self._doc())
         add_options(
-            parser.add_argument_group("this experiment"), self.config, self.preset("", _on_gpu(None))
+            parser.add_argument_group("this experiment"),
+            self.config,
+            self.preset("", _on_gpu(None)),
         )
         frame = parser.add_argument_group("every experiment")
         chosen = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
@@ -189,9 +199,15 @@ class Experiment(Generic[C]):
             ValueError: a value that is not allowed, or a GPU that is not there.
         """
         frame = argparse.Namespace(preset=getattr(args, "preset", None) or "")
-        for options, ranks in ((FrameOptions, self.ranks), (DeviceOptions, "one"), (RankOptions, "many")):
+        for options, ranks in (
+            (FrameOptions, self.ranks),
+            (DeviceOptions, "one"),
+            (RankOptions, "many"),
+        ):
             # A calculation's own --device is a datasheet's name, not where to compute.
-            vars(frame).update(asdict(config_from(options, args) if ranks == self.ranks else options()))
+            vars(frame).update(
+                asdict(config_from(options, args) if ranks == self.ranks else options())
+            )
         if frame.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device cuda: this machine has no GPU; leave it out, or give cpu")
         on_gpu = _on_gpu(frame)
@@ -244,10 +260,14 @@ class Experiment(Generic[C]):
             progress.close()
             return self.finish(run, json_only=frame.json) if context.is_main else 0
 
-    def open(self, config: C, context: RankContext, folder: Path, default: str | None = None) -> Run:
+    def open(
+        self, config: C, context: RankContext, folder: Path, default: str | None = None
+    ) -> Run:
         """Begin or resume the run in a folder, on rank 0; returns it with the rows that are there, on every rank."""
         where = environment("cpu" if self.ranks == "none" else context.device)
-        header = Header(self.name, plain(asdict(config)), context.world_size, where, commit(default))
+        header = Header(
+            self.name, plain(asdict(config)), context.world_size, where, commit(default)
+        )
         run = on_main(context, lambda: open_run(header, folder, self.may_change))
         run.is_main = context.is_main
         return run
@@ -269,7 +289,10 @@ class Experiment(Generic[C]):
 
     def _written(self, run: Run) -> Iterator[tuple[View, Run, Path]]:
         """Write tables, pictures and page of the run and its parts, itself last; (view, rows, page) of each."""
-        for name, rows in [*((name, part) for name, part in run.parts.items() if part.records), (self.name, run)]:
+        for name, rows in [
+            *((name, part) for name, part in run.parts.items() if part.records),
+            (self.name, run),
+        ]:
             view = self.views()[name]
             yield view, rows, write(view, rows.records, rows.path)
 
@@ -288,7 +311,9 @@ def run_folder(
 
     def made(lock: RunLock | None = None) -> Path:
         if lock is not None:
-            number = next(n for n in itertools.count(1) if not path.with_name(f"{name}-old-{n}").exists())
+            number = next(
+                n for n in itertools.count(1) if not path.with_name(f"{name}-old-{n}").exists()
+            )
             lock.folder = path.rename(path.with_name(f"{name}-old-{number}"))
         return make_folder(root, experiment, name)
 

@@ -106,7 +106,9 @@ A100_SXM_40GB = GPUSpec(
     watts=400,
 )
 
-A100_SXM_80GB = replace(A100_SXM_40GB, name="A100 SXM 80GB", hbm_bytes=80 * GB, hbm_bandwidth=2039 * GB)
+A100_SXM_80GB = replace(
+    A100_SXM_40GB, name="A100 SXM 80GB", hbm_bytes=80 * GB, hbm_bandwidth=2039 * GB
+)
 
 H100_SXM = GPUSpec(
     name="H100 SXM",
@@ -178,7 +180,8 @@ B200 = replace(
     watts=1000,
 )
 
-# As `torch.cuda.get_device_name()` gives them, without the "NVIDIA " that recent drivers put in front.
+# As `torch.cuda.get_device_name()` gives them, without the "NVIDIA " that recent drivers put in
+# front.
 _BY_DEVICE_NAME = {
     "A100-SXM4-40GB": A100_SXM_40GB,
     "A100-SXM4-80GB": A100_SXM_80GB,
@@ -199,8 +202,9 @@ BY_ALIAS = {
     "b200": B200,
 }
 
-# Between nodes, bytes per second in one direction per adapter (one per GPU in the makers' reference designs).
-# Sources: NVIDIA ConnectX-6, ConnectX-7 and ConnectX-8 datasheets: 200, 400 and 800 Gb/s; Ethernet by its name.
+# Between nodes, bytes per second in one direction per adapter (one per GPU in the makers' reference
+# designs). Sources: NVIDIA ConnectX-6, ConnectX-7 and ConnectX-8 datasheets: 200, 400 and 800 Gb/s;
+# Ethernet by its name.
 NETWORK_LINKS = {
     "ib-hdr": 25 * GB,
     "ib-ndr": 50 * GB,
@@ -209,8 +213,8 @@ NETWORK_LINKS = {
     "eth-25g": 3.125 * GB,
 }
 
-# Seconds that one more hop of a collective takes, of NCCL's simple protocol on rings: `hwLat` in its
-# src/graph/tuning.cc (2.18 and later), 3.4 µs on NVLink and 14 µs through a network card.
+# Seconds that one more hop of a collective takes, of NCCL's simple protocol on rings: `hwLat` in
+# its src/graph/tuning.cc (2.18 and later), 3.4 µs on NVLink and 14 µs through a network card.
 NVLINK_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 
 
@@ -249,7 +253,11 @@ class ClusterSpec:
         for name in ("hosts", "gpus_per_host", "cards_per_host"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: a cluster has at least one")
-        if not (self.card_bytes_per_s > 0 and self.inside > 0 and min(self.inside_hop_s, self.between_hop_s) >= 0):
+        if not (
+            self.card_bytes_per_s > 0
+            and self.inside > 0
+            and min(self.inside_hop_s, self.between_hop_s) >= 0
+        ):
             raise ValueError(
                 f"card_bytes_per_s={self.card_bytes_per_s}, inside_bytes_per_s={self.inside}, hops of "
                 f"{self.inside_hop_s} and {self.between_hop_s} s: bandwidths must be positive, latencies not negative"
@@ -273,41 +281,61 @@ class ClusterSpec:
     @property
     def inside(self) -> float:
         """Bytes per second that a GPU sends to others of its host."""
-        return self.gpu.nvlink_bandwidth if self.inside_bytes_per_s is None else self.inside_bytes_per_s
+        return (
+            self.gpu.nvlink_bandwidth
+            if self.inside_bytes_per_s is None
+            else self.inside_bytes_per_s
+        )
 
     @property
     def between(self) -> float:
         """Bytes per second that a GPU sends to other hosts while all of its host's do."""
-        return self.card_bytes_per_s * self.cards_per_host / self.gpus_per_host / self.oversubscription
+        return (
+            self.card_bytes_per_s * self.cards_per_host / self.gpus_per_host / self.oversubscription
+        )
 
 
 CLUSTERS = {
     spec.name: spec
     for spec in (
         ClusterSpec(
-            "dgx-a100", A100_SXM_80GB, card_bytes_per_s=25 * GB,
+            "dgx-a100",
+            A100_SXM_80GB,
+            card_bytes_per_s=25 * GB,
             source="NVIDIA DGX A100 datasheet: 8 × A100, NVSwitch, 8 × ConnectX-6 of 200 Gb/s for compute",
         ),
         ClusterSpec(
-            "p4d", A100_SXM_40GB, card_bytes_per_s=12.5 * GB, cards_per_host=4,
+            "p4d",
+            A100_SXM_40GB,
+            card_bytes_per_s=12.5 * GB,
+            cards_per_host=4,
             source="Amazon EC2 P4d page: 8 × A100 40GB, NVSwitch, 4 × 100 Gb/s of EFA, each for two GPUs",
         ),
         ClusterSpec(
-            "dgx-h100", H100_SXM, source="NVIDIA DGX H100 datasheet: 8 × H100, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+            "dgx-h100",
+            H100_SXM,
+            source="NVIDIA DGX H100 datasheet: 8 × H100, NVSwitch, 8 × ConnectX-7 of 400 Gb/s",
         ),
         ClusterSpec(
-            "dgx-h200", H200_SXM, source="NVIDIA DGX H200 datasheet: 8 × H200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+            "dgx-h200",
+            H200_SXM,
+            source="NVIDIA DGX H200 datasheet: 8 × H200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s",
         ),
         ClusterSpec(
-            "dgx-b200", B200, source="NVIDIA DGX B200 datasheet: 8 × B200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s"
+            "dgx-b200",
+            B200,
+            source="NVIDIA DGX B200 datasheet: 8 × B200, NVSwitch, 8 × ConnectX-7 of 400 Gb/s",
         ),
         ClusterSpec(
-            "grand-teton", H100_SXM_96GB,
+            "grand-teton",
+            H100_SXM_96GB,
             source="torchtitan's performance page and the Llama 3 paper: 8 × H100 (see there), 400 Gb/s RDMA per GPU",
         ),
     )
-}  # fmt: skip
-CLUSTERS |= {name.replace("dgx", "hgx"): spec for name, spec in CLUSTERS.items() if name.startswith("dgx")}
+}
+CLUSTERS |= {
+    name.replace("dgx", "hgx"): spec for name, spec in CLUSTERS.items() if name.startswith("dgx")
+}
 
 
 def cluster(text: str) -> ClusterSpec:
@@ -324,14 +352,22 @@ def cluster(text: str) -> ClusterSpec:
         return spec
     numbers = size.split("x")
     if len(numbers) > 2 or not all(number.isdigit() and int(number) > 0 for number in numbers):
-        raise ValueError(f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or {name}:128")
+        raise ValueError(
+            f"cluster {text!r}: give NAME:HOSTSxGPUS or NAME:GPUS, such as {name}:16x8 or {name}:128"
+        )
     if len(numbers) == 2:
-        return replace(spec, hosts=int(numbers[0]), gpus_per_host=int(numbers[1]),
-                       cards_per_host=-(-spec.cards_per_host * int(numbers[1]) // spec.gpus_per_host))  # fmt: skip
+        return replace(
+            spec,
+            hosts=int(numbers[0]),
+            gpus_per_host=int(numbers[1]),
+            cards_per_host=-(-spec.cards_per_host * int(numbers[1]) // spec.gpus_per_host),
+        )
     gpus, each = int(size), spec.gpus_per_host
     if gpus > each and gpus % each:
         near = max(1, round(gpus / each)) * each
-        raise ValueError(f"{gpus} GPUs do not fill hosts of {each}; nearest: {name}:{near}, or {name}:HOSTSxGPUS")
+        raise ValueError(
+            f"{gpus} GPUs do not fill hosts of {each}; nearest: {name}:{near}, or {name}:HOSTSxGPUS"
+        )
     return cluster(f"{name}:{-(-gpus // each)}x{min(gpus, each)}")
 
 

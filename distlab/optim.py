@@ -31,8 +31,15 @@ LR_FACTORS = {
 
 # Options of a group of `torch.optim.Muon`.
 OPTIONS_OF_TORCH = (
-    "lr", "weight_decay", "momentum", "nesterov", "ns_coefficients", "eps", "ns_steps", "adjust_lr_fn",
-)  # fmt: skip
+    "lr",
+    "weight_decay",
+    "momentum",
+    "nesterov",
+    "ns_coefficients",
+    "eps",
+    "ns_steps",
+    "adjust_lr_fn",
+)
 STATE_OF_MATRICES = ("momentum_buffer",)
 STATE_OF_ELEMENTS = ("step", "exp_avg", "exp_avg_sq")
 
@@ -79,10 +86,19 @@ class Muon(Optimizer):
         placement: str = "exchange",
     ):
         defaults = {
-            "lr": lr, "weight_decay": weight_decay, "momentum": momentum, "nesterov": nesterov,
-            "ns_coefficients": ns_coefficients, "eps": eps, "ns_steps": ns_steps, "adjust_lr_fn": adjust_lr_fn,
-            "betas": betas, "adamw_eps": adamw_eps, "placement": placement, "orthogonalize": True,
-        }  # fmt: skip
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "ns_coefficients": ns_coefficients,
+            "eps": eps,
+            "ns_steps": ns_steps,
+            "adjust_lr_fn": adjust_lr_fn,
+            "betas": betas,
+            "adamw_eps": adamw_eps,
+            "placement": placement,
+            "orthogonalize": True,
+        }
         super().__init__(params, defaults)
         watch_states(self)
 
@@ -103,8 +119,13 @@ class Muon(Optimizer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter not in others]
         if not matrices:
-            raise ValueError("Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself")
-        return [{"params": matrices}, {"params": [p for p in trained if p in others], "orthogonalize": False}]
+            raise ValueError(
+                "Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself"
+            )
+        return [
+            {"params": matrices},
+            {"params": [p for p in trained if p in others], "orthogonalize": False},
+        ]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
@@ -139,7 +160,9 @@ class Muon(Optimizer):
                 _check_state(state.get(number, {}), parameter, number, filled)
                 if "orthogonalize" not in saved and number in state:
                     # torch shares loaded tensors. Two optimizers of one model would both step them.
-                    state[number] = {key: torch.clone(value) for key, value in state[number].items()}
+                    state[number] = {
+                        key: torch.clone(value) for key, value in state[number].items()
+                    }
             groups.append(filled)
         if len(groups) == len(state_dict["param_groups"]):
             state_dict = state_dict | {"state": state, "param_groups": groups}
@@ -159,7 +182,9 @@ class Muon(Optimizer):
         for group in self.param_groups:
             stepped = [parameter for parameter in group["params"] if parameter.grad is not None]
             if any(parameter.grad.is_sparse for parameter in stepped):
-                raise RuntimeError("Muon does not support sparse gradients: leave sparse=True out of the embedding")
+                raise RuntimeError(
+                    "Muon does not support sparse gradients: leave sparse=True out of the embedding"
+                )
             if group["orthogonalize"]:
                 self._step_matrices(stepped, group)
             else:
@@ -167,7 +192,11 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: Group) -> None:
-        options = {"coefficients": group["ns_coefficients"], "steps": group["ns_steps"], "eps": group["eps"]}
+        options = {
+            "coefficients": group["ns_coefficients"],
+            "steps": group["ns_steps"],
+            "eps": group["eps"],
+        }
         by_ranks = {}  # group that shares them, None for whole ones → matrices
         for matrix in matrices:
             if whole_shape(matrix).numel() == 0:
@@ -178,10 +207,18 @@ class Muon(Optimizer):
             if ranks is None:  # whole here: no more of the updates stays than of one batch
                 for indices in batches([matrix.shape for matrix in some]):
                     batch = [some[index] for index in indices]
-                    self._move(batch, orthogonalize(torch.stack(self._updates(batch, group)), **options), group)
+                    self._move(
+                        batch,
+                        orthogonalize(torch.stack(self._updates(batch, group)), **options),
+                        group,
+                    )
             else:
                 place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
-                self._move(some, place(self._updates(some, group), spreads, partial(orthogonalize, **options)), group)
+                self._move(
+                    some,
+                    place(self._updates(some, group), spreads, partial(orthogonalize, **options)),
+                    group,
+                )
 
     def _updates(self, matrices: Sequence[Tensor], group: Group) -> list[Tensor]:
         """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
@@ -213,19 +250,36 @@ class Muon(Optimizer):
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(
-                    step=torch.zeros(()), exp_avg=torch.zeros_like(parameter), exp_avg_sq=torch.zeros_like(parameter)
+                    step=torch.zeros(()),
+                    exp_avg=torch.zeros_like(parameter),
+                    exp_avg_sq=torch.zeros_like(parameter),
                 )
         states = [self.state[parameter] for parameter in parameters]
-        first, second, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
+        first, second, steps = (
+            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
+        )
         beta1, beta2 = group["betas"]
         adamw(
-            list(parameters), [parameter.grad for parameter in parameters], first, second, [], steps,
-            amsgrad=False, beta1=beta1, beta2=beta2, lr=group["lr"], weight_decay=group["weight_decay"],
-            eps=group["adamw_eps"], maximize=False, has_complex=any(map(torch.is_complex, parameters)),
-        )  # fmt: skip
+            list(parameters),
+            [parameter.grad for parameter in parameters],
+            first,
+            second,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["adamw_eps"],
+            maximize=False,
+            has_complex=any(map(torch.is_complex, parameters)),
+        )
 
 
-def orthogonalize(matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float) -> Tensor:
+def orthogonalize(
+    matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float
+) -> Tensor:
     """Bring all singular values of each matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
 
     An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a large slope at 0, and
@@ -246,12 +300,15 @@ def orthogonalize(matrices: Tensor, coefficients: Sequence[float], steps: int, e
         return orthogonalize(matrices.mT, coefficients, steps, eps).mT
     x = matrices.bfloat16()
     x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
-    if x.device.type == "cpu":  # which multiplies batches of bf16 matrices ten times slower than single ones
+    # which multiplies batches of bf16 matrices ten times slower than single ones
+    if x.device.type == "cpu":
         return torch.stack([_iterate(matrix, torch.addmm, coefficients, steps) for matrix in x])
     return _iterate(x, torch.baddbmm, coefficients, steps)
 
 
-def _iterate(x: Tensor, add_product: Callable[..., Tensor], coefficients: Sequence[float], steps: int) -> Tensor:
+def _iterate(
+    x: Tensor, add_product: Callable[..., Tensor], coefficients: Sequence[float], steps: int
+) -> Tensor:
     """The iterations on one matrix, or on several by `torch.baddbmm`."""
     a, b, c = coefficients
     for _ in range(steps):
@@ -266,11 +323,15 @@ def _check(group: Group) -> None:
     for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps"):
         value = group[name]
         if isinstance(value, Tensor) and value.numel() != 1:
-            raise ValueError(f"Muon: {name} is a tensor of {value.numel()} numbers: give one number")
+            raise ValueError(
+                f"Muon: {name} is a tensor of {value.numel()} numbers: give one number"
+            )
         if not value >= 0:  # NaN compares as False
             raise ValueError(f"Muon: {name}={value}: give a number of 0 or more")
     if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(f"Muon: betas={group['betas']}: give two numbers of at least 0 and below 1")
+        raise ValueError(
+            f"Muon: betas={group['betas']}: give two numbers of at least 0 and below 1"
+        )
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"Muon: ns_coefficients={group['ns_coefficients']}: give three numbers")
     steps = group["ns_steps"]
@@ -282,7 +343,9 @@ def _check(group: Group) -> None:
         raise ValueError(f"Muon: ns_steps={steps}: give fewer than 100, of which 5 are usual")
     for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
         if group[name] not in allowed:
-            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}")
+            raise ValueError(
+                f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}"
+            )
     for parameter in group["params"] if group["orthogonalize"] else ():
         shape = tuple(whole_shape(parameter))
         if len(shape) != 2:
@@ -296,7 +359,9 @@ def _check(group: Group) -> None:
                 "with orthogonalize=False"
             )
         if local_part(parameter) is not parameter:
-            raise ValueError("Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's")
+            raise ValueError(
+                "Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's"
+            )
 
 
 def _check_state(state: dict[str, Any], parameter: Tensor, number: int, group: Group) -> None:

@@ -23,7 +23,8 @@ from dataclasses import MISSING, field, fields
 from typing import Any
 
 Values = Mapping[str, Any]  # by field, word or limit
-MOST = 10**12  # of whole numbers without a limit of their own; a larger one, of steps, ranks or bytes, is a slip
+# of whole numbers without a limit of their own; a larger one, of steps, ranks or bytes, is a slip
+MOST = 10**12
 SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
 
 
@@ -100,7 +101,9 @@ def add_options(
         default = (defaults or {}).get(each.name, each.default)
         bare = default is None or default == () or default is MISSING or kind is bool
         every = meta["choices"] is not None and default == tuple(meta["choices"])
-        text = meta["help"] + ("" if bare else f" [{'all' if every else shown(default, meta['words'])}]")
+        text = meta["help"] + (
+            "" if bare else f" [{'all' if every else shown(default, meta['words'])}]"
+        )
         keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
         if meta["positional"]:
             names = [each.name]
@@ -159,7 +162,9 @@ def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
     for each, _, several in _described(config):
         if hasattr(args, each.name):
             value = getattr(args, each.name)
-            found[each.name] = tuple(entry for part in value for entry in part) if several else value
+            found[each.name] = (
+                tuple(entry for part in value for entry in part) if several else value
+            )
     return found
 
 
@@ -183,7 +188,8 @@ def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool
             kind = hints[each.name]
             several = typing.get_origin(kind) is tuple
             kind = typing.get_args(kind)[0] if several else kind
-            known = [one for one in typing.get_args(kind) or [kind] if one is not type(None)]  # `int` of `int | None`
+            # `int` of `int | None`
+            known = [one for one in typing.get_args(kind) or [kind] if one is not type(None)]
             found.append((each, each.metadata["kind"] or known[0], several))
     return found
 
@@ -237,15 +243,20 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
         else:
             value = kind(text)
         if problem := _problem(value, each, kind):
-            raise argparse.ArgumentTypeError(problem if meta["choices"] is not None else f"{text}: {problem}")
+            raise argparse.ArgumentTypeError(
+                problem if meta["choices"] is not None else f"{text}: {problem}"
+            )
         return value
 
     def many(text: str) -> tuple[Any, ...]:
         if text == "all" and meta["choices"] is not None:
             return tuple(meta["choices"])
         parts = [part.strip() for part in text.split(",") if part.strip()]
-        if not parts:  # to leave an option out means all of them, so that an empty one would, without a word
-            raise argparse.ArgumentTypeError(f"{text!r} has no value: give at least one, or leave the option out")
+        # to leave an option out means all of them, so that an empty one would, without a word
+        if not parts:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has no value: give at least one, or leave the option out"
+            )
         return tuple(one(part) for part in parts)
 
     return many if several else one

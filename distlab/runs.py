@@ -49,11 +49,20 @@ HEADER = "run.json"
 ROWS = "records.json"
 # What a run is about, if its rows hold it; else the first of their metrics.
 RESULTS = (
-    "validation_loss", "final_loss", "step_p50_ms", "predicted_step_ms", r"\w*_p50_ms", r"\w*_ms", r"\w*_per_s",
-    r"\w*_bytes", r"\w+",
-)  # fmt: skip
-STARTED = (HEADER, "config.json")  # what a run writes of itself before it has rows, a training run the second
-LONGEST_NAME = 200  # bytes; file systems allow 255, of which files beside a run take some for their own endings
+    "validation_loss",
+    "final_loss",
+    "step_p50_ms",
+    "predicted_step_ms",
+    r"\w*_p50_ms",
+    r"\w*_ms",
+    r"\w*_per_s",
+    r"\w*_bytes",
+    r"\w+",
+)
+# what a run writes of itself before it has rows, a training run the second
+STARTED = (HEADER, "config.json")
+# bytes; file systems allow 255, of which files beside a run take some for their own endings
+LONGEST_NAME = 200
 MOST_VALUES = 3  # of an option that are written out
 LEAST_COLUMNS = 20  # of a line, however narrow the terminal says that it is
 
@@ -83,7 +92,8 @@ def make_folder(root: str | Path, experiment: str, name: str | None = None) -> P
         parent.mkdir(parents=True, exist_ok=True)
         path = _fresh_folder(parent) if name is None else parent / name
         path.mkdir(exist_ok=True)
-        # Making the folder is not enough: an existing one may be read-only, and a full disk shows only here.
+        # Making the folder is not enough: an existing one may be read-only, and a full disk shows
+        # only here.
         with tempfile.NamedTemporaryFile(dir=path, prefix=".tmp-probe-") as probe:
             probe.write(b"x")
     except OSError as error:
@@ -102,7 +112,9 @@ def check_names(out: str, *names: str | None) -> None:
         raise ValueError(f"--out {out!r} names no folder: give one, such as outputs")
     for name in names:
         if name is not None and (not re.fullmatch(r"[\w.-]+", name) or name in (".", "..")):
-            raise ValueError(f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'")
+            raise ValueError(
+                f"--name {name!r} cannot name a folder: use letters, digits, '-', '_' and '.'"
+            )
         if name is not None and len(os.fsencode(name)) > LONGEST_NAME:
             raise ValueError(
                 f"--name of {len(name)} characters is too long for a folder: give at most {LONGEST_NAME} bytes"
@@ -154,7 +166,11 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
             "commit": header.commit,
             "number of ranks": header.world_size,
             "device": header.environment.get("device_name"),
-            **{f"option {name}": value for name, value in header.config.items() if name not in may_change},
+            **{
+                f"option {name}": value
+                for name, value in header.config.items()
+                if name not in may_change
+            },
         }
         for header in (before, now)
     )
@@ -209,7 +225,9 @@ class Run:
             dict(self.header.environment),
             self.header.commit,
         )
-        for old in [o for o in self._resumed if (o.variant, o.config) == (variant, plain(record.config))]:
+        for old in [
+            o for o in self._resumed if (o.variant, o.config) == (variant, plain(record.config))
+        ]:
             self._resumed.remove(old)
             self.records.remove(old)
         self.records.append(record)
@@ -234,7 +252,9 @@ class Run:
         if self.records:
             how_to_continue(f"the same command with --name {self.path.name} continues")
         for record in self.records:
-            if record.variant == variant and all(plain(record.config.get(k)) == plain(v) for k, v in config.items()):
+            if record.variant == variant and all(
+                plain(record.config.get(k)) == plain(v) for k, v in config.items()
+            ):
                 return record
         return None
 
@@ -267,7 +287,10 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
                 "resume it, or another --name"
             )
         records = read_json(rows) if rows.is_file() else []
-        if any((record.experiment, record.commit) != (header.experiment, header.commit) for record in records):
+        if any(
+            (record.experiment, record.commit) != (header.experiment, header.commit)
+            for record in records
+        ):
             raise ValueError(f"{rows} holds rows of another run: {MEASURE_AGAIN}")
         header = replace(header, complete=before.complete)
     return Run(header, folder, records)
@@ -310,7 +333,9 @@ def main_metric(records: Records) -> str:
     Raises:
         ValueError: no row holds a number.
     """
-    numbers = dict.fromkeys(name for r in records for name, value in r.metrics.items() if is_number(value))
+    numbers = dict.fromkeys(
+        name for r in records for name, value in r.metrics.items() if is_number(value)
+    )
     for form in RESULTS:
         for name in numbers:
             if re.fullmatch(form, name):
@@ -358,7 +383,9 @@ def result_of(records: Records) -> str:
 def shown(value: Any) -> str:
     """An option's value in a few words."""
     if isinstance(value, list | tuple):
-        return " ".join(map(shown, value)) if len(value) <= MOST_VALUES else f"of {len(value)} values"
+        return (
+            " ".join(map(shown, value)) if len(value) <= MOST_VALUES else f"of {len(value)} values"
+        )
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -418,8 +445,11 @@ def when_of(path: Path, record: Record | None = None) -> str:
     """Return when a run was made, `2026-11-22 14:05:33` in UTC, by its row, its commit, or the time of its file."""
     made = None
     if record is not None:
-        made = record.environment.get("date") or date_of_commit((record.commit or "").removesuffix("-dirty"))
-    if not re.match(r"\d{4}-\d\d-\d\d", str(made)):  # what else a record has there would not sort as a date
+        made = record.environment.get("date") or date_of_commit(
+            (record.commit or "").removesuffix("-dirty")
+        )
+    # what else a record has there would not sort as a date
+    if not re.match(r"\d{4}-\d\d-\d\d", str(made)):
         made = datetime.fromtimestamp(path.stat().st_mtime, UTC).isoformat()
     return str(made)[:19].replace("T", " ")
 
@@ -433,8 +463,14 @@ def listed(
         try:
             rows.append(described(path, defaults, results))
         except Exception as error:  # whatever is odd in one run, the others are listed
-            result = f"cannot be read: {_reason(error, path)}" if path.exists() else "failed, without a row"
-            rows.append({"run": str(path.parent), "when (UTC)": when_of(path.parent), "result": result})
+            result = (
+                f"cannot be read: {_reason(error, path)}"
+                if path.exists()
+                else "failed, without a row"
+            )
+            rows.append(
+                {"run": str(path.parent), "when (UTC)": when_of(path.parent), "result": result}
+            )
     return sorted(rows, key=lambda row: row["when (UTC)"], reverse=True)
 
 
@@ -447,14 +483,23 @@ def _reason(error: Exception, path: Path) -> str:
 
 def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
     """The list for a terminal: a run's name, which is never cut, with what it found, and below it the rest."""
-    rows = [{heading: for_terminal(" ".join(text.split())) for heading, text in row.items()} for row in rows]
+    rows = [
+        {heading: for_terminal(" ".join(text.split())) for heading, text in row.items()}
+        for row in rows
+    ]
     longest = max(len(row["run"]) for row in rows)
     texts = []
     for row in rows:
         texts.append(f"{row['run']:{longest}}  {row['when (UTC)'][:16]}  {row['result']}")
-        rest = "; ".join(filter(None, map(row.get, ("machine", "commit", "differs from the default"))))
+        rest = "; ".join(
+            filter(None, map(row.get, ("machine", "commit", "differs from the default")))
+        )
         # A terminal may say that it has one column.
-        texts += ["    " + textwrap.shorten(rest, max(columns - 4, LEAST_COLUMNS), placeholder=" …")] if rest else []
+        texts += (
+            ["    " + textwrap.shorten(rest, max(columns - 4, LEAST_COLUMNS), placeholder=" …")]
+            if rest
+            else []
+        )
     return "\n".join(texts)
 
 
@@ -466,7 +511,9 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
         lines: what `listed` says of its runs. Pages of other folders, such as comparisons, have their link alone.
     """
     said = {os.fsencode(os.path.relpath(line["run"], root)): line for line in lines}
-    pages = sorted(root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True)
+    pages = sorted(
+        root.glob("*/*/report.html"), key=lambda page: page.stat().st_mtime_ns, reverse=True
+    )
     entries = []
     for page in pages:
         name = os.fsencode(page.relative_to(root))  # a folder's name need not be UTF-8
@@ -474,7 +521,9 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
         words = (line.get(heading) for heading in ("when (UTC)", "machine", "commit", "result"))
         about = "; ".join(filter(None, words))
         text = escape(name.decode(errors="replace"))
-        entries.append(f'<li><a href="{quote(name)}">{text}</a>{" " if about else ""}{escape(about)}</li>\n')
+        entries.append(
+            f'<li><a href="{quote(name)}">{text}</a>{" " if about else ""}{escape(about)}</li>\n'
+        )
     index = root / "index.html"
     write_whole(index, f"<!DOCTYPE html>\n<title>Runs</title>\n<ul>\n{''.join(entries)}</ul>\n")
     return index

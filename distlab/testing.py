@@ -46,7 +46,8 @@ from distlab.comm.rank_process import is_lost_peer
 if TYPE_CHECKING:
     from distlab.check import Verdict
 
-# What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long as torch itself.
+# What the processes are forked with. A process's first optimizer imports torch._dynamo, for as long
+# as torch itself.
 PRELOADED = ["torch", "torch.distributed", "torch._dynamo"]
 GRACE_S = 2.0  # after the first failure, time for the other ranks to report theirs
 
@@ -137,7 +138,8 @@ def run_ranks(
     if world_size < 1:
         raise ValueError(f"world_size={world_size}: at least one rank")
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a rank process that imports an unguarded script; the script's own call says what to do
+        # a rank process that imports an unguarded script; the script's own call says what to do
+        sys.exit(1)
     main = sys.modules["__main__"]
     if getattr(main, "__file__", None) == "<stdin>":
         del main.__file__  # of `python -`; new processes would look for a script of that name
@@ -150,7 +152,9 @@ def run_ranks(
     try:
         job = pickle.dumps((fn, args))
     except (pickle.PicklingError, AttributeError) as error:
-        raise TypeError(f"run_ranks needs an importable function and picklable arguments: {error}") from None
+        raise TypeError(
+            f"run_ranks needs an importable function and picklable arguments: {error}"
+        ) from None
     _end_if_edited()
     try:
         ranks = _started_ranks(world_size, deadline_s)
@@ -161,10 +165,14 @@ def run_ranks(
             results, failures = _collect(ranks, time.monotonic() + deadline_s, deadline_s)
     except KeyboardInterrupt:
         shut_down()  # or what ranks still answer would be taken for the next call's
-        raise Interrupted(f"run_ranks was interrupted, and its {world_size} ranks are ended") from None
+        raise Interrupted(
+            f"run_ranks was interrupted, and its {world_size} ranks are ended"
+        ) from None
     if failures:
         ordered = sorted(failures, key=lambda rank: failures[rank].place())
-        raise RanksFailed({rank: failures[rank].text for rank in ordered}, failures[ordered[0]].summary)
+        raise RanksFailed(
+            {rank: failures[rank].text for rank in ordered}, failures[ordered[0]].summary
+        )
     return [results[rank] for rank in range(world_size)]
 
 
@@ -198,10 +206,15 @@ def check_gradients(
     __tracebackhide__ = True
     from distlab.check import on_rank
 
-    names = [each if isinstance(each, str) else f"{each.__module__}:{each.__name__}" for each in (model, wrap)]
+    names = [
+        each if isinstance(each, str) else f"{each.__module__}:{each.__name__}"
+        for each in (model, wrap)
+    ]
     options = {"batch": batch, "same_batch": same_batch, "micro_batches": micro_batches}
     try:
-        answers = run_ranks(_answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0)
+        answers = run_ranks(
+            _answer, ranks, on_rank, *names, options, group_timeout_s=timeout_s, deadline_s=600.0
+        )
     except RanksFailed as failed:
         cause = f"{failed.cause}. So nothing was compared with one process, and the model may be right or wrong"
         raise RanksFailed(failed.failures, cause) from None
@@ -260,13 +273,18 @@ class _Rank:
 
 
 _ranks: list[_Rank] = []  # this process's rank processes, kept between calls
-_sources: dict[str, float] = {}  # file of an imported module → when it was written, as the rank processes know it
+# file of an imported module → when it was written, as the rank processes know it
+_sources: dict[str, float] = {}
 
 
 def _end_if_edited() -> None:
     """End rank processes that may have imported a file of the user's before it was edited."""
     files = [getattr(module, "__file__", None) or "" for module in list(sys.modules.values())]
-    now = {file: os.path.getmtime(file) for file in files if "site-packages" not in file and os.path.isfile(file)}
+    now = {
+        file: os.path.getmtime(file)
+        for file in files
+        if "site-packages" not in file and os.path.isfile(file)
+    }
     if any(_sources.get(file, written) != written for file, written in now.items()):
         shut_down()
     _sources.update(now)
@@ -302,7 +320,9 @@ def shut_down() -> None:
 atexit.register(shut_down)
 
 
-def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dict[int, Any], dict[int, _Failure]]:
+def _collect(
+    ranks: list[_Rank], deadline: float, allowed_s: float
+) -> tuple[dict[int, Any], dict[int, _Failure]]:
     """Wait for every rank's answer; after a failure only for a moment more. A rank without one ends all of them."""
     results = {}
     failures = {}
@@ -337,9 +357,11 @@ def _collect(ranks: list[_Rank], deadline: float, allowed_s: float) -> tuple[dic
 def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
     """The life of a rank process: one job after another, until the pipe closes."""
     sys.path[:] = path
-    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's Ctrl-C is for the caller, who ends this process
-    # A job may start processes, such as a DataLoader's. They are forked, a script's default, and end with this one: a
-    # fork server and what it forks would keep each other alive. The caller hears of this one's end by the pipe.
+    # a terminal's Ctrl-C is for the caller, who ends this process
+    signal.signal(signal.SIGINT, lambda *_: None)
+    # A job may start processes, such as a DataLoader's. They are forked, a script's default, and
+    # end with this one: a fork server and what it forks would keep each other alive. The caller
+    # hears of this one's end by the pipe.
     multiprocessing.current_process().daemon = False
     multiprocessing.set_start_method("fork", force=True)
     forking = []
@@ -374,7 +396,8 @@ def _raised(error: BaseException) -> _Failure:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     lines = "".join(traceback.format_exception_only(error)).splitlines()
-    messages = [line for line in lines if not line.startswith(" ")]  # a SyntaxError begins with its place
+    # a SyntaxError begins with its place
+    messages = [line for line in lines if not line.startswith(" ")]
     summary = messages[0] if messages else lines[0]
     return _Failure(text, summary, time.monotonic(), lost_peer=is_lost_peer(_first_of_chain(error)))
 
@@ -401,9 +424,16 @@ def _run_job(message: bytes) -> Any:
         raise TypeError(
             f"a rank process cannot import the function or an argument ({error}): define it at the top of a module"
         ) from None
-    gc.freeze()  # a job ends with a collection, which need not look through torch and all that is imported by now
+    # a job ends with a collection, which need not look through torch and all that is imported by
+    # now
+    gc.freeze()
     store = dist.FileStore(path, world_size)
     with rank_context(
-        backend=backend, device=device, timeout_s=timeout_s, store=store, rank=rank, world_size=world_size
+        backend=backend,
+        device=device,
+        timeout_s=timeout_s,
+        store=store,
+        rank=rank,
+        world_size=world_size,
     ) as context:
         return fn(context, *args)

@@ -7,7 +7,8 @@ need neither, because their templates escape everything.
 import re
 import unicodedata
 
-# Control characters, formatting ones (which can reverse a line), halves of a surrogate pair, line separators.
+# Control characters, formatting ones (which can reverse a line), halves of a surrogate pair, line
+# separators.
 UNSAFE_CATEGORIES = ("Cc", "Cf", "Cs", "Zl", "Zp")
 KEPT = "\n\t"
 
@@ -22,7 +23,8 @@ def for_terminal(text: str) -> str:
 def for_markdown(text: str) -> str:
     """Return the text on one line, with everything that Markdown or HTML would obey escaped."""
     line = for_terminal(" ".join(text.split()))  # a line break would end a row of a table
-    return re.sub(r"[\\|*<`]|\](?=[(\[:])", r"\\\g<0>", line)  # a bracket before these would end a link's text
+    # a bracket before these would end a link's text
+    return re.sub(r"[\\|*<`]|\](?=[(\[:])", r"\\\g<0>", line)
 
 
 def _visible(character: str) -> str:

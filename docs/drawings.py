@@ -28,7 +28,9 @@ def svg(rows: Sequence[Row]) -> str:
     """Return a picture of these rows, as wide as their furthest cell."""
     scale = WIDTH / max(start + length for _, cells in rows for start, length, _, _ in cells)
     size = f'width="{LEFT + WIDTH + 10}" height="{HEIGHT * len(rows) + 10}"'
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">']
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">'
+    ]
     for number, (label, cells) in enumerate(rows):
         top = 5 + number * HEIGHT
         parts.append(f'<text x="4" y="{top + 17}" fill="#888888">{label}</text>')
@@ -37,7 +39,9 @@ def svg(rows: Sequence[Row]) -> str:
             parts.append(f'<rect {box} fill="{FILLS[colour]}" stroke="#ffffff"/>')
             middle = LEFT + (start + length / 2) * scale
             if length * scale > 6 * len(text):
-                parts.append(f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{text}</text>')
+                parts.append(
+                    f'<text x="{middle:.1f}" y="{top + 17}" text-anchor="middle" fill="#111111">{text}</text>'
+                )
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -92,7 +96,10 @@ def shard_rows() -> list[Row]:
 def zigzag_rows() -> list[Row]:
     """Which chunks of a sequence lie on which rank."""
     pairs = enumerate(zigzag_chunks(RANKS))
-    return [(f"rank {rank}", [(chunk, 1, f"chunk {chunk}", rank) for chunk in chunks]) for rank, chunks in pairs]
+    return [
+        (f"rank {rank}", [(chunk, 1, f"chunk {chunk}", rank) for chunk in chunks])
+        for rank, chunks in pairs
+    ]
 
 
 def schedule_rows() -> list[Row]:
@@ -100,10 +107,20 @@ def schedule_rows() -> list[Row]:
     rows = []
     for name, backward in (("1f1b", 2.0), ("zero-bubble", 1.0)):
         took = {"F": 1.0, "B": backward, "W": 1.0}
-        timeline = simulate(SCHEDULES[name](RANKS, BATCHES), lambda action, took=took: took[action.kind])
+        timeline = simulate(
+            SCHEDULES[name](RANKS, BATCHES), lambda action, took=took: took[action.kind]
+        )
         for rank, steps in enumerate(timeline):
-            done = [(f"{kind}{batch}", "FBW".index(kind), start, end) for (kind, _, batch), start, end in steps]
-            rows.append((f"{name}, {rank}", [(start, end - start, text, colour) for text, colour, start, end in done]))
+            done = [
+                (f"{kind}{batch}", "FBW".index(kind), start, end)
+                for (kind, _, batch), start, end in steps
+            ]
+            rows.append(
+                (
+                    f"{name}, {rank}",
+                    [(start, end - start, text, colour) for text, colour, start, end in done],
+                )
+            )
     return rows
 
 

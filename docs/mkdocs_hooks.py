@@ -10,7 +10,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+}
 # Public names: people's scripts and submissions import these.
 REFERENCE = {
     "distlab.parallel": "ParallelModel DataParallel NaiveDDP FlatDDP OverlapDDP BucketedDDP CopyEngineDDP FSDP "
@@ -19,10 +23,23 @@ REFERENCE = {
     "distlab.testing": "check_gradients run_ranks",
     "distlab.experiment": "Experiment",
     "kernels.flash_attention": "FlashAttention2 FlashAttention2PyTorch document_bounds flash_attention",
-    **{f"kernels.{name}": "" for name in (
-        "rmsnorm", "layernorm", "softmax", "swiglu", "rope", "matmul", "dropout", "cross_entropy", "adamw",
-        "linear_cross_entropy", "nn")},
-}  # fmt: skip
+    **{
+        f"kernels.{name}": ""
+        for name in (
+            "rmsnorm",
+            "layernorm",
+            "softmax",
+            "swiglu",
+            "rope",
+            "matmul",
+            "dropout",
+            "cross_entropy",
+            "adamw",
+            "linear_cross_entropy",
+            "nn",
+        )
+    },
+}
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -30,7 +47,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that do not lie under docs/."""
     for source, target in PAGES.items():
         text = (ROOT / source).read_text(encoding="utf-8")
-        files.append(File.generated(config, target, content=_relinked(text, ROOT / source, target, config, files)))
+        files.append(
+            File.generated(
+                config, target, content=_relinked(text, ROOT / source, target, config, files)
+            )
+        )
     for name, text in _reference().items():
         files.append(File.generated(config, name, content=text))
     return files
@@ -46,7 +67,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """The theme would fetch what lets the search run without a server; ours lies in assets/."""
     worker = posixpath.relpath("assets/worker.js", posixpath.dirname(page.file.dest_uri) or ".")
-    return re.sub(r'<script src="https://unpkg\.com/iframe-worker/shim"', f'<script src="{worker}"', output)
+    return re.sub(
+        r'<script src="https://unpkg\.com/iframe-worker/shim"', f'<script src="{worker}"', output
+    )
 
 
 def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:

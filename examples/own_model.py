@@ -17,16 +17,19 @@ Batch = tuple[Tensor, Tensor]
 
 def build() -> tuple[nn.Module, Callable[..., Batch], Callable[..., Tensor]]:
     """Return (module, batch, loss): what the bench asks of a model."""
-    # On the CPU: the bench moves it to each rank's device, and seeds torch before, so that all ranks build the same.
+    # On the CPU: the bench moves it to each rank's device, and seeds torch before, so that all
+    # ranks build the same.
     module = nn.Sequential(nn.Linear(PIXELS, 512), nn.ReLU(), nn.Linear(512, CLASSES))
 
     def batch(size: int, generator: torch.Generator) -> Batch:
-        # The generator is seeded by rank and step: each rank has its own data, and a run can be repeated.
+        # The generator is seeded by rank and step: each rank has its own data, and a run can be
+        # repeated.
         images = torch.randn(size, PIXELS, generator=generator)
         return images, torch.randint(CLASSES, (size,), generator=generator)
 
     def loss(model: nn.Module, batch: Batch) -> Tensor:
-        # `model` is the module under a strategy. Called directly, the module would not synchronize its gradients.
+        # `model` is the module under a strategy. Called directly, the module would not synchronize
+        # its gradients.
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 

@@ -31,7 +31,8 @@ from torch.distributed import ProcessGroup, Work
 import distlab.parallel  # the comparison at the end needs distlab, the strategies do not
 from distlab.comm import RankContext, rank_context
 
-reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # renamed in torch 2.13
+# renamed in torch 2.13
+reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
@@ -40,10 +41,15 @@ def mean_of(tensor: Tensor, group: ProcessGroup) -> dict[str, Any]:
     averages = dist.get_backend(group) == "nccl"
     if not averages:
         tensor.mul_(1 / group.size())
-    return {"op": dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM, "group": group, "async_op": True}
+    return {
+        "op": dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM,
+        "group": group,
+        "async_op": True,
+    }
 
 
-# == Every rank keeps the whole model ==================================================================================
+# == Every rank keeps the whole model
+# ==================================================================================
 class DataParallel(nn.Module):
     """What all share: ranks start with rank 0's parameters; after finish the gradients are means over the ranks."""
 
@@ -91,7 +97,9 @@ class Bucket:
         self.buffer = parameters[0].new_zeros(sum(numels) + padding)
         self.slice = self.buffer.view(group.size(), -1)[group.rank()]  # this rank's
         *parts, _ = self.buffer.split([*numels, padding])
-        self.views = [part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)]
+        self.views = [
+            part.view_as(parameter) for part, parameter in zip(parts, parameters, strict=True)
+        ]
 
     @torch.no_grad()
     def hold_parameters(self) -> "Bucket":
@@ -136,7 +144,8 @@ class OverlapDDP(NaiveDDP):
 
     def __init__(self, module: nn.Module, group: ProcessGroup, limit_bytes: float = 0):
         super().__init__(module, group)
-        self.plan: list[list[nn.Parameter]] = []  # the parameters of each message, about as backward comes to them
+        # the parameters of each message, about as backward comes to them
+        self.plan: list[list[nn.Parameter]] = []
         for parameter in reversed(self.trained):
             if not self.plan or sum(p.nbytes for p in [*self.plan[-1], parameter]) > limit_bytes:
                 self.plan.append([])
@@ -178,7 +187,8 @@ class BucketedDDP(OverlapDDP):
         return self.buckets[number].all_reduce()
 
 
-# == Every rank keeps a part ===========================================================================================
+# == Every rank keeps a part
+# ===========================================================================================
 class ZeroOptimizer:
     """ZeRO-1: a rank gets its slice of each bucket's mean, steps it with 1/N of the state, and gathers the others'.
 
@@ -188,11 +198,16 @@ class ZeroOptimizer:
     The two send as much as one all-reduce. Slices end inside parameters: the optimizer must be element-wise, as Adam.
     """
 
-    def __init__(self, ddp: BucketedDDP, optimizer_cls: type[torch.optim.Optimizer], **options: Any):
-        self.whole = [Bucket(bucket.parameters, ddp.group).hold_parameters() for bucket in ddp.buckets]
+    def __init__(
+        self, ddp: BucketedDDP, optimizer_cls: type[torch.optim.Optimizer], **options: Any
+    ):
+        self.whole = [
+            Bucket(bucket.parameters, ddp.group).hold_parameters() for bucket in ddp.buckets
+        ]
         self.shards = [nn.Parameter(bucket.slice) for bucket in self.whole]
         self.local = optimizer_cls(self.shards, **options)
-        ddp.send = lambda n: ddp.buckets[n].reduce_scatter(self.shards[n])  # in the place of all-reduces
+        # in the place of all-reduces
+        ddp.send = lambda n: ddp.buckets[n].reduce_scatter(self.shards[n])
 
     def step(self) -> None:
         self.local.step()
@@ -209,14 +224,17 @@ class Unit:
         self.free()
 
     def free(self) -> None:
-        self.whole.buffer.untyped_storage().resize_(0)  # what autograd has saved of it is whole again after gather()
+        # what autograd has saved of it is whole again after gather()
+        self.whole.buffer.untyped_storage().resize_(0)
 
     def gather(self) -> Work:
         """Start to make the parameters whole, unless they are; return what to wait for."""
         buffer = self.whole.buffer
         if buffer.untyped_storage().nbytes() == 0:
             buffer.untyped_storage().resize_(buffer.nbytes)
-            self.gathering = all_gather(buffer, self.shard.detach(), group=self.whole.group, async_op=True)
+            self.gathering = all_gather(
+                buffer, self.shard.detach(), group=self.whole.group, async_op=True
+            )
         return self.gathering
 
     def reduce(self) -> None:
@@ -239,10 +257,14 @@ class FSDP(DataParallel):
 
     def __init__(self, module: nn.Module, group: ProcessGroup):
         super().__init__(module, group)
-        blocks = [block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part]
+        blocks = [
+            block for part in module.modules() if isinstance(part, nn.ModuleList) for block in part
+        ]
         inside = [list(block.parameters()) for block in blocks]
         others = set(self.trained).difference(*inside)
-        self.units = [Unit(part, group) for part in ([p for p in self.trained if p in others], *inside)]
+        self.units = [
+            Unit(part, group) for part in ([p for p in self.trained if p in others], *inside)
+        ]
         module.register_forward_pre_hook(partial(self.before_forward, 0))
         for number, block in enumerate(blocks, start=1):
             block.register_forward_pre_hook(partial(self.before_forward, number))
@@ -275,15 +297,25 @@ class FSDP(DataParallel):
         return super().full_parameters()
 
 
-# == Beside the lab's own ==============================================================================================
-STRATEGIES = dict(naive=NaiveDDP, flat=FlatDDP, overlap=OverlapDDP, bucketed=BucketedDDP, zero1=BucketedDDP, fsdp=FSDP)
+# == Beside the lab's own
+# ==============================================================================================
+STRATEGIES = dict(
+    naive=NaiveDDP,
+    flat=FlatDDP,
+    overlap=OverlapDDP,
+    bucketed=BucketedDDP,
+    zero1=BucketedDDP,
+    fsdp=FSDP,
+)
 
 
 class Block(nn.Linear):
     """A residual layer, whose bias one rank uses in each step."""
 
     def forward(self, x: Tensor, with_bias: bool) -> Tensor:
-        return x + torch.tanh(nn.functional.linear(x, self.weight, self.bias if with_bias else None))
+        return x + torch.tanh(
+            nn.functional.linear(x, self.weight, self.bias if with_bias else None)
+        )
 
 
 class Net(nn.Module):
@@ -301,22 +333,40 @@ class Net(nn.Module):
         return self.last(x)
 
 
-def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int) -> tuple[dict, float, int]:
+def train(
+    name: str, of_lab: bool, context: RankContext, width: int, steps: int
+) -> tuple[dict, float, int]:
     """Return the parameters by name, the median step in ms, and how many functions (here, or of the lab) one enters."""
     torch.manual_seed(context.rank)
     net, buckets = Net(width).to(context.device), {"bucket_size_mb": 8 * width**2 / 2**20}
-    sgd, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}  # Adam would hide gradients of a wrong scale
+    # Adam would hide gradients of a wrong scale
+    sgd, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
     if of_lab:
-        model, optimizer = distlab.parallel.get_strategy(name).build(net, context.group, sgd, options, **buckets)
+        model, optimizer = distlab.parallel.get_strategy(name).build(
+            net, context.group, sgd, options, **buckets
+        )
     else:
-        model = STRATEGIES[name](net, context.group, **buckets if STRATEGIES[name] is BucketedDDP else {})
-        optimizer = ZeroOptimizer(model, sgd, **options) if name == "zero1" else sgd(model.parameters(), **options)
+        model = STRATEGIES[name](
+            net, context.group, **buckets if STRATEGIES[name] is BucketedDDP else {}
+        )
+        optimizer = (
+            ZeroOptimizer(model, sgd, **options)
+            if name == "zero1"
+            else sgd(model.parameters(), **options)
+        )
     times, entered = [], set()
     for step in range(steps):
-        x = torch.randn(16, 8, generator=torch.Generator().manual_seed(99 * step + context.rank)).to(context.device)
+        x = torch.randn(
+            16, 8, generator=torch.Generator().manual_seed(99 * step + context.rank)
+        ).to(context.device)
         last, begin = step == steps - 1, time.perf_counter()
-        with torch.autograd.set_multithreading_enabled(not last):  # in this thread, which is the one that is profiled
-            sys.setprofile((lambda frame, event, _: event == "call" and entered.add(frame.f_code)) if last else None)
+        # in this thread, which is the one that is profiled
+        with torch.autograd.set_multithreading_enabled(not last):
+            sys.setprofile(
+                (lambda frame, event, _: event == "call" and entered.add(frame.f_code))
+                if last
+                else None
+            )
             model.zero_grad()
             model(x, (step + context.rank) % context.world_size == 0).square().mean().backward()
             model.finish_gradient_synchronization()
@@ -326,18 +376,24 @@ def train(name: str, of_lab: bool, context: RankContext, width: int, steps: int)
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - begin))
     entered -= {Net.forward.__code__, Block.forward.__code__}
-    functions = sum(code.co_filename.startswith(distlab.__path__[0] if of_lab else __file__) for code in entered)
+    functions = sum(
+        code.co_filename.startswith(distlab.__path__[0] if of_lab else __file__) for code in entered
+    )
     return model.full_parameters(), sorted(times)[steps // 2], functions
 
 
 def compare(context: RankContext, say: Any, width: int = 256, steps: int = 20) -> dict[str, float]:
     """Say the lines of a table; return by strategy the largest difference of any parameter to the lab's."""
-    say(f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n")
+    say(
+        f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n"
+    )
     say("strategy    ms here   in the lab   functions here   in the lab   parameters")
     found = {}
     for name in STRATEGIES:
         ours, lab = (train(name, of_lab, context, width, steps) for of_lab in (False, True))
-        difference = torch.stack([(ours[0][key] - lab[0][key]).abs().max() for key in lab[0]]).max().detach()
+        difference = (
+            torch.stack([(ours[0][key] - lab[0][key]).abs().max() for key in lab[0]]).max().detach()
+        )
         dist.all_reduce(difference, dist.ReduceOp.MAX, group=context.group)
         found[name] = difference.item()
         same = f"differ by {found[name]:.1e}" if found[name] else "the same bit for bit"

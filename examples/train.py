@@ -39,7 +39,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--text", type=Path, help="a text file; without one, simple sentences")
-    parser.add_argument("--strategy", choices=TRAINABLE, default="bucketed", help="how ranks share the work")
+    parser.add_argument(
+        "--strategy", choices=TRAINABLE, default="bucketed", help="how ranks share the work"
+    )
     parser.add_argument("--size", choices=PRESETS, default="tiny", help="of the model")
     parser.add_argument("--steps", type=int, default=100, help="optimizer steps")
     parser.add_argument("--batch", type=int, default=16, help="sequences per step, over all ranks")
@@ -85,36 +87,44 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
         micro_batches=options.accumulate,
     )
 
-    # Model: on meta it has shapes and no values yet, because a strategy that shards never holds all of them on one GPU.
+    # Model: on meta it has shapes and no values yet, because a strategy that shards never holds all
+    # of them on one GPU.
     module = TransformerLM(config, device="meta")
 
-    # Strategy: wraps the module, so that gradients become means over ranks, and makes the optimizer that fits.
+    # Strategy: wraps the module, so that gradients become means over ranks, and makes the optimizer
+    # that fits.
     model, optimizer = get_strategy(options.strategy).build(
         module, context.group, torch.optim.AdamW, {"lr": options.lr}, device=context.device
     )
 
     # Resume: every rank reads its part of the newest checkpoint, whoever wrote which.
-    checkpoints = Checkpointer(options.folder, context, model=model)  # refuses now what it cannot store
+    # refuses now what it cannot store
+    checkpoints = Checkpointer(options.folder, context, model=model)
     first, stored = 0, checkpoints.newest()
     if stored is not None:
         checkpoints.load(stored, model, optimizer)
         first, wrote = stored.step, stored.content
-        say(f"from step {first}, which {wrote['world_size']} rank(s) wrote under {wrote['strategy']}")
+        say(
+            f"from step {first}, which {wrote['world_size']} rank(s) wrote under {wrote['strategy']}"
+        )
 
     losses = {}
     for step in range(first, options.steps):
         optimizer.zero_grad()
         mean_loss = torch.zeros((), device=context.device)
-        micro_batches = order.numbers(step)  # of this step alone: a resumed run skips and repeats nothing
+        # of this step alone: a resumed run skips and repeats nothing
+        micro_batches = order.numbers(step)
         for number, windows in enumerate(micro_batches, start=1):
             tokens, targets = to_batch(train_data.rows(windows), context.device)
-            # Gradients of micro-batches add up on each rank. Only the last backward sends their sum.
+            # Gradients of micro-batches add up on each rank. Only the last backward sends their
+            # sum.
             with nullcontext() if number == len(micro_batches) else model.no_sync():
                 loss = cross_entropy(model(tokens), targets) / len(micro_batches)
                 loss.backward()
             mean_loss += loss.detach()
         model.finish_gradient_synchronization()  # gradients are now means over ranks
-        model.clip_grad_norm_(options.clip)  # by the norm of the whole, also where ranks hold parts of it
+        # by the norm of the whole, also where ranks hold parts of it
+        model.clip_grad_norm_(options.clip)
         optimizer.step()
 
         done = step + 1
@@ -129,7 +139,8 @@ def train(options: argparse.Namespace, context: RankContext) -> dict[int, float]
             checkpoints.save(done, model, optimizer, strategy=options.strategy, extra={})
     checkpoints.wait()  # files are written while training goes on; what failed there is raised here
 
-    # Sample, from an ordinary module. Every rank calls full_state_dict: where they are sharded, all send their part.
+    # Sample, from an ordinary module. Every rank calls full_state_dict: where they are sharded, all
+    # send their part.
     whole = TransformerLM(config, device=context.device)
     whole.load_state_dict(model.full_state_dict())
     prompt = torch.tensor(list(b"The "), device=context.device)

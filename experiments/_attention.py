@@ -16,14 +16,30 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels.flash_attention import cost, document_bounds, flash_attention
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
+# q (B, H, Tq, D), k and v (B, Hk, Tk, D) → o like q
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BACKENDS = {
-    "sdpa": None, "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-}  # fmt: skip
-VARIANTS = ("naive", "compiled", "sdpa", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", "fa4",
-             "ours-ieee", "ours-deterministic", "ours")  # fmt: skip
-WRITTEN = re.compile(r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?")
+    "sdpa": None,
+    "sdpa-flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+VARIANTS = (
+    "naive",
+    "compiled",
+    "sdpa",
+    "sdpa-flash",
+    "sdpa-cudnn",
+    "sdpa-efficient",
+    "flex",
+    "fa4",
+    "ours-ieee",
+    "ours-deterministic",
+    "ours",
+)
+WRITTEN = re.compile(
+    r"(\d+)x(\d+)(?::(\d+))?x(\d+)(?::(\d+))?x(\d+)(?:/(full|window=\d+|documents=\d+))?"
+)
 
 
 @dataclass(frozen=True)
@@ -48,13 +64,18 @@ class Shape:
             ValueError: another text, or numbers that do not fit together.
         """
         found = WRITTEN.fullmatch(text)
-        sizes = [int(size or found[place]) for place, size in enumerate(found.groups()[:6])] if found else [0]
+        sizes = (
+            [int(size or found[place]) for place, size in enumerate(found.groups()[:6])]
+            if found
+            else [0]
+        )
         mask, _, size = ((found and found[7]) or "").partition("=")
         if 0 in sizes or sizes[1] % sizes[2] or (mask == "documents" and sizes[3] != sizes[4]):
             raise ValueError(
                 f"shape {text!r}: give BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, heads a multiple of key heads, "
                 "and /full, /window=W or /documents=N (as many queries as keys) where it is not plainly causal, such "
-                "as 4x32:8x4096x128/window=1024")
+                "as 4x32:8x4096x128/window=1024"
+            )
         return cls(*sizes, causal=mask != "full", **({mask: int(size)} if size else {}))
 
     @property
@@ -66,7 +87,9 @@ class Shape:
         """(T,), alike in every sequence, of N documents with borders anywhere; None where there are none."""
         if self.documents is None:
             return None
-        borders = torch.randint(self.queries, (self.documents - 1,), generator=torch.Generator().manual_seed(0))
+        borders = torch.randint(
+            self.queries, (self.documents - 1,), generator=torch.Generator().manual_seed(0)
+        )
         return (torch.arange(self.queries)[:, None] >= borders).sum(1).to(device)
 
     def visible(self, query: Tensor, key: Tensor, ids: Tensor | None) -> Tensor:
@@ -78,15 +101,30 @@ class Shape:
 
     def mask(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> Tensor:
         """(queries from `start` to `stop`, keys): what is visible."""
-        query, key = torch.arange(self.queries, device=device)[start:stop, None], torch.arange(self.keys, device=device)
+        query, key = (
+            torch.arange(self.queries, device=device)[start:stop, None],
+            torch.arange(self.keys, device=device),
+        )
         return self.visible(query, key, self.document_ids(device))
 
     def flops(self) -> float:
         """Of the forward, by convention: visible pairs only."""
         ids = self.document_ids()
-        parts = [(self.queries, self.keys)] if ids is None else [(n, n) for n in ids.bincount().tolist()]
-        return sum(cost((self.batch, self.heads, m, self.head_dim), (self.batch, self.kv_heads, n, self.head_dim),
-                        torch.bfloat16, causal=self.causal, window=self.window).flops for m, n in parts)
+        parts = (
+            [(self.queries, self.keys)]
+            if ids is None
+            else [(n, n) for n in ids.bincount().tolist()]
+        )
+        return sum(
+            cost(
+                (self.batch, self.heads, m, self.head_dim),
+                (self.batch, self.kv_heads, n, self.head_dim),
+                torch.bfloat16,
+                causal=self.causal,
+                window=self.window,
+            ).flops
+            for m, n in parts
+        )
 
 
 def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor:
@@ -101,7 +139,10 @@ def naive(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None) -> Tensor
 
 def _sdpa(variant: str, shape: Shape) -> Attention:
     call = functools.partial(
-        F.scaled_dot_product_attention, is_causal=shape.causal, enable_gqa=shape.heads != shape.kv_heads)
+        F.scaled_dot_product_attention,
+        is_causal=shape.causal,
+        enable_gqa=shape.heads != shape.kv_heads,
+    )
     backend = BACKENDS[variant]
     return call if backend is None else sdpa_kernel(backend)(call)
 
@@ -112,7 +153,13 @@ def _flex(shape: Shape, ids: Tensor | None, device: str) -> Attention:
     mask = None
     if shape.causal:
         mask = create_block_mask(
-            lambda b, h, i, j: shape.visible(i, j, ids), None, None, shape.queries, shape.keys, device=device)
+            lambda b, h, i, j: shape.visible(i, j, ids),
+            None,
+            None,
+            shape.queries,
+            shape.keys,
+            device=device,
+        )
     compiled = torch.compile(flex_attention, dynamic=False)
     return functools.partial(compiled, block_mask=mask, enable_gqa=shape.heads != shape.kv_heads)
 
@@ -121,7 +168,9 @@ def _flash_attention_4(shape: Shape) -> Attention:
     from flash_attn.cute import flash_attn_func
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.causal)[0].transpose(1, 2)
+        return flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), causal=shape.causal)[
+            0
+        ].transpose(1, 2)
 
     return call
 
@@ -145,16 +194,22 @@ def build(variant: str, shape: Shape, device: str) -> Attention:
         return _flex(shape, ids, device)
     if variant in ("naive", "compiled"):
         seen = None if shape.causal and shape.is_plain else shape.mask(device)
-        return functools.partial(naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen)
-    packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))  # once, as a model does
+        return functools.partial(
+            naive if variant == "naive" else torch.compile(naive, dynamic=False), seen=seen
+        )
+    # once, as a model does
+    packed = None if ids is None else document_bounds(ids.expand(shape.batch, -1))
     options = {"causal": shape.causal, "window": shape.window, "document_ids": packed}
-    options |= {"ours-ieee": {"precision": "ieee"}, "ours-deterministic": {"deterministic": True}}.get(variant, {})
+    options |= {
+        "ours-ieee": {"precision": "ieee"},
+        "ours-deterministic": {"deterministic": True},
+    }.get(variant, {})
     return functools.partial(flash_attention, **options)
 
 
 def last_head(x: Tensor, shape: Shape) -> Tensor:
     """The last sequence's last key head of k or v, or the query heads that read it."""
-    return x.detach()[-1, -(x.shape[1] // shape.kv_heads):]
+    return x.detach()[-1, -(x.shape[1] // shape.kv_heads) :]
 
 
 def exact(shape: Shape, *case: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
@@ -185,5 +240,8 @@ def inputs(shape: Shape, dtype: str, device: str) -> list[Tensor]:
     """[q, k, v, dO], random; the first three ask for gradients."""
     torch.manual_seed(shape.queries + shape.head_dim)
     q, k = (shape.batch, shape.heads, shape.queries), (shape.batch, shape.kv_heads, shape.keys)
-    found = [torch.randn(*x, shape.head_dim, device=device).to(getattr(torch, dtype)) for x in (q, k, k, q)]
+    found = [
+        torch.randn(*x, shape.head_dim, device=device).to(getattr(torch, dtype))
+        for x in (q, k, k, q)
+    ]
     return [x.requires_grad_() for x in found[:3]] + found[3:]

@@ -42,7 +42,11 @@ class MLP(nn.Module):
 
     def __init__(self, d: int, d_ff: int) -> None:
         super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = linear(d, d_ff), linear(d, d_ff), linear(d_ff, d)
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(d, d_ff),
+            linear(d, d_ff),
+            linear(d_ff, d),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         """(…, d) → (…, d)."""
@@ -52,7 +56,9 @@ class MLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A layer of Llama; norm and mlp make modules of `(d, eps)` and `(d, d_ff)`, for the others see `SelfAttention`."""
 
-    def __init__(self, shape: ModelConfig, norm: Callable, mlp: Callable, rotate: Callable, attend: Callable) -> None:
+    def __init__(
+        self, shape: ModelConfig, norm: Callable, mlp: Callable, rotate: Callable, attend: Callable
+    ) -> None:
         super().__init__()
         self.input_layernorm = norm(shape.d_model, shape.norm_eps)
         self.self_attn = SelfAttention(shape, rotate, attend)
@@ -76,13 +82,17 @@ def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
 
 def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """This lab's operations, with attention as a function of (B, H, T, D) tensors: a rotated q has that shape.
-    """
+    """This lab's operations, with attention as a function of (B, H, T, D) tensors: a rotated q has that shape."""
     import kernels.nn
     from kernels.flash_attention import flash_attention
     from kernels.rope import rope
 
-    return kernels.nn.RMSNorm, kernels.nn.SwiGLU, each(rope, cos, sin), partial(flash_attention, causal=True)
+    return (
+        kernels.nn.RMSNorm,
+        kernels.nn.SwiGLU,
+        each(rope, cos, sin),
+        partial(flash_attention, causal=True),
+    )
 
 
 def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
@@ -90,18 +100,31 @@ def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 
     def mlp(d: int, d_ff: int) -> nn.Module:
-        return LigerSwiGLUMLP(SimpleNamespace(hidden_act="silu", hidden_size=d, intermediate_size=d_ff))
+        return LigerSwiGLUMLP(
+            SimpleNamespace(hidden_act="silu", hidden_size=d, intermediate_size=d_ff)
+        )
 
-    llamas = cos[None], sin.chunk(2, -1)[1].repeat(1, 1, 2)  # the first half of its sin is not negative
+    # the first half of its sin is not negative
+    llamas = cos[None], sin.chunk(2, -1)[1].repeat(1, 1, 2)
     return LigerRMSNorm, mlp, lambda q, k: liger_rotary_pos_emb(q, k, *llamas), sdpa
 
 
-PARTS = {"torch": torchs, "torch-compiled": torchs, "nn": ours, "nn-compiled": ours, "liger": ligers}
+PARTS = {
+    "torch": torchs,
+    "torch-compiled": torchs,
+    "nn": ours,
+    "nn-compiled": ours,
+    "liger": ligers,
+}
 
 
-def layer(name: str, shape: ModelConfig, device: torch.device, on: torch.device | str = "meta") -> DecoderLayer:
+def layer(
+    name: str, shape: ModelConfig, device: torch.device, on: torch.device | str = "meta"
+) -> DecoderLayer:
     """Make a layer of these PARTS, its parameters on `on`, for tensors on `device`."""
-    tables = rope_tables(positions(shape.context_length, device), shape.d_model // shape.num_heads, shape.rope_theta)
+    tables = rope_tables(
+        positions(shape.context_length, device), shape.d_model // shape.num_heads, shape.rope_theta
+    )
     parts = PARTS[name](*tables)
     with torch.device(on):
         return DecoderLayer(shape, *parts)

@@ -24,7 +24,9 @@ from distlab.train.step import TrainStep, under_autocast
 
 
 @lru_cache(maxsize=256)
-def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32") -> SimulatedStep:
+def simulated(
+    name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32"
+) -> SimulatedStep:
     """One settled step of a user's model under a strategy of ours, with fused AdamW, on one of `ranks`.
 
     Args:
@@ -46,31 +48,56 @@ def simulated(name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp
         return lambda: train(examples)
 
     # A copied layer (`nn.TransformerEncoder` copies its own) must stay in the same fake world.
-    same_world = mock.patch.object(FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True)
+    same_world = mock.patch.object(
+        FakeTensorMode, "__deepcopy__", lambda self, memo: self, create=True
+    )
     try:
         with same_world, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")  # torch 2.11's deepcopy does
+            # torch 2.11's deepcopy does
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             return simulate_step(
-                strategy, lambda: made(name)[0], make_step, world_size=ranks, compute_dtype=DTYPES[dtype]
+                strategy,
+                lambda: made(name)[0],
+                make_step,
+                world_size=ranks,
+                compute_dtype=DTYPES[dtype],
             )
     except Exception as error:
-        said = message_of(error) or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        said = (
+            message_of(error)
+            or f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"
+        )
         raise ValueError(
             f"--model {name} cannot be stepped under {strategy} on tensors without values, from which memory and time "
             f"are predicted ({said}); what reads values must be measured: distlab run ddp_bench --model {name}"
         ) from error
 
 
-PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}  # category → as `theory.memory` calls it
+# category → as `theory.memory` calls it
+PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}
 
 
-def peaks(name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: str) -> dict[str, dict[str, Any]]:
+def peaks(
+    name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: str
+) -> dict[str, dict[str, Any]]:
     """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need
     a process without a process group and so have their own; what cannot be simulated is left out.
     """
-    command = [sys.executable, "-P", "-m", "experiments._own_model", name, str(batch), str(ranks), dtype, *strategies]
+    command = [
+        sys.executable,
+        "-P",
+        "-m",
+        "experiments._own_model",
+        name,
+        str(batch),
+        str(ranks),
+        dtype,
+        *strategies,
+    ]
     path = os.pathsep.join(filter(None, sys.path))
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path})
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=os.environ | {"PYTHONPATH": path}
+    )
     return json.loads(done.stdout) if done.returncode == 0 else {}
 
 
@@ -80,8 +107,15 @@ def main(name: str, batch: str, ranks: str, dtype: str, *strategies: str) -> Non
     for strategy in strategies:
         with suppress(ValueError):
             step = simulated(name, strategy, int(batch), int(ranks), dtype)
-            peak = {PARTS.get(category, category): size for category, size in step.peak.by_category.items()}
-            found[strategy] = {"after_init": sum(step.after_init.values()), "peak": peak, "phase": step.peak.phase}
+            peak = {
+                PARTS.get(category, category): size
+                for category, size in step.peak.by_category.items()
+            }
+            found[strategy] = {
+                "after_init": sum(step.after_init.values()),
+                "peak": peak,
+                "phase": step.peak.phase,
+            }
     print(json.dumps(found))
 
 

@@ -18,5 +18,9 @@ class TrafficLog(EventLog):
         before = len(self.items)
         super()._add_operator(func, args, kwargs, result)
         for operator in self.items[before:]:
-            kind = "copy" if operator.flops else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            kind = (
+                "copy"
+                if operator.flops
+                else memory_traffic.kind_of(tensors_in((args, kwargs)), tensors_in(result))
+            )
             self.places.append((kind, self.open[-1]))

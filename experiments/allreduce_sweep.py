@@ -30,15 +30,29 @@ from distlab.experiment import (
     option,
 )
 from distlab.hardware import lookup
-from distlab.measure import BY_HAND, OPERATIONS, free_bytes, percentile_metrics, time_collective, traffic
+from distlab.measure import (
+    BY_HAND,
+    OPERATIONS,
+    free_bytes,
+    percentile_metrics,
+    time_collective,
+    traffic,
+)
 from distlab.report import Panel, Series, grouped, lines, prediction_error, sparse_column
 from distlab.theory.collective_time import fit_collective
 
 FIT = "fit "
 KIB, MIB = 2**10, 2**20
-# 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three sizes
+# 4 KiB … 2 GiB; 1.5 GiB since rings change their ways at 1 GiB, and a piece of a fit takes three
+# sizes
 GPU_SIZES = tuple(sorted((*(4 * KIB * 2**k for k in range(20)), 1536 * MIB)))
-TICKS = ((4 * KIB, "4 KiB"), (64 * KIB, "64 KiB"), (MIB, "1 MiB"), (16 * MIB, "16 MiB"), (256 * MIB, "256 MiB"))
+TICKS = (
+    (4 * KIB, "4 KiB"),
+    (64 * KIB, "64 KiB"),
+    (MIB, "1 MiB"),
+    (16 * MIB, "16 MiB"),
+    (256 * MIB, "256 MiB"),
+)
 CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
 
 
@@ -48,7 +62,9 @@ class SweepConfig(Options):
 
     operations: tuple[str, ...] = option(OPERATIONS, "what to time", choices=OPERATIONS)
     sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", least=1)
-    group_sizes: tuple[int, ...] = option((), "numbers of ranks, each the first so many [2, 4, … all]", least=2)
+    group_sizes: tuple[int, ...] = option(
+        (), "numbers of ranks, each the first so many [2, 4, … all]", least=2
+    )
     warmup: int = option(3, "untimed calls of each", least=0)
     repeats: int = option(20, "timed calls, at most: fewer where the budget is short", least=3)
     budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
@@ -86,7 +102,11 @@ def measure(config: SweepConfig, context: RankContext, run: Run) -> None:
     # On a CPU a payload, of which every rank holds a source and a result, must fit.
     frees = collectives.gather_objects(free_bytes(context.device), context.group)
     needed = 2 * max(config.sizes)
-    if context.device.type == "cpu" and None not in frees and needed > min(frees) // context.world_size:
+    if (
+        context.device.type == "cpu"
+        and None not in frees
+        and needed > min(frees) // context.world_size
+    ):
         raise MemoryError(
             f"a payload of {needed // 2:,} bytes takes {needed / 2**30:,.1f} GiB on each of {context.world_size} "
             f"ranks, and {min(frees) // context.world_size / 2**30:,.1f} GiB are free for each: give smaller --sizes"
@@ -112,8 +132,12 @@ def _measure_group(config: SweepConfig, context: RankContext, run: Run) -> None:
 
 
 def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -> Metrics:
-    timed = partial(time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats)
-    timing = collectives.if_it_fits(partial(timed, budget_s=config.budget_s), context.device, context.group)
+    timed = partial(
+        time_collective, context, operation, size, warmup=config.warmup, repeats=config.repeats
+    )
+    timing = collectives.if_it_fits(
+        partial(timed, budget_s=config.budget_s), context.device, context.group
+    )
     if timing is None:
         return {"time_p50_ms": "OOM"}
     times = percentile_metrics("time", timing.samples_ms)
@@ -126,7 +150,11 @@ def _row(config: SweepConfig, context: RankContext, operation: str, size: int) -
         "max_abs_error": timing.max_abs_error,
         "repeats": len(timing.samples_ms),
     }
-    spec = lookup(torch.cuda.get_device_name(context.device)) if context.device.type == "cuda" else None
+    spec = (
+        lookup(torch.cuda.get_device_name(context.device))
+        if context.device.type == "cuda"
+        else None
+    )
     link = spec and spec.nvlink_bandwidth
     metrics["link_ms"] = None if link is None else 1e3 * timing.num_bytes * share / link
     return metrics
@@ -145,7 +173,9 @@ def with_fits(records: Records) -> list[Record]:
     """
     found = []
     rows = [record for record in records if not record.variant.startswith(FIT)]
-    for (operation, _), mine in grouped(rows, lambda r: (r.variant, r.config["world_size"])).items():
+    for (operation, _), mine in grouped(
+        rows, lambda r: (r.variant, r.config["world_size"])
+    ).items():
         timed = [r for r in timings(mine) if r.metrics.get("time_p50_ms") not in (None, "OOM")]
         if len({r.metrics["payload_bytes"] for r in timed}) < 2:
             found += mine
@@ -178,7 +208,8 @@ def wrong_rows(records: Records) -> list[str]:
         f"{record.variant} of {record.metrics['payload_bytes']:,} bytes on {record.config['world_size']} ranks: "
         f"the result is off by {record.metrics['max_abs_error']:g}"
         for record in timings(records)
-        if not record.metrics.get("max_abs_error", 0.0) <= 1e-4  # averages round, sums of small integers do not
+        # averages round, sums of small integers do not
+        if not record.metrics.get("max_abs_error", 0.0) <= 1e-4
     ]
 
 
@@ -186,11 +217,21 @@ def draw_bandwidth(records: Records, path: Path) -> None:
     """Bus bandwidth against the payload, a panel per number of ranks and backend."""
     rows = [r for r in timings(records) if isinstance(r.metrics.get("time_p50_ms"), float)]
     panels = []
-    for (ranks, backend), mine in grouped(rows, lambda r: (r.config["world_size"], r.config["backend"])).items():
+    for (ranks, backend), mine in grouped(
+        rows, lambda r: (r.config["world_size"], r.config["backend"])
+    ).items():
         mine.sort(key=lambda r: r.metrics["payload_bytes"])
         ticks = [tick for tick in TICKS if tick[0] <= 2 * mine[-1].metrics["payload_bytes"]]
         series = _bandwidth_series(mine)
-        panels.append(Panel(f"{ranks} ranks, {backend}", "payload", "bus bandwidth (GB/s)", series, x_ticks=ticks))
+        panels.append(
+            Panel(
+                f"{ranks} ranks, {backend}",
+                "payload",
+                "bus bandwidth (GB/s)",
+                series,
+                x_ticks=ticks,
+            )
+        )
     lines(path, panels, title=headline(records))
 
 
@@ -203,7 +244,12 @@ def _bandwidth_series(rows: Records) -> list[Series]:
     link = next((r for r in rows if r.variant == "all_reduce" and r.metrics.get("link_ms")), None)
     if link is not None:
         payload = link.metrics["payload_bytes"]
-        peak = payload * traffic("all_reduce", link.config["world_size"]) / link.metrics["link_ms"] / 1e6
+        peak = (
+            payload
+            * traffic("all_reduce", link.config["world_size"])
+            / link.metrics["link_ms"]
+            / 1e6
+        )
         x = [end(r.metrics["payload_bytes"] for r in rows) for end in (min, max)]
         series.append(Series("peak of the link", x, [peak, peak], line=":", like="~"))
     return series
@@ -227,8 +273,15 @@ VIEW = View(
         sparse_column("metrics.fit_error_max_pct", "largest error %", ".1f"),
     ],
     headline=headline,
-    terminal=("variant", "world_size", "payload_bytes", "time_p50_ms", "busbw_gb_per_s", "time_p50_ms_error_pct",
-              "max_abs_error"),
+    terminal=(
+        "variant",
+        "world_size",
+        "payload_bytes",
+        "time_p50_ms",
+        "busbw_gb_per_s",
+        "time_p50_ms_error_pct",
+        "max_abs_error",
+    ),
     pictures={"bandwidth.png": draw_bandwidth},
     reading="algbw is the payload over the time; busbw multiplies it by the share of the payload that the busiest link "
     "carries in the best algorithm (2(N−1)/N for an all-reduce, (N−1)/N for gather and scatter, 1 for a broadcast), so "
@@ -237,18 +290,24 @@ VIEW = View(
     prediction="The fit is α + S/W by relative error, in as few pieces as stay within 8 %; pieces have three sizes or "
     "more. link's peak is the datasheet's NVLink bandwidth with no latency.",
     noise="From p50 to p80 of the repetitions.",
-)  # fmt: skip
+)
 
 EXPERIMENT = Experiment(
-    SweepConfig, measure, VIEW,
+    SweepConfig,
+    measure,
+    VIEW,
     presets={
         "cpu": {"sizes": CPU_SIZES},
         "quick": {"sizes": tuple(4 * KIB * 8**k for k in range(4)), "repeats": 5, "budget_s": 0.1},
         "smoke": {
-            "operations": ("all_reduce", "broadcast"), "sizes": (4096, 65536, 262144), "group_sizes": (2,), "warmup": 1,
-            "repeats": 3, "budget_s": 0.05,
+            "operations": ("all_reduce", "broadcast"),
+            "sizes": (4096, 65536, 262144),
+            "group_sizes": (2,),
+            "warmup": 1,
+            "repeats": 3,
+            "budget_s": 0.05,
         },
     },
     ranks="many",
     wrong=wrong_rows,
-)  # fmt: skip
+)

@@ -68,29 +68,54 @@ from kernels.flash_attention import hopper
 from kernels.flash_attention.options import Problem
 
 TWELVE = (
-    "4x32x1024x64", "8x16x2048x64", "4x32x4096x64", "1x16x16384x64", "2x32x2048x128", "4x32x4096x128", "1x32x8192x128",
-    "1x16x16384x128", "1x32x32768x128", "4x32x4096x128/full", "1x16x16384x64/full", "1x16x16384x128/full",
-)  # fmt: skip
+    "4x32x1024x64",
+    "8x16x2048x64",
+    "4x32x4096x64",
+    "1x16x16384x64",
+    "2x32x2048x128",
+    "4x32x4096x128",
+    "1x32x8192x128",
+    "1x16x16384x128",
+    "1x32x32768x128",
+    "4x32x4096x128/full",
+    "1x16x16384x64/full",
+    "1x16x16384x128/full",
+)
 MORE = (
-    "4x32x512x80", "4x32x2048x80", "4x32x2048x96", "2x16x4096x256", "4x32:8x4096x128", "1x32:8x32768x128",
-    "1x32x32768x128/window=1024", "1x32x32768x128/documents=16", "1x32x4096:65536x128/full", "16x32x1:4096x128/full",
-)  # fmt: skip
+    "4x32x512x80",
+    "4x32x2048x80",
+    "4x32x2048x96",
+    "2x16x4096x256",
+    "4x32:8x4096x128",
+    "1x32:8x32768x128",
+    "1x32x32768x128/window=1024",
+    "1x32x32768x128/documents=16",
+    "1x32x4096:65536x128/full",
+    "16x32x1:4096x128/full",
+)
 LENGTHS = tuple(f"1x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(7, 17))
 MEMORY = tuple(f"8x1x{2**n}x{head_dim}" for head_dim in (16, 32, 64, 128) for n in range(8, 16))
 COMPILED = ("compiled", "flex", "ours")
 # Ours over each row, which `compare` gives as the baseline.
-COMPARED = [Ratio(f"ours_over_{name}", row_of("ours"), clock) for name, clock in (
-    ("wall", "wall"), ("device", "fwd_bwd_device"), ("fwd", "fwd_device"))]  # fmt: skip
+COMPARED = [
+    Ratio(f"ours_over_{name}", row_of("ours"), clock)
+    for name, clock in (("wall", "wall"), ("device", "fwd_bwd_device"), ("fwd", "fwd_device"))
+]
 
 
 @dataclass(frozen=True)
 class Config(Options):
     """One run: a row per shape, dtype and variant that is defined there."""
 
-    shapes: tuple[str, ...] = option(TWELVE + MORE, "BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]")
-    dtypes: tuple[str, ...] = option(("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32"))
+    shapes: tuple[str, ...] = option(
+        TWELVE + MORE, "BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]"
+    )
+    dtypes: tuple[str, ...] = option(
+        ("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32")
+    )
     variants: tuple[str, ...] = option(
-        ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "what to time", choices=VARIANTS)
+        ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "what to time", choices=VARIANTS
+    )
     rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
 
@@ -128,45 +153,62 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     if variant == "naive":
         before, peak = 5 * tensor + matrix + length**2, 6 * tensor + 4 * matrix + length**2
     else:
-        one_pass = torch.cuda.is_available() and hopper.adds_in_any_order(q) and hopper.serves(
-            "backward", q, q, q, Problem((None, 0), 1.0))
+        one_pass = (
+            torch.cuda.is_available()
+            and hopper.adds_in_any_order(q)
+            and hopper.serves("backward", q, q, q, Problem((None, 0), 1.0))
+        )
         summed = 0 if variant == "ours" and not one_pass else 4 * q.numel()
         before, peak = 5 * tensor + statistics, 8 * tensor + 3 * statistics + summed
     return {"predicted_before_bwd_bytes": before, "predicted_peak_bytes": peak}
 
 
-def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device: str) -> dict[str, dict[str, Any]]:
+def of_shape(
+    shape: Shape, dtype: str, variants: list[str], rounds: int, device: str
+) -> dict[str, dict[str, Any]]:
     """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
     case = inputs(shape, dtype, device)
     expected = exact(shape, *case)
     clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
-    last: torch.cuda.CUDAGraph | None = None  # all graphs share their memory: of the largest, instead of the sum
+    # all graphs share their memory: of the largest, instead of the sum
+    last: torch.cuda.CUDAGraph | None = None
 
     def prepare(variant: str) -> dict[str, Any]:
         nonlocal last
         fn = build(variant, shape, device)
         whole = partial(both, fn, *case)
-        with torch.autograd.set_multithreading_enabled(False):  # autograd's own thread drops gradients a little later
-            metrics: dict[str, Any] = errors(whole(), expected, shape)  # the first call compiles what has to be
-            others = allocated_bytes(device)  # libraries keep workspaces, far larger than a short call's tensors
+        # autograd's own thread drops gradients a little later
+        with torch.autograd.set_multithreading_enabled(False):
+            # the first call compiles what has to be
+            metrics: dict[str, Any] = errors(whole(), expected, shape)
+            # libraries keep workspaces, far larger than a short call's tensors
+            others = allocated_bytes(device)
             with peak_memory(device) as memory:
                 o = fn(*case[:3])
                 before = allocated_bytes(device)
                 torch.autograd.grad(o, case[:3], case[3])
-        del o  # it keeps nodes of the inputs, and these the stream that they were made on: no graph could be captured
+        # it keeps nodes of the inputs, and these the stream that they were made on: no graph could
+        # be captured
+        del o
         graphs = {}
         if others is not None:
             own = sum(x.nbytes for x in case) - others
-            metrics |= {"before_bwd_alloc_bytes": before + own, "peak_alloc_bytes": memory.peak_alloc_bytes + own}
+            metrics |= {
+                "before_bwd_alloc_bytes": before + own,
+                "peak_alloc_bytes": memory.peak_alloc_bytes + own,
+            }
             runs = {"fwd_device": partial(fn, *case[:3]), "fwd_bwd_device": whole}
             graphs = {name: replayed(run, beside=last) for name, run in runs.items()}
             last = graphs["fwd_bwd_device"].graph
-        clocks[variant] = lambda: call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()}
+        clocks[variant] = lambda: (
+            call_ms(whole, 1) | {name: replay(2) for name, replay in graphs.items()}
+        )
         return metrics
 
     found = {variant: attempt(partial(prepare, variant)) for variant in variants}
     for variant, metrics in sample_rounds(clocks, rounds).items():
-        found[variant] |= metrics  # out of memory, maybe, where the first call was not: all graphs lie beside it
+        # out of memory, maybe, where the first call was not: all graphs lie beside it
+        found[variant] |= metrics
     for variant, metrics in found.items():
         if "fwd_device_p50_ms" in metrics:
             metrics |= rates(shape, metrics["fwd_device_p50_ms"], metrics["fwd_bwd_device_p50_ms"])
@@ -177,7 +219,10 @@ def of_shape(shape: Shape, dtype: str, variants: list[str], rounds: int, device:
 def rates(shape: Shape, fwd_ms: float, fwd_bwd_ms: float) -> dict[str, float]:
     """The backward's time, and TFLOP/s of forward, backward and both by convention."""
     passes = {"fwd": (1.0, fwd_ms), "bwd": (2.5, fwd_bwd_ms - fwd_ms), "fwd_bwd": (3.5, fwd_bwd_ms)}
-    found = {f"{name}_tflop_per_s": times * shape.flops() / ms / 1e9 for name, (times, ms) in passes.items()}
+    found = {
+        f"{name}_tflop_per_s": times * shape.flops() / ms / 1e9
+        for name, (times, ms) in passes.items()
+    }
     return found | {"bwd_device_p50_ms": fwd_bwd_ms - fwd_ms}
 
 
@@ -194,7 +239,8 @@ def compare(records: Sequence[Record]) -> None:
             for row in rows:
                 if row is not ours and (found := ratio.of(ours, row)):
                     names = (ratio.name, f"{ratio.name}_low", f"{ratio.name}_high")
-                    row.metrics.update(zip(names, found, strict=False))  # of unknown noise without an interval
+                    # of unknown noise without an interval
+                    row.metrics.update(zip(names, found, strict=False))
         peer = FASTEST(rows)
         if peer is not None and "ours_over_device" in peer.metrics:
             ms, ratio = peer.metrics["fwd_bwd_device_p50_ms"], peer.metrics["ours_over_device"]
@@ -213,8 +259,16 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         variants = config.rows(shape, dtype)
         if not all(run.done(variant, **row) for variant in variants):
             for variant, metrics in of_shape(shape, dtype, variants, config.rounds, device).items():
-                run.add(variant, metrics, **row, batch=shape.batch, heads=shape.heads, length=shape.queries,
-                        head_dim=shape.head_dim, causal=shape.causal)
+                run.add(
+                    variant,
+                    metrics,
+                    **row,
+                    batch=shape.batch,
+                    heads=shape.heads,
+                    length=shape.queries,
+                    head_dim=shape.head_dim,
+                    causal=shape.causal,
+                )
             gc.collect()  # graphs and compiled functions lie in cycles of Python objects
             torch.cuda.empty_cache()
         pace()
@@ -229,9 +283,12 @@ def compiled(text: str, dtype: str, variant: str, device: str) -> dict[str, obje
 
 def warm(config: Config, device: str) -> None:
     """Compile the compiled variants of all rows in parallel processes; failures show when a row is measured."""
-    jobs = [partial(compiled, text, dtype, variant, device)
-            for dtype, text in itertools.product(config.dtypes, config.shapes)
-            for variant in config.rows(Shape.parse(text), dtype) if variant in COMPILED]
+    jobs = [
+        partial(compiled, text, dtype, variant, device)
+        for dtype, text in itertools.product(config.dtypes, config.shapes)
+        for variant in config.rows(Shape.parse(text), dtype)
+        if variant in COMPILED
+    ]
     with ProcessPoolExecutor(config.warm, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(attempt, jobs))
 
@@ -239,12 +296,16 @@ def warm(config: Config, device: str) -> None:
 def crossovers(records: list[Record]) -> list[str]:
     """Name the rows that are faster than ours by the wall's time, and count those of which this run cannot tell."""
     compared = [record for record in records if "ours_over_wall" in record.metrics]
-    verdicts = {verdict: [r for r in compared if verdict_of(r, "ours_over_wall") == verdict]
-                for verdict in (SLOWER, UNCLEAR)}  # fmt: skip
+    verdicts = {
+        verdict: [r for r in compared if verdict_of(r, "ours_over_wall") == verdict]
+        for verdict in (SLOWER, UNCLEAR)
+    }
     found = []
     if verdicts[SLOWER]:
-        names = [f"{r.config['shape']} ({r.variant}, ours / it {with_interval(r, 'ours_over_wall')})"
-                 for r in verdicts[SLOWER]]  # fmt: skip
+        names = [
+            f"{r.config['shape']} ({r.variant}, ours / it {with_interval(r, 'ours_over_wall')})"
+            for r in verdicts[SLOWER]
+        ]
         found.append(f"A peer is faster at {', '.join(names)}.")
     if verdicts[UNCLEAR]:
         found.append(
@@ -262,8 +323,10 @@ def geometric_means(records: list[Record]) -> str:
         return ""
     device = _mean_ratio(on_device, "ours_over_device")
     wall = _mean_ratio([r for r in rows if "ours_over_wall" in r.metrics], "ours_over_wall")
-    return (f"; ours ÷ SDPA's default {device} on the device, {wall} by the "
-            f"wall: geometric means of {len(on_device)} of the twelve shapes")
+    return (
+        f"; ours ÷ SDPA's default {device} on the device, {wall} by the "
+        f"wall: geometric means of {len(on_device)} of the twelve shapes"
+    )
 
 
 def _mean_ratio(records: Sequence[Record], name: str) -> str:
@@ -275,18 +338,25 @@ def _mean_ratio(records: Sequence[Record], name: str) -> str:
     intervals = [interval_of(record, name) for record in records]
     if any(each is None or each.low <= 0 for each in intervals):
         return mean
-    low, high = (geometric_mean(getattr(each, end) for each in intervals) for end in ("low", "high"))
+    low, high = (
+        geometric_mean(getattr(each, end) for each in intervals) for end in ("low", "high")
+    )
     return f"{mean} (95 %: {low:.3f} to {high:.3f})"
 
 
 def wrong(records: list[Record]) -> list[str]:
     """Rows of ours whose error is above three times the largest of its peers."""
     found = []
-    for shape, rows in grouped(records, lambda r: (r.config["dtype"], r.config.get("shape"))).items():
+    for shape, rows in grouped(
+        records, lambda r: (r.config["dtype"], r.config.get("shape"))
+    ).items():
         for name in ("max_abs_error", "max_abs_grad_error"):
             peers = [r.metrics[name] for r in rows if name in r.metrics and r.variant[:4] != "ours"]
-            found += [f"{r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}" for r in rows
-                      if peers and name in r.metrics and not r.metrics[name] <= 3 * max(peers) + 1e-5]
+            found += [
+                f"{r.variant} at {' '.join(shape)}: {name} {r.metrics[name]:.1e}"
+                for r in rows
+                if peers and name in r.metrics and not r.metrics[name] <= 3 * max(peers) + 1e-5
+            ]
     return found
 
 
@@ -297,39 +367,88 @@ def behind(name: str) -> Callable[[Record], str]:
 
 def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
     """A metric of one head over its length: a panel per dtype and head dimension, a line per variant, ours thick."""
-    rows = [r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1]
+    rows = [
+        r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
+    ]
     panels = []
-    for (dtype, head_dim), mine in grouped(rows, lambda r: (r.config["dtype"], r.config["head_dim"])).items():
+    for (dtype, head_dim), mine in grouped(
+        rows, lambda r: (r.config["dtype"], r.config["head_dim"])
+    ).items():
         mine.sort(key=lambda r: (r.variant != "ours", r.config["length"]))
         series = [
-            Series(variant, [r.config["length"] for r in line], [r.metrics[metric] for r in line], line="-",
-                   marked=True, width=2.2 if variant == "ours" else 1)
+            Series(
+                variant,
+                [r.config["length"] for r in line],
+                [r.metrics[metric] for r in line],
+                line="-",
+                marked=True,
+                width=2.2 if variant == "ours" else 1,
+            )
             for variant, line in grouped(mine, lambda r: r.variant).items()
-        ]  # fmt: skip
-        panels.append(Panel(f"dtype {dtype}, head_dim {head_dim}", "length", label, series, log_y=True))
+        ]
+        panels.append(
+            Panel(f"dtype {dtype}, head_dim {head_dim}", "length", label, series, log_y=True)
+        )
     if panels:
         lines(path, panels, title=f"{label}, over length")
 
 
 SHAPE = "{batch}x1x{length}x{head_dim}"  # of a record that has none
-headline = headline_from("Attention, forward + backward, {device_name}, torch {torch}, triton {triton}")
-ERRORS = [Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e", optional=True)
-          for name, of in (("", "o"), ("grad_", "grad"))]  # fmt: skip
+headline = headline_from(
+    "Attention, forward + backward, {device_name}, torch {torch}, triton {triton}"
+)
+ERRORS = [
+    Column(f"metrics.max_abs_{name}error", f"max |Δ{of}|", ".1e", optional=True)
+    for name, of in (("", "o"), ("grad_", "grad"))
+]
 MIB = {"format": ",.1f", "scale": 2**-20, "optional": True}
 VIEW = View(
     columns=[
-        Column("config.shape", "shape", align="left", derived=lambda record: SHAPE.format(**record.config)),
-        Column("config.dtype", "type"), Column("variant", "variant"),
+        Column(
+            "config.shape",
+            "shape",
+            align="left",
+            derived=lambda record: SHAPE.format(**record.config),
+        ),
+        Column("config.dtype", "type"),
+        Column("variant", "variant"),
         Column("metrics.wall_p50_ms", "wall ms", ".4f", optional=True, note=host_bound),
-        Column("metrics.ours_over_wall", "ours / it", ".2f", missing="", optional=True, note=behind("wall")),
+        Column(
+            "metrics.ours_over_wall",
+            "ours / it",
+            ".2f",
+            missing="",
+            optional=True,
+            note=behind("wall"),
+        ),
         Column("metrics.fwd_bwd_device_p50_ms", "f+b ms", ".4f", optional=True),
-        Column("metrics.ours_over_device", "ours / it", ".2f", missing="", optional=True, note=behind("device")),
+        Column(
+            "metrics.ours_over_device",
+            "ours / it",
+            ".2f",
+            missing="",
+            optional=True,
+            note=behind("device"),
+        ),
         Column("metrics.fwd_device_p50_ms", "fwd ms", ".4f", optional=True),
-        Column("metrics.ours_over_fwd", "ours / it", ".2f", missing="", optional=True, note=behind("fwd")),
+        Column(
+            "metrics.ours_over_fwd",
+            "ours / it",
+            ".2f",
+            missing="",
+            optional=True,
+            note=behind("fwd"),
+        ),
         Column("metrics.bwd_device_p50_ms", "bwd ms", ".4f", optional=True),
         Column("metrics.fwd_bwd_tflop_per_s", "TFLOP/s", ".1f", optional=True),
-        *(Column(f"metrics.{key}", title, form, missing="", optional=True) for key, title, form in (
-            ("peer", "fastest peer", ""), ("peer_ms", "its ms", ".4f"), ("ours_over_peer", "ours / it", ".2f"))),
+        *(
+            Column(f"metrics.{key}", title, form, missing="", optional=True)
+            for key, title, form in (
+                ("peer", "fastest peer", ""),
+                ("peer_ms", "its ms", ".4f"),
+                ("ours_over_peer", "ours / it", ".2f"),
+            )
+        ),
         Column("metrics.host_p50_ms", "host ms", ".3f", optional=True),
         Column("metrics.before_bwd_alloc_bytes", "before bwd MiB", **MIB),
         Column("metrics.predicted_before_bwd_bytes", "predicted", missing="", **MIB),
@@ -337,12 +456,26 @@ VIEW = View(
         Column("metrics.peak_alloc_bytes", "peak MiB", **MIB),
         Column("metrics.predicted_peak_bytes", "predicted", missing="", **MIB),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes"),
-        *ERRORS, Column("metrics.status", "status"),
+        *ERRORS,
+        Column("metrics.status", "status"),
     ],
-    headline=lambda records: headline(records) + geometric_means(records) if records[0].environment.get("cuda")
-    else "A CPU: no device times",
-    terminal=("shape", "variant", "wall_p50_ms", "ours_over_wall", "fwd_bwd_device_p50_ms", "ours_over_device",
-              "ours_over_fwd", "peak_alloc_bytes", "predicted_peak_bytes", "status"),
+    headline=lambda records: (
+        headline(records) + geometric_means(records)
+        if records[0].environment.get("cuda")
+        else "A CPU: no device times"
+    ),
+    terminal=(
+        "shape",
+        "variant",
+        "wall_p50_ms",
+        "ours_over_wall",
+        "fwd_bwd_device_p50_ms",
+        "ours_over_device",
+        "ours_over_fwd",
+        "peak_alloc_bytes",
+        "predicted_peak_bytes",
+        "status",
+    ),
     pictures={
         "time.png": partial(draw, metric="fwd_bwd_device_p50_ms", label="forward + backward, ms"),
         "memory.png": partial(draw, metric="peak_alloc_bytes", label="peak bytes"),
@@ -360,21 +493,46 @@ VIEW = View(
     "round, and ours is behind a row only where the whole 95 % interval of their ratio is above 1. "
     "A record without intervals has no such mark.",
 )
-SMOKE = {"shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"), "dtypes": ("float32",),
-         "variants": ("naive", "sdpa", "ours"), "rounds": 3}  # fmt: skip
+SMOKE = {
+    "shapes": ("1x1x32x16", "1x2:1x16x16/documents=2"),
+    "dtypes": ("float32",),
+    "variants": ("naive", "sdpa", "ours"),
+    "rounds": 3,
+}
 EXPERIMENT = Experiment(
-    Config, measure, VIEW,
+    Config,
+    measure,
+    VIEW,
     presets={
         "twelve": {"shapes": TWELVE},
-        "lengths": {"shapes": LENGTHS, "dtypes": ("bfloat16", "float32"), "variants": (
-            "naive", "compiled", *Config.variants[:3], "sdpa-efficient", "flex", "ours"), "rounds": 5},
-        "memory": {"shapes": MEMORY, "dtypes": ("bfloat16", "float32"), "rounds": 3,
-                   "variants": ("naive", "sdpa", "ours")},
+        "lengths": {
+            "shapes": LENGTHS,
+            "dtypes": ("bfloat16", "float32"),
+            "variants": (
+                "naive",
+                "compiled",
+                *Config.variants[:3],
+                "sdpa-efficient",
+                "flex",
+                "ours",
+            ),
+            "rounds": 5,
+        },
+        "memory": {
+            "shapes": MEMORY,
+            "dtypes": ("bfloat16", "float32"),
+            "rounds": 3,
+            "variants": ("naive", "sdpa", "ours"),
+        },
         "memory-cpu": SMOKE,
-        "quick": {"shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"), "rounds": 3,
-                  "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours")},
-        "quick-cpu": SMOKE, "smoke": SMOKE,
+        "quick": {
+            "shapes": ("1x1x1024x64", "1x1x4096x64", "1x1x16384x64"),
+            "rounds": 3,
+            "variants": ("naive", "sdpa-flash", "sdpa-cudnn", "flex", "ours"),
+        },
+        "quick-cpu": SMOKE,
+        "smoke": SMOKE,
     },
     gpus=1,
     wrong=wrong,
-)  # fmt: skip
+)

@@ -37,8 +37,16 @@ GPUS = {
     "B200": hardware.B200,
 }
 DTYPES = {name: dtype or torch.float32 for name, dtype in model_config.DTYPES.items()}
-NAMED_AS_THEIR_MODULE = ("softmax", "swiglu", "rope", "weighted_sum", "dropout", "cross_entropy", "matmul",
-                         "linear_cross_entropy")  # fmt: skip
+NAMED_AS_THEIR_MODULE = (
+    "softmax",
+    "swiglu",
+    "rope",
+    "weighted_sum",
+    "dropout",
+    "cross_entropy",
+    "matmul",
+    "linear_cross_entropy",
+)
 # Kernel's name → module that has its cost(), options of that.
 KERNELS: dict[str, tuple[str, dict[str, Any]]] = {
     "rms_norm": ("rmsnorm", {}),
@@ -79,24 +87,42 @@ def answer_roofline(cost: Cost, gpu: hardware.GPUSpec, dtype: str) -> Answer:
     """Floor of the time, what bounds it, and the rates that go with it."""
     roof = roofline(gpu, dtype)
     seconds, bound = roof.seconds(cost), roof.bound(cost)
-    numbers = {"flops": cost.flops, "bytes": cost.bytes, "intensity": cost.intensity, "ridge": roof.ridge,
-               "bound": bound, "seconds": seconds}
-    words = (f"{cost.flops:.4g} FLOPs, {cost.bytes:.4g} bytes: {cost.intensity:.3g} FLOPs per byte, the ridge of "
-             f"{gpu.name} ({dtype}) is at {roof.ridge:.0f}\n"
-             f"{bound}-bound: at least {1e6 * seconds:.1f} µs, at "
-             f"{cost.bytes / seconds / 1e9:,.0f} GB/s and {cost.flops / seconds / 1e12:,.1f} TFLOP/s")
+    numbers = {
+        "flops": cost.flops,
+        "bytes": cost.bytes,
+        "intensity": cost.intensity,
+        "ridge": roof.ridge,
+        "bound": bound,
+        "seconds": seconds,
+    }
+    words = (
+        f"{cost.flops:.4g} FLOPs, {cost.bytes:.4g} bytes: {cost.intensity:.3g} FLOPs per byte, the ridge of "
+        f"{gpu.name} ({dtype}) is at {roof.ridge:.0f}\n"
+        f"{bound}-bound: at least {1e6 * seconds:.1f} µs, at "
+        f"{cost.bytes / seconds / 1e9:,.0f} GB/s and {cost.flops / seconds / 1e12:,.1f} TFLOP/s"
+    )
     return words, numbers
 
 
 def run_gpus(args: Any) -> Answer:
     """The table of specifications."""
-    rows = [{"GPU": spec.name, "SMs": spec.sms, "registers/SM": spec.registers_per_sm,
-             "shared KiB/SM": spec.shared_memory_per_sm // 1024, "L1 KiB": spec.l1_bytes // 1024,
-             "L2 MiB": spec.l2_bytes // 2**20, "HBM GB": spec.hbm_bytes // 10**9,
-             "HBM GB/s": spec.hbm_bandwidth / 1e9, "shared TB/s": round(spec.shared_bandwidth / 1e12, 1),
-             "L2 TB/s": None if spec.l2_bandwidth is None else round(spec.l2_bandwidth / 1e12, 1),
-             "bf16 TFLOP/s": spec.peak["bf16"] / 1e12,
-             "ridge": round(roofline(spec).ridge)} for spec in GPUS.values()]
+    rows = [
+        {
+            "GPU": spec.name,
+            "SMs": spec.sms,
+            "registers/SM": spec.registers_per_sm,
+            "shared KiB/SM": spec.shared_memory_per_sm // 1024,
+            "L1 KiB": spec.l1_bytes // 1024,
+            "L2 MiB": spec.l2_bytes // 2**20,
+            "HBM GB": spec.hbm_bytes // 10**9,
+            "HBM GB/s": spec.hbm_bandwidth / 1e9,
+            "shared TB/s": round(spec.shared_bandwidth / 1e12, 1),
+            "L2 TB/s": None if spec.l2_bandwidth is None else round(spec.l2_bandwidth / 1e12, 1),
+            "bf16 TFLOP/s": spec.peak["bf16"] / 1e12,
+            "ridge": round(roofline(spec).ridge),
+        }
+        for spec in GPUS.values()
+    ]
     sources = "\n".join(f"{spec.name}: {spec.source}" for spec in GPUS.values())
     return tabulate(rows, headers="keys", missingval="n/a") + "\n\n" + sources, {"gpus": rows}
 
@@ -105,37 +131,52 @@ def run_kernel(args: Any) -> Answer:
     module, options = KERNELS[args.name]
     dimensions, words = DIMENSIONS.get(args.name, ((len(args.shape),), ""))
     if len(args.shape) not in dimensions:
-        raise ValueError(f"{args.name} has no shape of {len(args.shape)} dimension(s); give {words}")
-    cost = importlib.import_module(f"kernels.{module}").cost(tuple(args.shape), DTYPES[args.dtype], **options)
+        raise ValueError(
+            f"{args.name} has no shape of {len(args.shape)} dimension(s); give {words}"
+        )
+    cost = importlib.import_module(f"kernels.{module}").cost(
+        tuple(args.shape), DTYPES[args.dtype], **options
+    )
     return answer_roofline(cost, args.spec, args.dtype)
 
 
 def run_block(args: Any) -> Answer:
     sizes = args.batch, args.context, args.d_model, args.d_ff, args.heads
-    graph = fusion.transformer_block(*sizes, DTYPES[args.dtype].itemsize, autocast=args.dtype != "fp32")
+    graph = fusion.transformer_block(
+        *sizes, DTYPES[args.dtype].itemsize, autocast=args.dtype != "fp32"
+    )
     plan = fusion.advise(graph, args.spec, args.dtype)
     counts = fusion.kernel_counts(graph, args.spec, args.dtype)
     saved = graph.unfused().bytes - sum(graph.fused(group).bytes for group in plan.groups)
     rows = [(d.operator, d.action, d.reason) for d in plan.decisions]
     words = tabulate(rows, headers=("operator", "answer", "reason"), maxcolwidths=[None, None, 80])
-    words += f"\n\nkernels per block, forward: {', '.join(f'{name} {n}' for name, n in counts.items())}"
+    words += (
+        f"\n\nkernels per block, forward: {', '.join(f'{name} {n}' for name, n in counts.items())}"
+    )
     words += f"\nthe advice saves {saved / 1e6:,.1f} of {graph.unfused().bytes / 1e6:,.1f} MB"
-    return words, {"decisions": [dataclasses.asdict(d) for d in plan.decisions], "kernels": counts,
-                   "saved_bytes": saved}
+    return words, {
+        "decisions": [dataclasses.asdict(d) for d in plan.decisions],
+        "kernels": counts,
+        "saved_bytes": saved,
+    }
 
 
 def run_occupancy(args: Any) -> Answer:
     found = gpu.occupancy(args.spec, args.threads, args.registers, args.shared_bytes)
-    words = (f"{args.threads} threads × {args.registers} registers, {args.shared_bytes} bytes shared on "
-             f"{args.spec.name}: {found.blocks} blocks of an SM, {found.warps} of {args.spec.max_warps_per_sm} warps, "
-             f"{100 * found.fraction:.2f} %, limited by {found.limiter}")
+    words = (
+        f"{args.threads} threads × {args.registers} registers, {args.shared_bytes} bytes shared on "
+        f"{args.spec.name}: {found.blocks} blocks of an SM, {found.warps} of {args.spec.max_warps_per_sm} warps, "
+        f"{100 * found.fraction:.2f} %, limited by {found.limiter}"
+    )
     return words, dataclasses.asdict(found)
 
 
 def run_waves(args: Any) -> Answer:
     found = gpu.wave_quantisation(args.blocks, args.spec.sms, args.blocks_per_sm)
-    words = (f"{args.blocks} blocks on {args.spec.sms} SMs × {args.blocks_per_sm}: {found.waves} waves, {found.last} "
-             f"blocks in the last; {100 * found.efficiency:.1f} % of the places are used")
+    words = (
+        f"{args.blocks} blocks on {args.spec.sms} SMs × {args.blocks_per_sm}: {found.waves} waves, {found.last} "
+        f"blocks in the last; {100 * found.efficiency:.1f} % of the places are used"
+    )
     return words, dataclasses.asdict(found)
 
 
@@ -143,23 +184,39 @@ count = partial(option, help="", least=1)
 # Name → function, type and option of each of its own options; one without a default must be given.
 CALCULATIONS: dict[str, tuple[Callable[[Any], Answer], dict[str, tuple[Any, Any]]]] = {
     "gpus": (run_gpus, {}),
-    "kernel": (run_kernel, {
-        "name": (str, option(None, "", choices=tuple(KERNELS), positional=True)),
-        "shape": (tuple[int, ...], count((), positional=True, metavar="shape")),
-    }),
-    "block": (run_block, {
-        "batch": (int, count(8)), "context": (int, count(2048)), "d_model": (int, count(4096)),
-        "d_ff": (int, count(11008)), "heads": (int, count(32)),
-    }),
-    "occupancy": (run_occupancy, {
-        "threads": (int, count(None)), "registers": (int, count(None)), "shared_bytes": (int, count(0, least=0)),
-    }),
+    "kernel": (
+        run_kernel,
+        {
+            "name": (str, option(None, "", choices=tuple(KERNELS), positional=True)),
+            "shape": (tuple[int, ...], count((), positional=True, metavar="shape")),
+        },
+    ),
+    "block": (
+        run_block,
+        {
+            "batch": (int, count(8)),
+            "context": (int, count(2048)),
+            "d_model": (int, count(4096)),
+            "d_ff": (int, count(11008)),
+            "heads": (int, count(32)),
+        },
+    ),
+    "occupancy": (
+        run_occupancy,
+        {
+            "threads": (int, count(None)),
+            "registers": (int, count(None)),
+            "shared_bytes": (int, count(0, least=0)),
+        },
+    ),
     "waves": (run_waves, {"blocks": (int, count(None)), "blocks_per_sm": (int, count(1))}),
-}  # fmt: skip
+}
 
 
 QUESTIONS = {
-    name: dataclasses.make_dataclass(name, [(each, *own[each]) for each in own], bases=(Question,), frozen=True)
+    name: dataclasses.make_dataclass(
+        name, [(each, *own[each]) for each in own], bases=(Question,), frozen=True
+    )
     for name, (_, own) in CALCULATIONS.items()
 }
 
@@ -185,5 +242,9 @@ def main(argv: Sequence[str]) -> int:
     if missing := [name for name in own if getattr(question, name) in (None, ())]:
         raise ValueError(f"{args.command}: give {', '.join(missing)}")
     words, numbers = run(question)
-    print(json.dumps({"experiment": "calculator", "command": args.command} | numbers) if question.json else words)
+    print(
+        json.dumps({"experiment": "calculator", "command": args.command} | numbers)
+        if question.json
+        else words
+    )
     return 0

@@ -41,7 +41,16 @@ from distlab.hardware import peak_of
 from distlab.measure import account, load_trace, percentile_metrics
 from distlab.model import OPS_CHOICES, PRESETS, ModelConfig
 from distlab.parallel import get_strategy
-from distlab.report import NOISE, PEAK, Ratio, fastest, gib_column, prediction_error, step_bars, text_column
+from distlab.report import (
+    NOISE,
+    PEAK,
+    Ratio,
+    fastest,
+    gib_column,
+    prediction_error,
+    step_bars,
+    text_column,
+)
 from distlab.simulate.plan import Plan, plan_steps
 from distlab.theory.flops import forward_flops, mfu
 from distlab.train.memory_budget import require
@@ -50,7 +59,8 @@ SAME_LOSS = 0.02  # relative; two honest bf16 computations of one step
 CLOSE = 1.02  # over the fastest peer's step: a peer that may still be the fastest in further rounds
 OURS = "fsdp"
 PEER = {"ops": "torch", "attention": "sdpa", "compile": "blocks"}
-ROWS: dict[str, tuple[str, dict[str, str]]] = {  # row → (strategy, options that are not the command's)
+# row → (strategy, options that are not the command's)
+ROWS: dict[str, tuple[str, dict[str, str]]] = {
     OURS: ("fsdp", {}),
     "fsdp blocks": ("fsdp", {"checkpointing": "block"}),
     "fsdp sdpa": ("fsdp", {"attention": "sdpa"}),
@@ -71,15 +81,21 @@ class LongContextConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
     size: str = option("8B", "model preset", choices=tuple(PRESETS))
-    scale: str = option("1", "of every dimension of the preset, its context too: a fraction such as 1/8")
+    scale: str = option(
+        "1", "of every dimension of the preset, its context too: a fraction such as 1/8"
+    )
     batch: int = option(1, "sequences per rank", least=1)
     ops: str = option("triton", "of the lab's rows", choices=OPS_CHOICES)
     checkpointing: str = option("auto", "of the lab's rows: auto, or as for distlab train")
     rows: tuple[str, ...] = option(
-        (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"), "what to time", choices=tuple(ROWS)
+        (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"),
+        "what to time",
+        choices=tuple(ROWS),
     )
     profile_steps: int = option(1, "per trace, 0 for no traces", least=0)
-    minutes: float = option(7.5, "nothing is begun later than that; the same --name goes on", above=0)
+    minutes: float = option(
+        7.5, "nothing is begun later than that; the same --name goes on", above=0
+    )
 
     def __post_init__(self) -> None:
         try:
@@ -87,7 +103,9 @@ class LongContextConfig(BenchOptions, TimingOptions):
         except (ValueError, ZeroDivisionError):
             scale = Fraction(0)
         if not 0 < scale <= 1:
-            raise ValueError(f"scale={self.scale!r}: give a fraction above 0 and at most 1, such as 1/8")
+            raise ValueError(
+                f"scale={self.scale!r}: give a fraction above 0 and at most 1, such as 1/8"
+            )
         super().__post_init__()
 
     def base(self) -> ModelConfig:
@@ -97,14 +115,25 @@ class LongContextConfig(BenchOptions, TimingOptions):
             return whole
         heads, kv_heads, *rest = (
             max(1, int(scale * size))
-            for size in (whole.num_heads, whole.kv_heads, whole.d_ff, whole.num_layers, whole.vocab_size)
+            for size in (
+                whole.num_heads,
+                whole.kv_heads,
+                whole.d_ff,
+                whole.num_layers,
+                whole.vocab_size,
+            )
         )
         d_ff, layers, vocabulary = rest
         return replace(
-            whole, d_model=heads * whole.head_dim, d_ff=d_ff, num_layers=layers, num_heads=heads,
-            num_kv_heads=whole.num_kv_heads and math.gcd(heads, kv_heads), vocab_size=vocabulary,
+            whole,
+            d_model=heads * whole.head_dim,
+            d_ff=d_ff,
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=whole.num_kv_heads and math.gcd(heads, kv_heads),
+            vocab_size=vocabulary,
             context_length=max(1, int(scale * whole.context_length)),
-        )  # fmt: skip
+        )
 
     def variant(self, row: str, **options: str) -> Variant:
         """What a row times; `options` replace its own."""
@@ -120,19 +149,26 @@ def measure(config: LongContextConfig, context: RankContext, run: Run) -> None:
     """
     begin = time.monotonic()
     plans = [(row, config.variant(row).options.planned(ROWS[row][0])) for row in config.rows]
-    require([step for _, step in plans], context.device, context, some=context.device.type == "cuda")
+    require(
+        [step for _, step in plans], context.device, context, some=context.device.type == "cuda"
+    )
     if len(run.records) < len(plans):
-        for (row, _), plan in zip(plans, plan_steps([step for _, step in plans], context), strict=True):
+        for (row, _), plan in zip(
+            plans, plan_steps([step for _, step in plans], context), strict=True
+        ):
             run.add(row, predicted(plan), **config.facts(context))
             run.notice(f"plan of {row}: {plan}")
     for what, record, work in parts(config, context, run):
         late = time.monotonic() - begin > 60 * config.minutes
         if not collectives.all_ranks_agree(not late, context.device, context.group):
-            run.notice(f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on")
+            run.notice(
+                f"{config.minutes:g} minutes are over before {what}: the same command with --name goes on"
+            )
             run.cut_off = True
             break
         run.progress(what)
-        if is_peer(record.variant):  # which, where it fails, on all ranks alike, costs its row and no other
+        # which, where it fails, on all ranks alike, costs its row and no other
+        if is_peer(record.variant):
             attempted(work, record)
         else:
             work()
@@ -149,7 +185,9 @@ def attempted(work: Callable[[], None], record: Record) -> None:
     try:
         work()
     except Exception as error:
-        record.metrics["failure"] = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        record.metrics["failure"] = (
+            f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        )
         if "status" not in record.metrics:
             record.metrics.update(status="failed", step_p50_ms="failed")
 
@@ -185,17 +223,23 @@ def predicted(plan: Plan) -> Metrics:
     """What a plan says, as metrics."""
     memory, step = plan.memory, plan.time
     found = {
-        "keeps": plan.step.checkpointing, "predicted_peak_bytes": memory.peak.total,
+        "keeps": plan.step.checkpointing,
+        "predicted_peak_bytes": memory.peak.total,
         "free_bytes": plan.free_bytes,
-    }  # fmt: skip
+    }
     if plan.free_bytes is not None and memory.peak.total > plan.free_bytes:
         found |= {"status": "OOM", "step_p50_ms": "OOM"}  # it is not tried
     if step is not None:
-        found |= {"predicted_step_ms": 1e3 * step.step, "predicted_overhead_ms": 1e3 * step.overhead}
+        found |= {
+            "predicted_step_ms": 1e3 * step.step,
+            "predicted_overhead_ms": 1e3 * step.overhead,
+        }
     return found
 
 
-def time_round(config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int) -> None:
+def time_round(
+    config: LongContextConfig, bench: Workbench, record: Record, run: Run, number: int
+) -> None:
     """Some more steps of a row; in the last round also a trace."""
     metrics, row = record.metrics, record.variant
     losses = []
@@ -209,7 +253,7 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
     variant = config.variant(row, checkpointing=metrics["keeps"])
     timing = bench.time_rounds(
         [variant], rounds=1, warmup=config.warmup, steps=config.steps, inspect=inspect
-    )[row]  # fmt: skip
+    )[row]
     if timing.out_of_memory:
         metrics |= {"status": "OOM", "step_p50_ms": "OOM"}
         return
@@ -218,7 +262,8 @@ def time_round(config: LongContextConfig, bench: Workbench, record: Record, run:
         metrics[f"{phase}_samples_ms"] = samples
         metrics |= percentile_metrics(phase, samples)
     metrics |= {"rounds": number + 1, "loss_after_steps": losses[0]}
-    for run_compiled in timing.compiled:  # of this round: one of an earlier round that ran eager stays on record
+    # of this round: one of an earlier round that ran eager stays on record
+    for run_compiled in timing.compiled:
         if not metrics.get("ran_eager"):
             metrics |= run_compiled.metrics()
     metrics["peak_alloc_bytes"] = timing.peak_alloc_bytes
@@ -256,7 +301,9 @@ def wrong_rows(records: Records) -> list[str]:
         if "failure" in record.metrics:
             problems.append(f"{record.variant}: {record.metrics['failure']}")
         if apart is not None and not apart <= SAME_LOSS:
-            problems.append(f"{record.variant}: its loss differs by {100 * apart:.1f} % from that of {OURS}")
+            problems.append(
+                f"{record.variant}: its loss differs by {100 * apart:.1f} % from that of {OURS}"
+            )
     return problems + rows_that_ran_eager(records)
 
 
@@ -266,9 +313,13 @@ def findings(records: Records) -> list[str]:
     for record in records:
         metrics = record.metrics
         if metrics.get("status") == "OOM":
-            peak, free = (n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"]))
+            peak, free = (
+                n and n / 2**30 for n in (metrics["predicted_peak_bytes"], metrics["free_bytes"])
+            )
             of = "" if free is None else f" of {free:.1f} free"
-            found.append(f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}")
+            found.append(
+                f"{record.variant} does not fit: the plan is {peak:.1f} GiB{of}, keeping {metrics['keeps']}"
+            )
     return found
 
 
@@ -300,7 +351,14 @@ VIEW = View(
     ),
     derive=compare,
     terminal=(
-        *("variant", "step_p50_ms", "forward_p50_ms", "backward_p50_ms", "optimizer_p50_ms", "exposed_ms"),
+        *(
+            "variant",
+            "step_p50_ms",
+            "forward_p50_ms",
+            "backward_p50_ms",
+            "optimizer_p50_ms",
+            "exposed_ms",
+        ),
         *("idle_ms", "vs_peer", "peak_alloc_bytes", "predicted_peak_bytes"),
     ),
     findings=findings,
@@ -318,13 +376,16 @@ VIEW = View(
 
 SMALL = {"warmup": 1, "steps": 5, "rounds": 1}
 EXPERIMENT = Experiment(
-    LongContextConfig, measure, VIEW,
+    LongContextConfig,
+    measure,
+    VIEW,
     presets={
         "gpu": {"dtype": "bf16", "attention": "auto", "steps": 5},
         "quick": SMALL | {"scale": "1/32", "rows": (OURS, "fsdp blocks")},
-        "smoke": SMALL | {"scale": "1/32", "context": 64, "d_ff": 64, "vocab": 64, "rows": (OURS, "fsdp blocks")},
+        "smoke": SMALL
+        | {"scale": "1/32", "context": 64, "d_ff": 64, "vocab": 64, "rows": (OURS, "fsdp blocks")},
     },
     ranks="many",
     wrong=wrong_rows,
     may_change=("minutes",),
-)  # fmt: skip
+)

@@ -34,8 +34,15 @@ from distlab.theory.memory.peak import Breakdown
 from experiments._own_model import peaks
 
 STRATEGIES = (
-    "local", "bucketed", "sharded-optimizer", "zero1", "fsdp", "torch-ddp-tuned", "torch-zero", "fsdp2",
-)  # fmt: skip
+    "local",
+    "bucketed",
+    "sharded-optimizer",
+    "zero1",
+    "fsdp",
+    "torch-ddp-tuned",
+    "torch-zero",
+    "fsdp2",
+)
 STEPS = 7  # in one of them torch DDP rebuilds its buckets and holds them twice: part of the peak
 MOMENTS = ("after_init", "before_step", "after_step")
 STATES = ("parameters", "gradients", "optimizer_state")
@@ -45,7 +52,9 @@ STATES = ("parameters", "gradients", "optimizer_state")
 class MemoryConfig(OwnModel, BenchOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
-    dtype: str = option("fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16"))
+    dtype: str = option(
+        "fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16")
+    )
     strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
     bucket_size_mb: float = option(25.0, "MiB", above=0)
 
@@ -67,14 +76,22 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
             continue
         run.progress(f"measuring {variant.name}")
         ranks = collectives.gather_objects(_measure(bench, variant), context.group)
-        fullest = {name: None if None in (rank[name] for rank in ranks) else max(rank[name] for rank in ranks)
-                   for name in ranks[0]}  # fmt: skip
+        fullest = {
+            name: None
+            if None in (rank[name] for rank in ranks)
+            else max(rank[name] for rank in ranks)
+            for name in ranks[0]
+        }
         run.add(variant.name, fullest, **config.facts(context))
     if context.is_main:  # the others need not wait for it
         predictions = _simulated(config, context, rows) if config.factory is not None else None
         for record in run.records:
             strategy = next(row.strategy.name for row in rows if row.name == record.variant)
-            known = _predicted(config, context, strategy) if predictions is None else predictions.get(strategy, {})
+            known = (
+                _predicted(config, context, strategy)
+                if predictions is None
+                else predictions.get(strategy, {})
+            )
             record.metrics.update(known)
         run.save()
 
@@ -85,10 +102,14 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
 
     def mark(phase: str) -> None:
         if phase != "forward":
-            found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = allocated_bytes(device)
+            found["before_step_bytes" if phase == "backward" else "after_step_bytes"] = (
+                allocated_bytes(device)
+            )
         if phase == "backward":
             found["gradients_bytes"] = tensor_bytes(
-                p.grad for p in parameters_of(attached.model, attached.optimizer) if p.grad is not None
+                p.grad
+                for p in parameters_of(attached.model, attached.optimizer)
+                if p.grad is not None
             )
 
     with bench.attached(variant) as attached:
@@ -98,34 +119,52 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
                 attached("step", mark)
         attached.settle()
         found["parameters_bytes"] = tensor_bytes(parameters_of(attached.model, attached.optimizer))
-        states = [value for values in attached.optimizer.state.values() for value in values.values()]
-        found["optimizer_state_bytes"] = tensor_bytes(v for v in states if isinstance(v, Tensor) and v.ndim > 0)
+        states = [
+            value for values in attached.optimizer.state.values() for value in values.values()
+        ]
+        found["optimizer_state_bytes"] = tensor_bytes(
+            v for v in states if isinstance(v, Tensor) and v.ndim > 0
+        )
     return found | {"peak_alloc_bytes": peak.peak_alloc_bytes}
 
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
     """What `theory.memory` says of this variant."""
-    expected = config.planned(strategy).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(strategy).memory(
+        context.world_size, on_gpu=context.device.type == "cuda"
+    )
     states = expected.before_step
-    peak = {f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name) for each in fields(Breakdown)}
+    peak = {
+        f"predicted_peak_{each.name}_bytes": getattr(expected.peak, each.name)
+        for each in fields(Breakdown)
+    }
     moments = {f"predicted_{moment}_bytes": getattr(expected, moment).total for moment in MOMENTS}
-    return moments | peak | {
-        "predicted_parameters_bytes": expected.after_step.parameters,
-        "predicted_gradients_bytes": states.gradients + states.buckets,
-        "predicted_optimizer_state_bytes": expected.after_step.optimizer_state,
-        "predicted_peak_alloc_bytes": expected.peak.total,
-        "predicted_peak_phase": expected.peak_phase,
-    }  # fmt: skip
+    return (
+        moments
+        | peak
+        | {
+            "predicted_parameters_bytes": expected.after_step.parameters,
+            "predicted_gradients_bytes": states.gradients + states.buckets,
+            "predicted_optimizer_state_bytes": expected.after_step.optimizer_state,
+            "predicted_peak_alloc_bytes": expected.peak.total,
+            "predicted_peak_phase": expected.peak_phase,
+        }
+    )
 
 
-def _simulated(config: MemoryConfig, context: RankContext, rows: Sequence[Variant]) -> dict[str, dict[str, int | str]]:
+def _simulated(
+    config: MemoryConfig, context: RankContext, rows: Sequence[Variant]
+) -> dict[str, dict[str, int | str]]:
     """Strategy → what a step of a user's model takes in the fake world; nothing for torch's peers, nor for a model that
     reads values.
     """
     strategies = dict.fromkeys(row.strategy.name for row in rows)
     found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
     return {
-        name: {f"predicted_peak_{each.name}_bytes": known["peak"].get(each.name, 0) for each in fields(Breakdown)}
+        name: {
+            f"predicted_peak_{each.name}_bytes": known["peak"].get(each.name, 0)
+            for each in fields(Breakdown)
+        }
         | {
             "predicted_after_init_bytes": known["after_init"],
             "predicted_peak_alloc_bytes": sum(known["peak"].values()),
@@ -168,13 +207,22 @@ def draw(records: Records, path: Path) -> None:
             bars[f"{record.variant}, measured"] = [*known, 0, 0, peak - sum(known)]
         if metrics.get("predicted_peak_alloc_bytes") is None:
             continue
-        said = [sum(metrics[f"predicted_peak_{name}_bytes"] for name in names) for names in PARTS.values()]
+        said = [
+            sum(metrics[f"predicted_peak_{name}_bytes"] for name in names)
+            for names in PARTS.values()
+        ]
         bars[f"{record.variant}, predicted"] = [*said, 0]
     values = [[value / 2**30 for value in part] for part in zip(*bars.values(), strict=True)]
     title = f"Peak memory per rank: {headline(records).partition('; err')[0]}"
     if not bars:
         return
-    stacked_bars(path, list(bars), dict(zip((*PARTS, "the last two"), values, strict=True)), title=title, unit="GiB")
+    stacked_bars(
+        path,
+        list(bars),
+        dict(zip((*PARTS, "the last two"), values, strict=True)),
+        title=title,
+        unit="GiB",
+    )
 
 
 VIEW = View(
@@ -182,7 +230,9 @@ VIEW = View(
         Column("variant", "strategy"),
         *(
             column
-            for name, title in zip(STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True)
+            for name, title in zip(
+                STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True
+            )
             for column in (_gib(f"{name}_bytes", title), _error(name))
         ),
         _gib("after_init_bytes", "after init GiB"),
@@ -195,7 +245,13 @@ VIEW = View(
     ],
     headline=headline,
     terminal=(
-        *("variant", "parameters_bytes", "gradients_bytes", "optimizer_state_bytes", "peak_alloc_bytes"),
+        *(
+            "variant",
+            "parameters_bytes",
+            "gradients_bytes",
+            "optimizer_state_bytes",
+            "peak_alloc_bytes",
+        ),
         "predicted_peak_alloc_bytes",
     ),
     pictures={"memory.png": draw},
@@ -209,13 +265,18 @@ VIEW = View(
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",
 )
 EXPERIMENT = Experiment(
-    MemoryConfig, measure, VIEW,
+    MemoryConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"strategies": ("local", "bucketed", "zero1", "fsdp")},
         "smoke": {
-            "size": "tiny", "batch": 1, "context": 16, "bucket_size_mb": 1.0,
+            "size": "tiny",
+            "batch": 1,
+            "context": 16,
+            "bucket_size_mb": 1.0,
             "strategies": ("local", "zero1"),
         },
     },
     ranks="many",
-)  # fmt: skip
+)

@@ -36,7 +36,13 @@ from distlab.model import ModelConfig, TransformerLM, cross_entropy, preset
 from distlab.model.transformer import Linear
 from distlab.precision import autocast
 from distlab.report import Panel, Series, lines, sparse_column, text_column
-from distlab.theory.rounding import FORMATS, overflow_share, repeated_sum, safe_loss_scales, stalls_at
+from distlab.theory.rounding import (
+    FORMATS,
+    overflow_share,
+    repeated_sum,
+    safe_loss_scales,
+    stalls_at,
+)
 from distlab.train.data import SyntheticTokens
 from distlab.train.memory_budget import PlannedStep, require
 from kernels._dispatch import interpreted
@@ -58,8 +64,12 @@ class PrecisionConfig(Options):
     layers: int | None = option(4, "blocks", least=1)
     context: int | None = option(512, "tokens per sequence", least=1)
     batch: int = option(8, "sequences of a micro-batch", least=1)
-    micro_batches: int = option(8, "that make a step: the loss is divided by it, as accumulation does", least=1)
-    log2_scales: tuple[int, ...] = option((0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two")
+    micro_batches: int = option(
+        8, "that make a step: the loss is divided by it, as accumulation does", least=1
+    )
+    log2_scales: tuple[int, ...] = option(
+        (0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two"
+    )
     rows: int = option(8192, "of layer normalisation's input", least=1)
     steps: int = option(400, "of the trainings in bf16 and fp8", least=4)
 
@@ -92,11 +102,17 @@ def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
             addend = torch.tensor(ADDEND, dtype=DTYPES[held_in], device=device)
             for _ in range(TIMES):
                 total = (total + addend).to(DTYPES[accumulator])
-            yield f"{accumulator} += {held_in}", f"{TIMES:,} × {ADDEND}", {
-                "sum": total.item(),
-                "predicted_sum": repeated_sum(ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in]),
-                "relative_error": abs(total.item() / (ADDEND * TIMES) - 1),
-            }
+            yield (
+                f"{accumulator} += {held_in}",
+                f"{TIMES:,} × {ADDEND}",
+                {
+                    "sum": total.item(),
+                    "predicted_sum": repeated_sum(
+                        ADDEND, TIMES, FORMATS[accumulator], FORMATS[held_in]
+                    ),
+                    "relative_error": abs(total.item() / (ADDEND * TIMES) - 1),
+                },
+            )
 
 
 def toy(device: torch.device) -> nn.Module:
@@ -125,10 +141,14 @@ def types_of(model: nn.Module, inputs: Tensor, low: torch.dtype) -> dict[str, st
     for name, module in model.named_modules():
         if name and not isinstance(module, nn.ModuleList | nn.Dropout):
             label = name.removeprefix("blocks.0.") if name != "blocks.0" else "residual stream"
-            module.register_forward_hook(lambda _, __, out, label=label: found.__setitem__(label, _name(out)))
+            module.register_forward_hook(
+                lambda _, __, out, label=label: found.__setitem__(label, _name(out))
+            )
     with autocast(inputs.device, low):
         logits = model(inputs)
-        loss = cross_entropy(logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=inputs.device))
+        loss = cross_entropy(
+            logits, torch.zeros(logits.shape[:-1], dtype=torch.int64, device=inputs.device)
+        )
     loss.backward()
     return found | {"loss": _name(loss), "gradients": _name(next(model.parameters()).grad)}
 
@@ -148,13 +168,18 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
             exact = layer_norm(x.double())
             for statistics in ("fp32", low):
                 y = layer_norm(x.to(DTYPES[statistics])).to(DTYPES[low]).double()
-                lost = (y == 0).all(-1) | ~y.isfinite().all(-1)  # an infinite variance makes the whole row zero
+                # an infinite variance makes the whole row zero
+                lost = (y == 0).all(-1) | ~y.isfinite().all(-1)
                 limit = FORMATS[statistics].largest ** 0.5  # a square beyond that is infinite
-                yield f"{low}, statistics {statistics}", where, {
-                    "relative_error": ((y - exact).norm() / exact.norm()).item(),
-                    "lost_rows_pct": 100 * lost.double().mean().item(),
-                    "predicted_lost_rows_pct": 100 * overflow_share(deviation, WIDTH, limit),
-                }
+                yield (
+                    f"{low}, statistics {statistics}",
+                    where,
+                    {
+                        "relative_error": ((y - exact).norm() / exact.norm()).item(),
+                        "lost_rows_pct": 100 * lost.double().mean().item(),
+                        "predicted_lost_rows_pct": 100 * overflow_share(deviation, WIDTH, limit),
+                    },
+                )
 
 
 def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
@@ -163,10 +188,14 @@ def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
 
 
-def model_and_data(config: PrecisionConfig, device: torch.device) -> tuple[TransformerLM, SyntheticTokens]:
+def model_and_data(
+    config: PrecisionConfig, device: torch.device
+) -> tuple[TransformerLM, SyntheticTokens]:
     """The language model and its batches, alike at every call."""
     shape = config.model()
-    data = SyntheticTokens(shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device)
+    data = SyntheticTokens(
+        shape.vocab_size, config.batch, shape.context_length, seed=0, rank=0, device=device
+    )
     return TransformerLM(shape, device=device, seed=0), data
 
 
@@ -177,20 +206,35 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
     exponents = torch.arange(-48, 1)
     share = (100 * torch.histc(sizes, len(exponents) - 1, -48, 0).cpu() / exact.numel()).tolist()
     where = f"loss / {config.micro_batches} micro-batches"
-    yield "fp32", where, {"histogram_log2": exponents.tolist(), "histogram_pct": share, "underflow_pct": 0.0,
-                          "nonfinite_pct": 0.0, "relative_error": 0.0}  # fmt: skip
+    yield (
+        "fp32",
+        where,
+        {
+            "histogram_log2": exponents.tolist(),
+            "histogram_pct": share,
+            "underflow_pct": 0.0,
+            "nonfinite_pct": 0.0,
+            "relative_error": 0.0,
+        },
+    )
     for low, log2_scale in [("bf16", 0), *(("fp16", k) for k in config.log2_scales)]:
         scale, held = 2.0**log2_scale, FORMATS[low]
         low_logits, found = gradients(config, device, DTYPES[low], scale)
         finite = found.isfinite()
         lost = (logits * scale).abs() <= held.smallest / 2
-        yield low if log2_scale == 0 else f"{low} × 2^{log2_scale}", where, {
-            "log2_scale": log2_scale,
-            "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
-            "predicted_underflow_pct": 100 * lost.double().mean().item(),
-            "nonfinite_pct": 100 * (~finite).double().mean().item(),
-            "relative_error": ((found - exact).norm() / exact.norm()).item() if finite.all() else math.inf,
-        }
+        yield (
+            low if log2_scale == 0 else f"{low} × 2^{log2_scale}",
+            where,
+            {
+                "log2_scale": log2_scale,
+                "underflow_pct": 100 * (low_logits == 0).double().mean().item(),
+                "predicted_underflow_pct": 100 * lost.double().mean().item(),
+                "nonfinite_pct": 100 * (~finite).double().mean().item(),
+                "relative_error": ((found - exact).norm() / exact.norm()).item()
+                if finite.all()
+                else math.inf,
+            },
+        )
 
 
 def gradients(
@@ -208,18 +252,25 @@ def gradients(
         loss = cross_entropy(logits, targets) / config.micro_batches
     (loss * scale).backward()
     flat = [
-        p.grad.flatten() for name, p in model.named_parameters() if p.ndim > 1 and name != "embedding.weight"
+        p.grad.flatten()
+        for name, p in model.named_parameters()
+        if p.ndim > 1 and name != "embedding.weight"
     ]
     return logits.grad.float().flatten(), torch.cat(flat).float() / scale
 
 
 def float8(config: PrecisionConfig, device: torch.device) -> Rows:
     """Mean losses of every quarter of a training, with its blocks' matmuls in bf16 and in fp8."""
-    losses = {name: training(config, device, name == "fp8").view(4, -1).mean(-1) for name in ("bf16", "fp8")}
+    losses = {
+        name: training(config, device, name == "fp8").view(4, -1).mean(-1)
+        for name in ("bf16", "fp8")
+    }
     for quarter in range(4):
-        yield f"quarter {quarter + 1}", f"{config.steps} steps", {
-            f"loss_{name}": loss[quarter].item() for name, loss in losses.items()
-        }
+        yield (
+            f"quarter {quarter + 1}",
+            f"{config.steps} steps",
+            {f"loss_{name}": loss[quarter].item() for name, loss in losses.items()},
+        )
 
 
 def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Tensor:
@@ -232,7 +283,8 @@ def training(config: PrecisionConfig, device: torch.device, in_fp8: bool) -> Ten
     found = []
     for step in range(config.steps // 4 * 4):
         tokens, targets = data.batch(step)
-        with autocast(device, None if interpreted() else torch.bfloat16):  # which Triton's interpreter refuses
+        # which Triton's interpreter refuses
+        with autocast(device, None if interpreted() else torch.bfloat16):
             loss = cross_entropy(model(tokens), targets)
         loss.backward()
         found.append(loss.detach())
@@ -252,7 +304,9 @@ def findings(records: Records) -> list[str]:
     """What these rows say, in words."""
     config = PrecisionConfig.of(records[0].config)
     model = config.model()
-    low, high = safe_loss_scales(model.vocab_size, config.batch * model.context_length * config.micro_batches)
+    low, high = safe_loss_scales(
+        model.vocab_size, config.batch * model.context_length * config.micro_batches
+    )
     found = [
         f"A bf16 sum of {ADDEND} stalls at {stalls_at(ADDEND, FORMATS['bf16']):g}, an fp16 one at "
         f"{stalls_at(ADDEND, FORMATS['fp16']):g}: from there on half the distance to the next number is more.",
@@ -274,22 +328,38 @@ def draw(records: Records, path: Path) -> None:
     if exact is None:
         return
     fp16, low = FORMATS["fp16"], [r.metrics for r in rows if r.variant.startswith("fp16")]
-    edges = [(math.log2(fp16.smallest / 2), "← zero"), (math.log2(fp16.smallest_normal), "← rounded more")]
+    edges = [
+        (math.log2(fp16.smallest / 2), "← zero"),
+        (math.log2(fp16.smallest_normal), "← rounded more"),
+    ]
     middles = [left + 0.5 for left in exact["histogram_log2"][:-1]]
     sizes = Series("weight gradients in fp32", middles, exact["histogram_pct"], line="-")
-    shares = {"logits' gradients zero": "underflow_pct", "predicted": "predicted_underflow_pct",
-              "weights' gradients not finite": "nonfinite_pct"}  # fmt: skip
+    shares = {
+        "logits' gradients zero": "underflow_pct",
+        "predicted": "predicted_underflow_pct",
+        "weights' gradients not finite": "nonfinite_pct",
+    }
     scaled = [
-        Series(name, [m["log2_scale"] for m in low], [m[metric] for m in low], line="" if name == "predicted" else "-",
-               marked=True, hollow=name == "predicted")
+        Series(
+            name,
+            [m["log2_scale"] for m in low],
+            [m[metric] for m in low],
+            line="" if name == "predicted" else "-",
+            marked=True,
+            hollow=name == "predicted",
+        )
         for name, metric in shares.items()
-    ]  # fmt: skip
+    ]
     share = "share of the gradients (%)"
     panels = [
-        Panel("sizes", "log2 of a weight gradient's size", share, [sizes], log_x=None, events=edges),
+        Panel(
+            "sizes", "log2 of a weight gradient's size", share, [sizes], log_x=None, events=edges
+        ),
         Panel("loss scales", "log2 of the loss scale, fp16", share, scaled, log_x=None),
     ]
-    lines(path, panels, title=f"Gradients in fp16, and the loss scales they need: {headline(records)}")
+    lines(
+        path, panels, title=f"Gradients in fp16, and the loss scales they need: {headline(records)}"
+    )
 
 
 VIEW = View(
@@ -329,13 +399,30 @@ VIEW = View(
     parted_by="config.part",
 )
 
-SMALL = {"size": "tiny", "layers": None, "context": 64, "batch": 2, "micro_batches": 32, "rows": 2048, "steps": 40}
+SMALL = {
+    "size": "tiny",
+    "layers": None,
+    "context": 64,
+    "batch": 2,
+    "micro_batches": 32,
+    "rows": 2048,
+    "steps": 40,
+}
 EXPERIMENT = Experiment(
-    PrecisionConfig, measure, VIEW,
+    PrecisionConfig,
+    measure,
+    VIEW,
     presets={
         "cpu": SMALL,
         "quick": SMALL | {"layers": 2, "log2_scales": (0, 8, 16, 24, 32), "rows": 1024},
-        "smoke": SMALL | {"layers": 1, "context": 16, "micro_batches": 256, "rows": 256, "log2_scales": (0, 12, 40),
-                          "steps": 4},
+        "smoke": SMALL
+        | {
+            "layers": 1,
+            "context": 16,
+            "micro_batches": 256,
+            "rows": 256,
+            "log2_scales": (0, 12, 40),
+            "steps": 4,
+        },
     },
 )

@@ -25,8 +25,24 @@ from torch import Tensor, nn
 
 from distlab.bench.reference import relative_errors
 from distlab.bench.timing import BenchOptions, synthetic_batches
-from distlab.experiment import Column, Experiment, Metrics, RankContext, Run, View, headline_from, option
-from distlab.measure import PhaseTimer, attempt, busy_ms, interleave, peak_memory, percentile_metrics
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Metrics,
+    RankContext,
+    Run,
+    View,
+    headline_from,
+    option,
+)
+from distlab.measure import (
+    PhaseTimer,
+    attempt,
+    busy_ms,
+    interleave,
+    peak_memory,
+    percentile_metrics,
+)
 from distlab.model import TransformerLM
 from distlab.model.ops import sources
 from distlab.precision import DTYPES, autocast
@@ -58,19 +74,25 @@ class Config(BenchOptions):
     dtype: str = option("bf16", "fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16"))
     rounds: int = option(8, "interleaved", least=1)
     steps: int = option(4, "timed per round, after one that is not", least=1)
-    layer: bool = option(False, "one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's")
+    layer: bool = option(
+        False, "one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, default in (("ops", "torch"), ("attention", "sdpa"), ("compile", "off")):
             if getattr(self, name) != default:
-                raise ValueError(f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: the ways to run the model differ in it; give --ways"
+                )
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
         """Raise ValueError for ways of the Transformer beside `--layer`."""
         if given.get("layer") and "ways" in given:
-            raise ValueError("--ways are of the Transformer, and --layer has all of its own: leave one of them out")
+            raise ValueError(
+                "--ways are of the Transformer, and --layer has all of its own: leave one of them out"
+            )
 
 
 def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
@@ -81,17 +103,27 @@ def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
     return model
 
 
-def model_loss(name: str, config: Config, base: nn.Module, device: torch.device) -> Callable[[Any], Tensor]:
+def model_loss(
+    name: str, config: Config, base: nn.Module, device: torch.device
+) -> Callable[[Any], Tensor]:
     """The loss of a batch by the Transformer, run in this way."""
     ops, attention, how = WAYS[name]
     shape = replace(config.model(), ops=ops, attention=attention)
-    model = sharing(TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base)
+    model = sharing(
+        TransformerLM(shape, device="meta", checkpoint_blocks=config.checkpointing), base
+    )
     if device.type == "cuda":
-        model = torch.compile(model, mode="reduce-overhead") if how == "graphs" else compiled(model, how)
+        model = (
+            torch.compile(model, mode="reduce-overhead")
+            if how == "graphs"
+            else compiled(model, how)
+        )
     return partial(loss_function(shape), model)
 
 
-def layer_loss(name: str, config: Config, base: nn.Module, device: torch.device) -> Callable[[Any], Tensor]:
+def layer_loss(
+    name: str, config: Config, base: nn.Module, device: torch.device
+) -> Callable[[Any], Tensor]:
     """The loss of a batch by a layer of these modules."""
     model = sharing(layer(name, config.model(), device), base)
     if device.type == "cuda" and name.endswith("compiled"):
@@ -103,7 +135,12 @@ class Way:
     """A training step of the shared parameters; calling it runs one."""
 
     def __init__(
-        self, name: str, config: Config, base: nn.Module, optimizer: torch.optim.Optimizer, batches: list[Any]
+        self,
+        name: str,
+        config: Config,
+        base: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        batches: list[Any],
     ):
         device = batches[0][0].device
         make = layer_loss if config.layer else model_loss
@@ -123,7 +160,9 @@ class Way:
     def first(self) -> tuple[float, list[Tensor]]:
         """Loss and gradients of the first batch."""
         loss = self.backward(self.batches[0]).item()
-        return loss, [parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]]
+        return loss, [
+            parameter.grad for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
 
     def __call__(self) -> None:
         self.backward(self.batches[self.calls % len(self.batches)])
@@ -159,13 +198,20 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
     device = context.device
     shape = config.model()
     torch.manual_seed(config.seed)
-    base = (layer("torch", shape, device, on=device) if config.layer
-            else TransformerLM(shape, device=device, seed=config.seed))  # fmt: skip
+    base = (
+        layer("torch", shape, device, on=device)
+        if config.layer
+        else TransformerLM(shape, device=device, seed=config.seed)
+    )
     optimizer = torch.optim.AdamW(base.parameters(), lr=1e-5, fused=True)
     batches = synthetic_batches(context, config)
     if config.layer:
-        batches = [(torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches]
-    plain = Way("torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches)
+        batches = [
+            (torch.randn(*tokens.shape, shape.d_model, device=device),) for tokens, _ in batches
+        ]
+    plain = Way(
+        "torch", replace(config, dtype="fp32", checkpointing="block"), base, optimizer, batches
+    )
     reference = plain.first()
     ways, rows = {}, {}  # name → what runs it; name → its metrics
     for name in PARTS if config.layer else config.ways:
@@ -174,7 +220,11 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         rows[name] = attempt(partial(first_steps, name, ways, make, reference))
     del reference
     timer = PhaseTimer(device)
-    running = {name: partial(block, ways[name], timer, config.steps) for name in rows if rows[name]["status"] == "ok"}
+    running = {
+        name: partial(block, ways[name], timer, config.steps)
+        for name in rows
+        if rows[name]["status"] == "ok"
+    }
     taken = interleave(running, config.rounds, progress=run.progress)
     for name, found in rows.items():
         if name in taken:
@@ -182,50 +232,97 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             found |= percentile_metrics("step", found["step_samples_ms"])
             if device.type == "cuda":
                 found |= waits(ways[name], found["step_p50_ms"])
-        run.add(name, found, size="layer of Llama" if config.layer else config.size,
-                operations="" if config.layer or device.type != "cuda" else operations(name, config),
-                num_parameters=sum(parameter.numel() for parameter in base.parameters()))  # fmt: skip
+        run.add(
+            name,
+            found,
+            size="layer of Llama" if config.layer else config.size,
+            operations="" if config.layer or device.type != "cuda" else operations(name, config),
+            num_parameters=sum(parameter.numel() for parameter in base.parameters()),
+        )
 
 
 def operations(name: str, config: Config) -> str:
     """Which implementation each operation of the Transformer has in this way."""
     ops, attention, how = WAYS[name]
-    shape, dtype = replace(config.model(), ops=ops, attention=attention), DTYPES[config.dtype] or torch.float32
-    return ", ".join(f"{each} {source}" for each, source in sources(shape, config.batch, dtype, how).items())
+    shape, dtype = (
+        replace(config.model(), ops=ops, attention=attention),
+        DTYPES[config.dtype] or torch.float32,
+    )
+    return ", ".join(
+        f"{each} {source}" for each, source in sources(shape, config.batch, dtype, how).items()
+    )
 
 
 def waits(way: Way, step_ms: float) -> dict[str, float]:
     """How much of a step the GPU is idle, and what the host launches in one."""
     busy, launches = busy_ms(way)
-    return {"gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms), "busy_ms": busy, "launches": launches}
+    return {
+        "gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms),
+        "busy_ms": busy,
+        "launches": launches,
+    }
 
 
 VIEW = View(
     columns=[
         Column("variant", "way"),
-        Column("metrics.step_p20_ms", "p20 ms", ".1f"), Column("metrics.step_p50_ms", "p50", ".1f"), NOISE,
+        Column("metrics.step_p20_ms", "p20 ms", ".1f"),
+        Column("metrics.step_p50_ms", "p50", ".1f"),
+        NOISE,
         OVER_COMPILED.column("÷ compiled"),
-        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"), Column("metrics.busy_ms", "GPU ms", ".1f"),
+        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f"),
+        Column("metrics.busy_ms", "GPU ms", ".1f"),
         Column("metrics.launches", "launches", ",.0f"),
         PEAK,
         Column("metrics.loss_rel_error", "loss error", ".0e"),
         Column("metrics.grad_rel_error", "gradient error", ".1e"),
-        text_column("config.operations", "operations"), text_column("metrics.status", "status"),
+        text_column("config.operations", "operations"),
+        text_column("metrics.status", "status"),
     ],
     headline=headline_from(
         "{size} ({num_parameters:M} parameters), batch {batch}, context {context}, {dtype}; "
         "{device_name}, torch {torch}"
     ),
     derive=OVER_COMPILED.add,
-    terminal=("variant", "step_p20_ms", "noise_pct", "over_compiled", "gpu_idle_pct", "launches", "grad_rel_error",
-              "status"),
+    terminal=(
+        "variant",
+        "step_p20_ms",
+        "noise_pct",
+        "over_compiled",
+        "gpu_idle_pct",
+        "launches",
+        "grad_rel_error",
+        "status",
+    ),
     reading="÷ compiled is the step beside that of torch's operations with compiled blocks, a tie where the 95 % "
     "interval of the paired steps contains 1. Errors are relative, of loss and all gradients of one batch, against "
     "fp32.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",
-)  # fmt: skip
-SMOKE = {"ways": ("torch", "auto", "torch-compiled"), "rounds": 1, "context": 16, "batch": 1, "dtype": "fp32"}
-EXPERIMENT = Experiment(Config, measure, VIEW, gpus=1, presets={
-    "quick": {"rounds": 2}, "quick-cpu": SMOKE, "smoke": SMOKE,
-    "llama": {"layer": True, "d_model": 4096, "d_ff": 14336, "heads": 32, "kv_heads": 8, "batch": 2, "context": 2048},
-})  # fmt: skip
+)
+SMOKE = {
+    "ways": ("torch", "auto", "torch-compiled"),
+    "rounds": 1,
+    "context": 16,
+    "batch": 1,
+    "dtype": "fp32",
+}
+EXPERIMENT = Experiment(
+    Config,
+    measure,
+    VIEW,
+    gpus=1,
+    presets={
+        "quick": {"rounds": 2},
+        "quick-cpu": SMOKE,
+        "smoke": SMOKE,
+        "llama": {
+            "layer": True,
+            "d_model": 4096,
+            "d_ff": 14336,
+            "heads": 32,
+            "kv_heads": 8,
+            "batch": 2,
+            "context": 2048,
+        },
+    },
+)

@@ -43,12 +43,17 @@ from distlab.report import NOISE, PEAK, Ratio, sparse_column, step_bars
 from distlab.theory.muon import muon_volume, orthogonalize_flops
 
 PLACEMENTS = {  # strategy → placements that it has
-    "bucketed": ("all",), "sharded-optimizer": ("owner",), "zero1": ("gather", "exchange"),
+    "bucketed": ("all",),
+    "sharded-optimizer": ("owner",),
+    "zero1": ("gather", "exchange"),
     "fsdp": ("gather", "exchange"),
-}  # fmt: skip
+}
 SHARDED = ("gather", "exchange")
-FAR_OFF = 0.1  # of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
-OVER_ADAMW = Ratio("vs_adamw", lambda rows: next((row for row in rows if row.config["placement"] == "adamw"), None))
+# of the learning rate that a parameter may differ: bf16 rounds what is orthogonalised
+FAR_OFF = 0.1
+OVER_ADAMW = Ratio(
+    "vs_adamw", lambda rows: next((row for row in rows if row.config["placement"] == "adamw"), None)
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class PlacementsConfig(BenchOptions, TimingOptions):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.batch % self.micro_batches:
-            raise ValueError(f"batch {self.batch} does not divide into {self.micro_batches} micro-batches")
+            raise ValueError(
+                f"batch {self.batch} does not divide into {self.micro_batches} micro-batches"
+            )
 
     def rows(self) -> list[Variant]:
         """Each strategy with AdamW, and with Muon in each of its placements."""
@@ -96,7 +103,12 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
             counted[row.name] = sent(row.name.partition(" ")[2], attached, context)
 
     timings = bench.time_rounds(
-        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count
+        rows,
+        rounds=config.rounds,
+        warmup=config.warmup,
+        steps=config.steps,
+        progress=run.progress,
+        inspect=count,
     )
     facts = config.facts(context)
     for row in rows:
@@ -124,14 +136,20 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
         return metrics
     spreads = [spread_of(matrix) for matrix in matrices]
     shares = divide(spreads, context.world_size)
-    owners = [next(rank for rank, share in enumerate(shares) if spread in share) for spread in spreads]
+    owners = [
+        next(rank for rank, share in enumerate(shares) if spread in share) for spread in spreads
+    ]
     work = [sum(orthogonalize_flops(*spread.like.shape) for spread in share) for share in shares]
     expected = muon_volume(placement, [spread.counts for spread in spreads], owners, context.rank)
     halves = [call for call in recorder.calls if call.dtype == torch.bfloat16]
     found = len(halves), sum(call.bytes for call in halves)
     as_said = found == (expected.collectives, expected.bytes)
     right = collectives.all_ranks_agree(as_said, context.device, context.group)
-    metrics |= {"muon_bytes": found[1], "predicted_muon_bytes": expected.bytes, "volume_as_predicted": right}
+    metrics |= {
+        "muon_bytes": found[1],
+        "predicted_muon_bytes": expected.bytes,
+        "volume_as_predicted": right,
+    }
     if placement == "exchange":
         metrics |= {"most_work": max(work) * len(work) / sum(work), "muon_flops": max(work)}
     return metrics
@@ -169,7 +187,15 @@ VIEW = View(
         "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),
-    terminal=("variant", "step_p50_ms", "noise_pct", "optimizer_p50_ms", "vs_adamw", "muon_bytes", "muon_flops"),
+    terminal=(
+        "variant",
+        "step_p50_ms",
+        "noise_pct",
+        "optimizer_p50_ms",
+        "vs_adamw",
+        "muon_bytes",
+        "muon_flops",
+    ),
     reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
     "and broadcasts the parameter, or gets its parts and sends them back (`exchange`). What is gathered or exchanged "
     "is the update in bf16. Beside that, sharded strategies gather parameters after the step, with AdamW too.",
@@ -178,13 +204,23 @@ VIEW = View(
 
 QUICK = {"size": "tiny", "dtype": "fp32", "warmup": 1, "steps": 5, "rounds": 1}
 EXPERIMENT = Experiment(
-    PlacementsConfig, measure, VIEW,
+    PlacementsConfig,
+    measure,
+    VIEW,
     presets={
-        "gpu": {"size": "medium", "dtype": "bf16", "batch": 128, "micro_batches": 8, "warmup": 1, "steps": 3,
-                "rounds": 3},
+        "gpu": {
+            "size": "medium",
+            "dtype": "bf16",
+            "batch": 128,
+            "micro_batches": 8,
+            "warmup": 1,
+            "steps": 3,
+            "rounds": 3,
+        },
         "quick": QUICK,
-        "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1},
+        "smoke": QUICK
+        | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1},
     },
     ranks="many",
     wrong=wrong_rows,
-)  # fmt: skip
+)

@@ -43,7 +43,9 @@ from distlab.report import NOISE, PEAK, Ratio, prediction_error, sparse_column, 
 OURS = get_strategy("local")  # one rank has each stage
 TORCHS = replace(OURS, is_peer=True)  # whose layouts are torch's own
 REPEATS = 3  # steps whose actions are timed
-OVER_TORCH = Ratio("vs_torch", lambda rows: next((row for row in rows if row.config["owner"] == "torch"), None))
+OVER_TORCH = Ratio(
+    "vs_torch", lambda rows: next((row for row in rows if row.config["owner"] == "torch"), None)
+)
 OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.1f")
 
 
@@ -52,7 +54,9 @@ class SchedulesConfig(BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
     batch: int = option(1, "sequences of a micro-batch", least=1)
-    micro_batches: tuple[int, ...] = option((4, 8), "of a step, one or several (a row each)", least=1, kind=int)
+    micro_batches: tuple[int, ...] = option(
+        (4, 8), "of a step, one or several (a row each)", least=1, kind=int
+    )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
     def rows(self, ranks: int) -> list[Variant]:
@@ -64,7 +68,9 @@ class SchedulesConfig(BenchOptions, TimingOptions):
                 layout = Layout(pipeline=ranks, schedule=schedule)
                 for strategy in (OURS, TORCHS):
                     name = f"{schedule} × {count}" + " (torch)" * strategy.is_peer
-                    rows.append(Variant(name, strategy, options=options, layout=layout, micro_batches=count))
+                    rows.append(
+                        Variant(name, strategy, options=options, layout=layout, micro_batches=count)
+                    )
         return rows
 
 
@@ -83,7 +89,8 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
         )
     rows = config.rows(ranks)
     bench = config.workbench(context, rows)
-    task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)  # which every schedule can divide
+    # which every schedule can divide
+    task = small(num_layers=ranks * max(CHUNKS.values()), d_model=64, d_ff=128)
     checked = rows[: 2 * len(SCHEDULES)]
     differences = parameter_differences(context, checked, config.check_steps, run.progress, task)
     seen = {}  # row → durations of each of a rank's actions, in ms
@@ -93,7 +100,12 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             seen[row.name] = [timed_actions(attached, context) for _ in range(REPEATS)]
 
     timings = bench.time_rounds(
-        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=watch
+        rows,
+        rounds=config.rounds,
+        warmup=config.warmup,
+        steps=config.steps,
+        progress=run.progress,
+        inspect=watch,
     )
     facts = config.facts(context)
     for row in rows:
@@ -102,9 +114,17 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
             metrics["max_abs_param_diff"] = differences.get(row.name)
             if row.strategy is OURS:
                 window = metrics["forward_backward_p50_ms"]
-                metrics |= bubble(row, collectives.gather_objects(seen[row.name], context.group), window)
-        more = {"schedule": row.layout.schedule, "micro_batches": row.micro_batches, "batch": config.batch}
-        run.add(row.name, metrics, **facts | more, owner="torch" if row.strategy.is_peer else "ours")
+                metrics |= bubble(
+                    row, collectives.gather_objects(seen[row.name], context.group), window
+                )
+        more = {
+            "schedule": row.layout.schedule,
+            "micro_batches": row.micro_batches,
+            "batch": config.batch,
+        }
+        run.add(
+            row.name, metrics, **facts | more, owner="torch" if row.strategy.is_peer else "ours"
+        )
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
@@ -121,28 +141,35 @@ def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
 
 
 @contextmanager
-def observed(moments: dict[Action, tuple[Instant, Instant]], device: torch.device, action: Action) -> Iterator[None]:
+def observed(
+    moments: dict[Action, tuple[Instant, Instant]], device: torch.device, action: Action
+) -> Iterator[None]:
     """Note when an action's computation begins and ends."""
     begin = instant(device)
     yield
     moments[action] = begin, instant(device)
 
 
-def bubble(row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float) -> Metrics:
+def bubble(
+    row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float
+) -> Metrics:
     """What a schedule leaves idle: by the closed form, simulated from its actions' durations, and measured.
 
     Args:
         seen: of each rank, of some steps, the durations of its actions.
         window_ms: forward and backward of the slowest rank, as it was timed.
     """
-    durations = {action: median(step[action] for step in rank) for rank in seen for action in rank[0]}
+    durations = {
+        action: median(step[action] for step in rank) for rank in seen for action in rank[0]
+    }
     ranks, count = len(seen), row.micro_batches
     schedule = SCHEDULES[row.layout.schedule](ranks, count)
     timeline = simulate(schedule, durations.__getitem__)
     busy = sum(durations.values()) / ranks
     chunks = CHUNKS.get(row.layout.schedule, 1)
     return {
-        "closed_form_idle_pct": 100 * closed_form(row.layout.schedule, ranks, count, chunks, durations),
+        "closed_form_idle_pct": 100
+        * closed_form(row.layout.schedule, ranks, count, chunks, durations),
         "simulated_idle_pct": 100 * idle_share(timeline),
         "idle_pct": 100 * (1 - busy / window_ms),
         "simulated_ms": max(steps[-1].end for steps in timeline),
@@ -156,7 +183,10 @@ def closed_form(
     """The idle share where every stage takes the same time: (p − 1)/(v·m + p − 1); of ZB-H1 by F, B and W."""
     if name != "zero-bubble":
         return (ranks - 1) / (chunks * count + ranks - 1)
-    mean = {kind: median(ms for action, ms in durations.items() if action.kind == kind) for kind in "FBW"}
+    mean = {
+        kind: median(ms for action, ms in durations.items() if action.kind == kind)
+        for kind in "FBW"
+    }
     idle = (ranks - 1) * (mean["F"] + mean["B"] - mean["W"])
     return idle / (count * sum(mean.values()) + idle)
 
@@ -182,8 +212,19 @@ VIEW = View(
         "Pipelines: {size} ({num_parameters:M} parameters), micro-batches of {batch} × context {context}, {dtype}, "
         "{world_size} × {device_name} ({backend}), torch {torch}"
     ),
-    derive=partial(OVER_TORCH.add_within, lambda record: (record.config["schedule"], record.config["micro_batches"])),
-    terminal=("variant", "step_p50_ms", "noise_pct", "simulated_ms", "idle_pct", "simulated_idle_pct", "vs_torch"),
+    derive=partial(
+        OVER_TORCH.add_within,
+        lambda record: (record.config["schedule"], record.config["micro_batches"]),
+    ),
+    terminal=(
+        "variant",
+        "step_p50_ms",
+        "noise_pct",
+        "simulated_ms",
+        "idle_pct",
+        "simulated_idle_pct",
+        "vs_torch",
+    ),
     reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
     "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
     "same of the schedule's list, each action taking what it was measured to take and messages nothing. The closed "
@@ -192,16 +233,34 @@ VIEW = View(
     prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
 )
 
-QUICK = {"size": "tiny", "layers": 8, "dtype": "fp32", "warmup": 1, "steps": 5, "rounds": 1, "micro_batches": (4,)}
+QUICK = {
+    "size": "tiny",
+    "layers": 8,
+    "dtype": "fp32",
+    "warmup": 1,
+    "steps": 5,
+    "rounds": 1,
+    "micro_batches": (4,),
+}
 EXPERIMENT = Experiment(
-    SchedulesConfig, measure, VIEW,
+    SchedulesConfig,
+    measure,
+    VIEW,
     presets={
-        "gpu": {"size": "medium", "dtype": "bf16", "context": 2048, "batch": 2, "micro_batches": (4, 8, 16),
-                "warmup": 3, "steps": 6, "rounds": 3},
+        "gpu": {
+            "size": "medium",
+            "dtype": "bf16",
+            "context": 2048,
+            "batch": 2,
+            "micro_batches": (4, 8, 16),
+            "warmup": 3,
+            "steps": 6,
+            "rounds": 3,
+        },
         "cpu": {"size": "tiny", "layers": 8, "context": 128, "batch": 2, "rounds": 3, "steps": 4},
         "quick": QUICK,
         "smoke": QUICK | {"d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16},
     },
     ranks="many",
     wrong=lambda records: [*rows_that_ran_eager(records), *other_parameters(records)],
-)  # fmt: skip
+)

@@ -47,12 +47,18 @@ STOPS_AT = 90.0  # per cent of the first point's tokens per second and rank
 class ScalingConfig(MachineOptions):
     """What to predict."""
 
-    batch: int = option(8, "sequences per rank (weak), and most of a micro-batch (strong scaling)", least=1)
+    batch: int = option(
+        8, "sequences per rank (weak), and most of a micro-batch (strong scaling)", least=1
+    )
     global_batch: int = option(4096, "sequences of all ranks together (strong scaling)", least=1)
     ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "world sizes", least=1)
     strategies: tuple[str, ...] = option(STRATEGIES, "to compare", choices=STRATEGIES)
-    group: int | None = option(None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1)
-    recompute: str = option("none", "what blocks keep; the rest runs again in backward", choices=RECOMPUTATION)
+    group: int | None = option(
+        None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1
+    )
+    recompute: str = option(
+        "none", "what blocks keep; the rest runs again in backward", choices=RECOMPUTATION
+    )
     records: tuple[str, ...] = option((), "files of ddp_bench to draw as points")
 
     def __post_init__(self) -> None:
@@ -77,10 +83,19 @@ def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
                     continue
                 metrics = _predict(config, strategy, ranks, *split)
                 alone = alone or metrics["predicted_tokens_per_s"] / ranks
-                metrics["predicted_efficiency_pct"] = 100 * metrics["predicted_tokens_per_s"] / ranks / alone
+                metrics["predicted_efficiency_pct"] = (
+                    100 * metrics["predicted_tokens_per_s"] / ranks / alone
+                )
                 if split[1] == 1:
                     metrics |= measured.get((strategy, ranks, split[0]), {})
-                run.add(strategy, metrics, kind=kind, world_size=ranks, micro_batch=split[0], micro_batches=split[1])
+                run.add(
+                    strategy,
+                    metrics,
+                    kind=kind,
+                    world_size=ranks,
+                    micro_batch=split[0],
+                    micro_batches=split[1],
+                )
 
 
 def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | None:
@@ -128,11 +143,22 @@ def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[st
     asked["num_parameters"] = config.shape().num_parameters
     found = {}
     for record in (record for path in config.records for record in read_json(path)):
-        steps = {f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms") for p in ("p20", "p50", "p80")}
-        strategy, device = record.variant.split("-")[0], lookup(str(record.environment.get("device_name")))
-        same = asked.items() <= {name: record.config.get(name) for name in asked}.items() and device == config.gpu()
+        steps = {
+            f"measured_step_{p}_ms": record.metrics.get(f"step_{p}_ms")
+            for p in ("p20", "p50", "p80")
+        }
+        strategy, device = (
+            record.variant.split("-")[0],
+            lookup(str(record.environment.get("device_name"))),
+        )
+        same = (
+            asked.items() <= {name: record.config.get(name) for name in asked}.items()
+            and device == config.gpu()
+        )
         if same and strategy in config.strategies and is_number(steps["measured_step_p50_ms"]):
-            known = found.setdefault((strategy, record.config["world_size"], record.config["batch"]), steps)
+            known = found.setdefault(
+                (strategy, record.config["world_size"], record.config["batch"]), steps
+            )
             known |= min(known, steps, key=lambda each: each["measured_step_p50_ms"])
     return found
 
@@ -152,7 +178,9 @@ def findings(records: Records) -> list[str]:
             stops.setdefault((record.config["kind"], record.variant), record.config["world_size"])
     lines = [
         f"{kind} scaling under {STOPS_AT:g} % efficiency: "
-        + ", ".join(f"{name} from {ranks:,} ranks" for (of, name), ranks in stops.items() if of == kind)
+        + ", ".join(
+            f"{name} from {ranks:,} ranks" for (of, name), ranks in stops.items() if of == kind
+        )
         + "."
         for kind in dict.fromkeys(kind for kind, _ in stops)
     ]
@@ -161,7 +189,7 @@ def findings(records: Records) -> list[str]:
     return [
         *lines,
         f"No row of {', '.join(config['records'])} is of {config['model']} in {config['dtype']} on {config['device']} "
-        "with this context and batch: nothing measured is drawn. Ask for what the files measured, or name others."
+        "with this context and batch: nothing measured is drawn. Ask for what the files measured, or name others.",
     ]
 
 
@@ -172,16 +200,28 @@ def draw(records: Records, path: Path) -> None:
     panels = {}  # kind → its series
     for (kind, variant), rows in grouped(records, lambda r: (r.config["kind"], r.variant)).items():
         series = panels.setdefault(kind, [])
-        style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]  # lines on each other can be told apart
-        x, y = zip(*((r.config["world_size"], r.metrics["predicted_tokens_per_s"]) for r in rows), strict=True)
-        series.append(Series(variant, x, [rate / n for n, rate in zip(x, y, strict=True)], line=style))
+        # lines on each other can be told apart
+        style = ("-", "--", "-.", ":")[len({s.key for s in series}) % 4]
+        x, y = zip(
+            *((r.config["world_size"], r.metrics["predicted_tokens_per_s"]) for r in rows),
+            strict=True,
+        )
+        series.append(
+            Series(variant, x, [rate / n for n, rate in zip(x, y, strict=True)], line=style)
+        )
         measured = [r for r in rows if "measured_step_p50_ms" in r.metrics]
         if measured:
             x = [r.config["world_size"] for r in measured]
             # Tokens of a step, times ms per s.
-            work = [r.metrics["predicted_tokens_per_s"] * r.metrics["predicted_step_ms"] for r in measured]
+            work = [
+                r.metrics["predicted_tokens_per_s"] * r.metrics["predicted_step_ms"]
+                for r in measured
+            ]
             high, y, low = (
-                [t / n / r.metrics[f"measured_step_{p}_ms"] for t, n, r in zip(work, x, measured, strict=True)]
+                [
+                    t / n / r.metrics[f"measured_step_{p}_ms"]
+                    for t, n, r in zip(work, x, measured, strict=True)
+                ]
                 for p in ("p20", "p50", "p80")
             )
             series.append(Series(f"{variant}, measured", x, y, low, high, like=variant))
@@ -221,7 +261,9 @@ VIEW = View(
 )
 
 EXPERIMENT = Experiment(
-    ScalingConfig, measure, VIEW,
+    ScalingConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"strategies": ("bucketed", "fsdp"), "ranks": (1, 2, 8, 64)},
         "smoke": {"strategies": ("bucketed",), "ranks": (1, 8), "model": "tiny"},

@@ -34,7 +34,9 @@ class ScaleConfig(MachineOptions):
     strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab")
     bucket_size_mb: float = option(100.0, "MiB", above=0)
     checkpointing: str = option("none", "what backward recomputes, as for distlab train")
-    group: int | None = option(None, "ranks of a shard group, of strategies with a mesh [a node]", least=1)
+    group: int | None = option(
+        None, "ranks of a shard group, of strategies with a mesh [a node]", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,7 +48,9 @@ class ScaleConfig(MachineOptions):
             )
         hosts = self.hosts()
         if hosts is not None and self.ranks != hosts.gpus:
-            raise ValueError(f"ranks={self.ranks}: {self.cluster} has {hosts.gpus}; give --ranks {hosts.gpus}")
+            raise ValueError(
+                f"ranks={self.ranks}: {self.cluster} has {hosts.gpus}; give --ranks {hosts.gpus}"
+            )
         for name in self.strategies:
             self.shard_size(name)
             if get_strategy(name).is_peer:
@@ -70,7 +74,9 @@ class ScaleConfig(MachineOptions):
         entry = get_strategy(strategy)
         if not entry.takes_mesh:
             return None
-        return sharding_group(entry, self.ranks, self.machine().network.devices_per_node, self.group)
+        return sharding_group(
+            entry, self.ranks, self.machine().network.devices_per_node, self.group
+        )
 
 
 def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
@@ -97,13 +103,16 @@ def measure(config: ScaleConfig, context: RankContext, run: Run) -> None:
             "predicted_overhead_ms": line.overhead_ms,
             "predicted_comm_ms": line.comm_ms,
             "predicted_overlap_pct": line.overlap_pct,
-            "predicted_mfu_pct": 100 * mfu(step_flops(**model.sizes(config.batch)), line.step_ms / 1e3, peak),
+            "predicted_mfu_pct": 100
+            * mfu(step_flops(**model.sizes(config.batch)), line.step_ms / 1e3, peak),
             "collectives_per_step": len(step.calls),
             "comm_bytes_per_step": step.comm_bytes,
             "simulated_peak_bytes": step.peak.total,
             "fits": step.peak.total <= USABLE * gpu.hbm_bytes,
         }
-        run.add(strategy, metrics, num_parameters=model.num_parameters, context=model.context_length)
+        run.add(
+            strategy, metrics, num_parameters=model.num_parameters, context=model.context_length
+        )
     timeline(run.path / "timeline.png", lanes, title=headline(run.records))
 
 
@@ -140,7 +149,9 @@ VIEW = View(
 )
 
 EXPERIMENT = Experiment(
-    ScaleConfig, measure, VIEW,
+    ScaleConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"model": "small", "ranks": 64},
         "smoke": {"model": "tiny", "ranks": 4, "batch": 1, "strategies": ("zero1",)},

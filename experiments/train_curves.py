@@ -62,7 +62,11 @@ ROOT = Path(__file__).resolve().parents[1]
 def compared_on(device_type: str) -> tuple[str, ...]:
     """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
     here = {name: STRATEGIES[name] for name in strategies_on(device_type, meshes=False)}
-    return tuple(name for name, entry in here.items() if entry.trains and not (entry.is_peer and entry.has_buckets))
+    return tuple(
+        name
+        for name, entry in here.items()
+        if entry.trains and not (entry.is_peer and entry.has_buckets)
+    )
 
 
 def kill_at(steps: int) -> int:
@@ -81,8 +85,12 @@ class CurvesConfig(Options):
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
     strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
-    parts: tuple[str, ...] = option(PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS)
-    text_file: str | None = option(None, "a text file [this repository's sources and pages]", flag="--text")
+    parts: tuple[str, ...] = option(
+        PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS
+    )
+    text_file: str | None = option(
+        None, "a text file [this repository's sources and pages]", flag="--text"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -95,9 +103,17 @@ class CurvesConfig(Options):
 
     def training(self, strategy: str, **changes: object) -> TrainConfig:
         base = TrainConfig(
-            size=self.size, context=self.context, vocab=256, strategy=strategy, batch=self.batch, steps=self.steps,
-            lr=self.lr, warmup=max(1, self.steps // 10), dtype=self.dtype, checkpoint_every=0,
-        )  # fmt: skip
+            size=self.size,
+            context=self.context,
+            vocab=256,
+            strategy=strategy,
+            batch=self.batch,
+            steps=self.steps,
+            lr=self.lr,
+            warmup=max(1, self.steps // 10),
+            dtype=self.dtype,
+            checkpoint_every=0,
+        )
         return dataclasses.replace(base, **changes)
 
 
@@ -122,10 +138,16 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     # Deterministic kernels: two runs are equal bit for bit.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.backends.cuda.enable_cudnn_sdp(False)  # its backward adds in any order; the flash kernel's does not
+    # its backward adds in any order; the flash kernel's does not
+    torch.backends.cuda.enable_cudnn_sdp(False)
     torch.utils.deterministic.fill_uninitialized_memory = False
-    read = partial(text_of_repository, ROOT) if config.text_file is None else partial(open_tokens, config.text_file)
-    tokens = on_main(context, lambda: np.array(read()))  # one rank reads: somebody may be editing these files
+    read = (
+        partial(text_of_repository, ROOT)
+        if config.text_file is None
+        else partial(open_tokens, config.text_file)
+    )
+    # one rank reads: somebody may be editing these files
+    tokens = on_main(context, lambda: np.array(read()))
     curves = Curves(config, context, run, tokens)
     parts = {}  # row → what trains it
     if "curves" in config.parts:
@@ -159,7 +181,10 @@ def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
 def text_of_repository(root: Path) -> np.ndarray:
     """The bytes of this repository's Python files and pages, in the order of their names."""
     files = sorted(
-        path for folder in FOLDERS for path in (root / folder).rglob("*") if path.suffix in (".py", ".md")
+        path
+        for folder in FOLDERS
+        for path in (root / folder).rglob("*")
+        if path.suffix in (".py", ".md")
     )
     return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8)
 
@@ -179,12 +204,28 @@ class Curves:
         model, ranks = config.training(REFERENCE).model(), context.world_size
         self.data = TokenWindows(tokens, 256, model.context_length)
         # Both refuse before hours of training.
-        GlobalOrder(self.data.count, batch=config.batch, micro_batches=2, rank=context.rank, world_size=ranks)
-        require([training_step(config.training(name), ranks) for name in config.compared()], context.device, context)
+        GlobalOrder(
+            self.data.count,
+            batch=config.batch,
+            micro_batches=2,
+            rank=context.rank,
+            world_size=ranks,
+        )
+        require(
+            [training_step(config.training(name), ranks) for name in config.compared()],
+            context.device,
+            context,
+        )
         self.text = {"bytes": len(tokens), "sha256": hashlib.sha256(tokens.tobytes()).hexdigest()}
-        self.shared = {"backend": context.backend, "text": self.text, "num_parameters": model.num_parameters}
+        self.shared = {
+            "backend": context.backend,
+            "text": self.text,
+            "num_parameters": model.num_parameters,
+        }
         if any(record.config["text"] != self.text for record in run.records):
-            raise ValueError(f"the text has changed since the rows in {run.path} were made: give another --name")
+            raise ValueError(
+                f"the text has changed since the rows in {run.path} were made: give another --name"
+            )
 
     def curve(
         self,
@@ -201,9 +242,14 @@ class Curves:
 
         with peak_memory(self.context.device) as memory:
             trainer = Trainer(
-                config, self.context, train=self.data, data_identity=self.text, folder=folder, report=report,
+                config,
+                self.context,
+                train=self.data,
+                data_identity=self.text,
+                folder=folder,
+                report=report,
                 progress=self.run.progress,
-            )  # fmt: skip
+            )
             if folder is not None:
                 trainer.resume()
             first = trainer.step
@@ -242,8 +288,14 @@ def verdicts(records: Records) -> list[str]:
     for name, metrics in by_name.items():
         apart = None if name in (REFERENCE, MUON) else distance(metrics, reference)
         if limit and apart is not None and not apart <= limit:
-            problems.append(f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}")
-        if "loss" in metrics and not metrics["loss"][-1] < metrics["loss"][0] and metrics["first_step"] == 0:
+            problems.append(
+                f"{name}: {apart:.4f} nats from {REFERENCE}'s curve, noise is {limit:.4f}"
+            )
+        if (
+            "loss" in metrics
+            and not metrics["loss"][-1] < metrics["loss"][0]
+            and metrics["first_step"] == 0
+        ):
             problems.append(
                 f"{name}: the loss did not fall ({metrics['loss'][0]:.3f} → {metrics['loss'][-1]:.3f})"
             )
@@ -262,10 +314,13 @@ def tolerance(records: Records) -> float | None:
         return None
     return max(0.01, 2 * distance(by_name[ROUNDING], by_name[REFERENCE]))
 
+
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), bytes, batch {batch}, {steps} steps, {dtype}, "
     "{world_size} × {device_name} ({backend}), torch {torch}{noise}",
-    noise=lambda records: "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats",
+    noise=lambda records: (
+        "" if (limit := tolerance(records)) is None else f"; noise {limit:.3f} nats"
+    ),
 )
 
 
@@ -278,10 +333,15 @@ def draw(records: Records, path: Path) -> None:
             losses = record.metrics["loss"]
             series[record.variant] = (range(first + 1, first + len(losses) + 1), losses)
         if record.variant == KILLED:
-            events = [(kill_at(record.config["steps"]), "killed"), (record.metrics["first_step"], "resumed from")]
+            events = [
+                (kill_at(record.config["steps"]), "killed"),
+                (record.metrics["first_step"], "resumed from"),
+            ]
     if series:
         label = "training loss (nats per byte)"
-        panel = Panel("", "step", label, overlaid(series), log_x=None, from_zero=False, events=events)
+        panel = Panel(
+            "", "step", label, overlaid(series), log_x=None, from_zero=False, events=events
+        )
         lines(path, [panel], title=f"Loss of every strategy: {headline(records)}")
 
 
@@ -305,17 +365,33 @@ VIEW = View(
     "mathematics.",
 )
 EXPERIMENT = Experiment(
-    CurvesConfig, measure, VIEW,
+    CurvesConfig,
+    measure,
+    VIEW,
     presets={
-        "gpu": {"size": "medium", "context": 512, "dtype": "bf16", "strategies": compared_on("cuda")},
+        "gpu": {
+            "size": "medium",
+            "context": 512,
+            "dtype": "bf16",
+            "strategies": compared_on("cuda"),
+        },
         "cpu": {"steps": 60},
         "quick": {
-            "size": "tiny", "context": None, "dtype": "fp32", "steps": 12, "strategies": ("naive", "flat"),
+            "size": "tiny",
+            "context": None,
+            "dtype": "fp32",
+            "steps": 12,
+            "strategies": ("naive", "flat"),
         },
         "smoke": {
-            "size": "tiny", "context": 16, "dtype": "fp32", "steps": 4, "batch": 4,
-            "strategies": ("flat",), "parts": ("curves",),
+            "size": "tiny",
+            "context": 16,
+            "dtype": "fp32",
+            "steps": 4,
+            "batch": 4,
+            "strategies": ("flat",),
+            "parts": ("curves",),
         },
     },
     ranks="many",
-)  # fmt: skip
+)

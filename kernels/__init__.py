@@ -22,10 +22,11 @@ def _make_way() -> None:
         return
     spec = importlib.util.spec_from_file_location(__name__, theirs)
     package = importlib.util.module_from_spec(spec)
-    # First, because their folder may also have the kernels of an installed distlab, which the clone comes before.
+    # First, because their folder may also have the kernels of an installed distlab, which the clone
+    # comes before.
     package.__path__.insert(0, str(Path(__file__).parent))
-    # Before their code runs, because it imports its own submodules by this name. After it, Python's import takes what
-    # it finds here as the result of `import kernels`.
+    # Before their code runs, because it imports its own submodules by this name. After it, Python's
+    # import takes what it finds here as the result of `import kernels`.
     sys.modules[__name__] = package
     spec.loader.exec_module(package)
 

@@ -45,7 +45,9 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
         RuntimeError: where kernels are interpreted or Triton is missing.
     """
     if _dispatch.interpreted() or not _dispatch.installed():
-        raise RuntimeError("compile_for needs Triton's compiler: install triton and unset TRITON_INTERPRET")
+        raise RuntimeError(
+            "compile_for needs Triton's compiler: install triton and unset TRITON_INTERPRET"
+        )
     from triton.runtime import driver
 
     before, _dispatch._pretended = driver._active, capability
@@ -67,15 +69,27 @@ def resources(compiled: Any) -> dict[str, int]:
     arch = compiled.metadata.target.arch
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(arch, 10):
         compiled._init_handles()
-        return {"registers": compiled.n_regs, "spill_bytes": 4 * compiled.n_spills,
-                "shared_bytes": compiled.metadata.shared, "serialized": 0}  # the driver does not say
+        return {
+            "registers": compiled.n_regs,
+            "spill_bytes": 4 * compiled.n_spills,
+            # the driver does not say
+            "shared_bytes": compiled.metadata.shared,
+            "serialized": 0,
+        }
     import triton
 
     binary = os.path.join(os.path.dirname(triton.__file__), "backends", "nvidia", "bin", "ptxas")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(compiled.asm["ptx"])
         source.flush()
-        command = [binary, "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", source.name, "-o", os.devnull]
+        command = [
+            binary,
+            "-v",
+            f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}",
+            source.name,
+            "-o",
+            os.devnull,
+        ]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
     def number(pattern: str) -> int:

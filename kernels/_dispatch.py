@@ -43,7 +43,13 @@ def installed() -> bool:
 
 def interpreted() -> bool:
     """Whether kernels are interpreted: TRITON_INTERPRET, read as Triton reads it."""
-    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
+    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in (
+        "1",
+        "true",
+        "on",
+        "yes",
+        "y",
+    )
 
 
 if installed():
@@ -55,7 +61,9 @@ else:
         """Stands for a module or a type; any attribute is again one."""
 
         def __getattr__(self, name: str):
-            return lambda function=None, **options: function if function is not None else (lambda f: f)
+            return lambda function=None, **options: (
+                function if function is not None else (lambda f: f)
+            )
 
     triton = tl = _Absent()
 
@@ -69,9 +77,11 @@ else:
     def gdc_launch_dependents() -> None:
         """Let such a kernel start, as soon as all programs of this one have called this."""
 
-# Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a kernel only reads,
-# since lines that other kernels wrote are then not pushed out to memory while it runs; kernels that write as much as
-# they read were 1 to 3 % slower with it. KEPT: this program will read the line once more.
+
+# Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a
+# kernel only reads, since lines that other kernels wrote are then not pushed out to memory while it
+# runs; kernels that write as much as they read were 1 to 3 % slower with it. KEPT: this program
+# will read the line once more.
 STREAMED = tl.constexpr("evict_first")
 KEPT = tl.constexpr("evict_last")
 
@@ -117,7 +127,11 @@ def generation(index: int | None = None) -> str:
     """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
     if _pretended is not None:
         return f"sm_{_pretended}"
-    return "interpreter" if interpreted() else f"sm_{_properties(index).major}{_properties(index).minor}"
+    return (
+        "interpreter"
+        if interpreted()
+        else f"sm_{_properties(index).major}{_properties(index).minor}"
+    )
 
 
 def cdiv(a: int, b: int) -> int:
@@ -204,7 +218,12 @@ def forced(**choices: Any) -> Iterator[None]:
 
 def programs() -> list[str]:
     """Return the source of every program there is."""
-    return [f"# {name}\n{found.__doc__}" for name, kept in _kept.items() for found in {*kept.values()} if found]
+    return [
+        f"# {name}\n{found.__doc__}"
+        for name, kept in _kept.items()
+        for found in {*kept.values()}
+        if found
+    ]
 
 
 def discard() -> None:
@@ -232,15 +251,25 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
             raise Capped
         torch.library.wrap_triton(kernel)[grid](*args, **options)
         return
-    run = kernel[grid] if _thread.recorder is None else functools.partial(_thread.recorder.launch, kernel, grid)
+    run = (
+        kernel[grid]
+        if _thread.recorder is None
+        else functools.partial(_thread.recorder.launch, kernel, grid)
+    )
     tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
     index = next((x.get_device() for x in tensors if isinstance(x, Tensor)), -1)  # -1 is a CPU's
-    with torch.cuda.device(index):  # Triton launches on torch's current device, wherever the tensors are
+    # Triton launches on torch's current device, wherever the tensors are
+    with torch.cuda.device(index):
         run(*args, **options)
 
 
-def operator(name: str, check: Callable[..., None] | None = None, mutates_args: tuple[str, ...] = (), *,
-             opaque: bool = False) -> Callable:
+def operator(
+    name: str,
+    check: Callable[..., None] | None = None,
+    mutates_args: tuple[str, ...] = (),
+    *,
+    opaque: bool = False,
+) -> Callable:
     """Decorator: makes a function the operator `distlab_kernels::name` of torch, called as this module says.
 
     Args:
@@ -264,7 +293,11 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
             result = program(False, *args) if program else NotImplemented
             if result is NotImplemented:
                 module = recorder()
-                result = module.run(function, check, kept, args, otherwise) if module else otherwise(*args)
+                result = (
+                    module.run(function, check, kept, args, otherwise)
+                    if module
+                    else otherwise(*args)
+                )
             for position in mutated:
                 torch.autograd.graph.increment_version(args[position])
             return result
@@ -278,18 +311,25 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
                 check(*args)
             return registered(*args)
 
-        # Not by `torch.library.custom_op`, whose four layers of Python take 6 µs of a CPU more in every call.
+        # Not by `torch.library.custom_op`, whose four layers of Python take 6 µs of a CPU more in
+        # every call.
         if name in _libraries:  # the operator's module is loaded again
             _libraries[name]._destroy()
         library = _libraries[name] = torch.library.Library("distlab_kernels", "FRAGMENT")
-        library.define(name + torch.library.infer_schema(function, mutates_args=mutates_args),
-                       tags=torch.Tag.pt2_compliant_tag)
+        library.define(
+            name + torch.library.infer_schema(function, mutates_args=mutates_args),
+            tags=torch.Tag.pt2_compliant_tag,
+        )
         library.impl(name, lambda *args: perform(function, args), "CompositeExplicitAutograd")
         registered = getattr(torch.ops.distlab_kernels, name).default
         torch.library.register_fake(registered, looks, lib=library)
         if not opaque:
-            torch.library.register_torch_dispatch(registered, FunctionalTensorMode,
-                                                  functools.partial(_as_launches, function), lib=library)
+            torch.library.register_torch_dispatch(
+                registered,
+                FunctionalTensorMode,
+                functools.partial(_as_launches, function),
+                lib=library,
+            )
         mutated = [list(inspect.signature(function).parameters).index(x) for x in mutates_args]
 
         @functools.wraps(function)
@@ -306,8 +346,9 @@ def operator(name: str, check: Callable[..., None] | None = None, mutates_args: 
     return decorate
 
 
-def _as_launches(function: Callable, mode: FunctionalTensorMode, op: Any, types: Any, args: tuple,
-                 kwargs: dict) -> Any:
+def _as_launches(
+    function: Callable, mode: FunctionalTensorMode, op: Any, types: Any, args: tuple, kwargs: dict
+) -> Any:
     """What torch.compile traces of an operator: its allocations and launches, which Inductor then plans and writes."""
     tensors = [x for x in args if isinstance(x, Tensor)]
     fixed = all(isinstance(size, int) for x in tensors for size in (*x.shape, *x.stride()))
@@ -333,9 +374,12 @@ class Function(torch.autograd.Function):
 
         @functools.wraps(backward)
         def first_order(ctx: Any, *upstream: Tensor | None) -> Any:
-            if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # compiled code refuses by itself
-                raise RuntimeError(f"{cls.__name__} was called with create_graph=True, but the gradient of its "
-                                   "gradient is not defined: write it in torch's own operations where that is needed")
+            # compiled code refuses by itself
+            if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+                raise RuntimeError(
+                    f"{cls.__name__} was called with create_graph=True, but the gradient of its "
+                    "gradient is not defined: write it in torch's own operations where that is needed"
+                )
             return backward(ctx, *upstream)
 
         cls.backward = staticmethod(first_order)

@@ -21,12 +21,30 @@ def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
     """Mean and sum of squared deviations of two sets together; counts are above 0 for the second."""
     total = count + piece_count
     delta = piece_mean - mean
-    return total, mean + delta * (piece_count / total), m2 + piece_m2 + delta * delta * (count * piece_count / total)
+    return (
+        total,
+        mean + delta * (piece_count / total),
+        m2 + piece_m2 + delta * delta * (count * piece_count / total),
+    )
 
 
 @triton.jit
-def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, cols, stride_x, stride_residual,
-                        eps, CENTRE: tl.constexpr, SILU: tl.constexpr, BLOCK: tl.constexpr):
+def long_forward_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    s_ptr,
+    r_ptr,
+    cols,
+    stride_x,
+    stride_residual,
+    eps,
+    CENTRE: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One row per program; CENTRE makes it LayerNorm."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
@@ -48,7 +66,9 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, 
             here = tl.minimum(cols - start, BLOCK).to(tl.float32)  # the last chunk may be shorter
             piece_mean = tl.sum(s, 0) / here
             deviation = tl.where(inside, s - piece_mean, 0.0)
-            count, mean, m2 = merge_moments(count, mean, m2, here, piece_mean, tl.sum(deviation * deviation, 0))
+            count, mean, m2 = merge_moments(
+                count, mean, m2, here, piece_mean, tl.sum(deviation * deviation, 0)
+            )
         else:
             m2 += tl.sum(s * s, 0)
     r = tl.rsqrt(m2 / cols + eps)
@@ -71,8 +91,19 @@ def long_forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, 
 
 
 @triton.jit
-def row_products_kernel(dy_ptr, s_ptr, w_ptr, r_ptr, c_ptr, cols, stride_dy, stride_s, CENTRE: tl.constexpr,
-                        SILU: tl.constexpr, BLOCK: tl.constexpr):
+def row_products_kernel(
+    dy_ptr,
+    s_ptr,
+    w_ptr,
+    r_ptr,
+    c_ptr,
+    cols,
+    stride_dy,
+    stride_s,
+    CENTRE: tl.constexpr,
+    SILU: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """c: of each row mean(w·g·ŝ), and for LayerNorm then of each row mean(w·g)."""
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
@@ -100,8 +131,23 @@ def launch_long_forward(x, residual, w, y, s, r, eps, silu, bias=None) -> None:
     """Fill y, r and with a residual s; all as for `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
-    launch.start(long_forward_kernel, (rows,), x, residual, w, bias, y, s, r, cols, x.stride(0),
-                 0 if residual is None else residual.stride(0), eps, CENTRE=r.dim() == 2, SILU=silu)
+    launch.start(
+        long_forward_kernel,
+        (rows,),
+        x,
+        residual,
+        w,
+        bias,
+        y,
+        s,
+        r,
+        cols,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        CENTRE=r.dim() == 2,
+        SILU=silu,
+    )
 
 
 def launch_products(dy, s, w, r, silu) -> Tensor:
@@ -110,6 +156,18 @@ def launch_products(dy, s, w, r, silu) -> Tensor:
     centre = r.dim() == 2
     c = s.new_empty(1 + centre, rows, dtype=torch.float32)
     launch = chosen("long_products", Launch(block=4096, warps=8))
-    launch.start(row_products_kernel, (rows,), dy, s, w, r, c, cols, dy.stride(0), s.stride(0), CENTRE=centre,
-                 SILU=silu)
+    launch.start(
+        row_products_kernel,
+        (rows,),
+        dy,
+        s,
+        w,
+        r,
+        c,
+        cols,
+        dy.stride(0),
+        s.stride(0),
+        CENTRE=centre,
+        SILU=silu,
+    )
     return c

@@ -44,7 +44,9 @@ OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
 MOST_PROGRAMS = 4096  # of one operator: lengths that change with every call would fill the memory
 
 
-def run(function: Callable, check: Callable | None, kept: dict, args: tuple, otherwise: Callable) -> Any:
+def run(
+    function: Callable, check: Callable | None, kept: dict, args: tuple, otherwise: Callable
+) -> Any:
     """Call an operator: by the program that `kept` has for such a call, or as written, and recorded.
 
     Args:
@@ -55,16 +57,25 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         args: of the call.
         otherwise: called with them instead where a program could not read some tensor.
     """
-    if _dispatch.compiled is not None:  # a program's launches are not `launch`'s, and would not be collected
+    # a program's launches are not `launch`'s, and would not be collected
+    if _dispatch.compiled is not None:
         return function(*args)
     key = []
     for x in args:
         kind = type(x)
-        # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no memory;
-        # and one whose values are the negatives of what lies there (`z.conj().imag`) the dispatcher resolves.
-        # The last two are for `same`, which compares them too.
+        # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no
+        # memory; and one whose values are the negatives of what lies there (`z.conj().imag`) the
+        # dispatcher resolves. The last two are for `same`, which compares them too.
         if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
-            key += x.shape, x.stride(), x.dtype, x.device, address & 15, x.requires_grad, x.is_inference()
+            key += (
+                x.shape,
+                x.stride(),
+                x.dtype,
+                x.device,
+                address & 15,
+                x.requires_grad,
+                x.is_inference(),
+            )
         elif kind in OPTIONS:
             key += kind, x
         else:  # or a subclass of Tensor, or nothing that is allowed
@@ -81,7 +92,9 @@ def run(function: Callable, check: Callable | None, kept: dict, args: tuple, oth
         return program(True, *args)
 
 
-def _written(function: Callable, check: Callable | None, kept: dict, args: tuple, key: tuple) -> Any:
+def _written(
+    function: Callable, check: Callable | None, kept: dict, args: tuple, key: tuple
+) -> Any:
     """Call the function as it is written; recorded, if calls of this description are new and can have a program."""
     if check is not None:
         check(*args)
@@ -114,13 +127,16 @@ class _Recorder(TorchDispatchMode):
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
         self.roots: list[_Root] = []  # of which the others are views
-        # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's number; offset)
+        # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's
+        # number; offset)
         self.places: dict[int, tuple[weakref.ref, int, int]] = {}
         self.last_use: dict[int, int] = {}  # number of a root → line
         self.repeatable, self.discarded, self.calls_torch = True, False, False
         # A tensor given twice is two inputs: the next call with this key may give two tensors.
         self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
-        self.names = [self._new(x) if isinstance(x, Tensor) else f"o{i}" for i, x in enumerate(self.args)]
+        self.names = [
+            self._new(x) if isinstance(x, Tensor) else f"o{i}" for i, x in enumerate(self.args)
+        ]
         first = next(x for x in args if isinstance(x, Tensor))
         self.kind, self.index, self.given = first.device.type, first.get_device(), len(self.roots)
 
@@ -129,19 +145,28 @@ class _Recorder(TorchDispatchMode):
         """Leave compiled code that runs meanwhile compiled: Dynamo would run it eager, and remember that."""
         return True
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
         result = func(*args, **kwargs or {})
         made = list(result) if isinstance(result, list | tuple) else [result]
         if not made or not all(isinstance(x, Tensor) for x in made):
             self.repeatable = False  # a value was read
-        elif func.is_view and torch._C._is_alias_of(made[0], args[0]):  # below autograd `contiguous` may copy
+        elif func.is_view and torch._C._is_alias_of(made[0], args[0]):
+            # below autograd `contiguous` may copy
             root, _ = self._place(args[0])
             for view in made:
-                self.places[id(view)] = weakref.ref(view), root, view.data_ptr() - self.roots[root].address
+                self.places[id(view)] = (
+                    weakref.ref(view),
+                    root,
+                    view.data_ptr() - self.roots[root].address,
+                )
         elif func.overloadpacket.__name__ in ALLOCATIONS:
             self.repeatable &= result.get_device() == self.index
             dtype = self._constant(result.dtype)
-            self.lines.append(f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {dtype})")
+            self.lines.append(
+                f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {dtype})"
+            )
         else:
             given = [self.expression(x) for x in args]
             given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
@@ -149,7 +174,11 @@ class _Recorder(TorchDispatchMode):
             self.calls_torch = True
             if not any(self._known(x) for x in made):  # else in place, or with `out`
                 names = ", ".join(self._new(x) for x in made)
-                line = f"[{names}] = {line}" if isinstance(result, list | tuple) else f"{names} = {line}"
+                line = (
+                    f"[{names}] = {line}"
+                    if isinstance(result, list | tuple)
+                    else f"{names} = {line}"
+                )
             self.lines.append(line)
         return result
 
@@ -182,7 +211,9 @@ class _Recorder(TorchDispatchMode):
             return f"[{', '.join(self.expression(x) for x in value)}]"
         if not isinstance(value, Tensor):
             self.repeatable &= not isinstance(value, torch.Generator)
-            plain = type(value) in (type(None), bool, int, str) or (type(value) is float and math.isfinite(value))
+            plain = type(value) in (type(None), bool, int, str) or (
+                type(value) is float and math.isfinite(value)
+            )
             return repr(value) if plain else self._constant(value)
         number, offset = self._place(value)
         root, name = self.roots[number], f"t{number}"
@@ -201,9 +232,12 @@ class _Recorder(TorchDispatchMode):
             given = ", ".join([*(self.expression(x) for x in args), *named])
             self.lines.append(f"{self._constant(kernel[grid])}({given})")
             return
-        # Triton's launcher in C, without the Python around it, which encodes every descriptor again in every call.
+        # Triton's launcher in C, without the Python around it, which encodes every descriptor again
+        # in every call.
         run = compiled.run
-        inside = inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+        inside = (
+            inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
+        )
         scratch = run.global_scratch_size or run.profile_scratch_size
         self.repeatable &= torch.cuda.current_device() == self.index and not scratch
         encodings = iter(inside.get("tensordesc_meta", ()))
@@ -212,7 +246,9 @@ class _Recorder(TorchDispatchMode):
             if isinstance(value, Tensor):
                 given.append(self._address(value))
             elif isinstance(getattr(value, "base", None), Tensor):
-                given.append(f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]")
+                given.append(
+                    f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]"
+                )
             else:
                 given.append(self.expression(value))
         sizes = (*grid, 1, 1)[:3]
@@ -220,13 +256,24 @@ class _Recorder(TorchDispatchMode):
         fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
         arguments = ", ".join(given)
         if hasattr(run, "kernel_signature"):  # Triton 3.7
-            fixed += compiled.packed_metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature
+            fixed += (
+                compiled.packed_metadata,
+                None,
+                None,
+                None,
+                None,
+                None,
+                run.arg_annotations,
+                run.kernel_signature,
+            )
             arguments = f"({arguments},)"
         else:
             fixed += None, None, compiled.packed_metadata, None, None, None
         launcher = self._constant(inside.get("launcher", run.launch))
         first = ", ".join(map(str, sizes))
-        self.lines.append(f"{launcher}({first}, stream({self.index}), *{self._constant(fixed)}, {arguments})")
+        self.lines.append(
+            f"{launcher}({first}, stream({self.index}), *{self._constant(fixed)}, {arguments})"
+        )
 
     def _address(self, tensor: Tensor) -> str:
         number, offset = self._place(tensor)
@@ -236,15 +283,21 @@ class _Recorder(TorchDispatchMode):
     def _alike(self, args: tuple) -> str:
         """The condition that other arguments are such as these, but for their addresses."""
         given = [x for x in args if isinstance(x, Tensor)]
-        self.constants["same"] = guards.TensorGuards(*given, dynamic_dims_sizes=[[*x.shape] for x in given],
-                                                     dynamic_dims_strides=[[*x.stride()] for x in given]).check
+        self.constants["same"] = guards.TensorGuards(
+            *given,
+            dynamic_dims_sizes=[[*x.shape] for x in given],
+            dynamic_dims_strides=[[*x.stride()] for x in given],
+        ).check
         conditions = [f"same({', '.join(f't{number}' for number in range(self.given))})"]
         if self.kind == "cuda":
             conditions.append(f"{self._constant(torch._C._cuda_getDevice)}() == {self.index}")
         for name, x in zip(self.names, args, strict=True):
-            if not isinstance(x, Tensor):  # torch's dispatcher makes an equal one of a number or a string
+            # torch's dispatcher makes an equal one of a number or a string
+            if not isinstance(x, Tensor):
                 known = self._constant(x)
-                conditions.append(f"({name} is {known} or type({name}) is type({known}) and {name} == {known})")
+                conditions.append(
+                    f"({name} is {known} or type({name}) is type({known}) and {name} == {known})"
+                )
         return " and ".join(conditions)
 
     def program(self, result: Any, args: tuple) -> Callable | None:
@@ -256,10 +309,18 @@ class _Recorder(TorchDispatchMode):
         addresses = [f"a{number}" for number in range(self.given)]
         lines = [f"if not (known or {self._alike(args)}):", "    return NotImplemented"]
         lines += [f"a{number} = t{number}.data_ptr()" for number in range(self.given)]
-        lines += [f"if not (known or ({' | '.join(addresses)}) & 15 == 0):", "    return NotImplemented"]
+        lines += [
+            f"if not (known or ({' | '.join(addresses)}) & 15 == 0):",
+            "    return NotImplemented",
+        ]
         for number, line in enumerate(self.lines):
-            done = [f"t{root}" for root, last in self.last_use.items() if last == number and root >= self.given]
-            lines += [line, *([f"del {', '.join(done)}"] if done else [])]  # freed as early as by the function
+            done = [
+                f"t{root}"
+                for root, last in self.last_use.items()
+                if last == number and root >= self.given
+            ]
+            # freed as early as by the function
+            lines += [line, *([f"del {', '.join(done)}"] if done else [])]
         lines.append(f"return ({returned},)" if several else f"return {returned}")
         source = "\n    ".join([f"def program({', '.join(['known', *self.names])}):", *lines])
         self.constants["empty"] = getattr(guards, f"_empty_strided_{self.kind}")
@@ -278,7 +339,8 @@ class _Encoded(dict):
 
     def __init__(self, like: Any, encoding: Any) -> None:
         super().__init__()
-        self.like, self.encoding = _Descriptor(like, 0), encoding  # without its tensor, which must not live on here
+        # without its tensor, which must not live on here
+        self.like, self.encoding = _Descriptor(like, 0), encoding
         self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
 
     def __missing__(self, address: int) -> tuple:

@@ -19,8 +19,9 @@ from torch import Tensor
 from . import _dispatch
 from ._dispatch import cdiv, power_of_two, tl, triton
 
-# Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory: a program has
-# 163 KiB of that or more on these generations, and 99 on others (CUDA programming guide, compute capabilities).
+# Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory:
+# a program has 163 KiB of that or more on these generations, and 99 on others (CUDA programming
+# guide, compute capabilities).
 TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
 MOST_IN_TILE = 8192  # elements of a pipelined tile, as long as a row fits
 MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
@@ -48,7 +49,11 @@ class Launch:
     def programs(self, rows: int, device: torch.device) -> int:
         """Size of the grid for that many rows."""
         tiles = cdiv(rows, self.rows)
-        return tiles if self.per_sm == 0 else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
+        return (
+            tiles
+            if self.per_sm == 0
+            else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
+        )
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         """Launch a kernel with tiles of BLOCK columns; options are its other constants."""
@@ -60,7 +65,9 @@ def chosen(kernel: str, default: Launch) -> Launch:
     return _dispatch.FORCED.get(kernel, default)
 
 
-def row_launch(kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, **options: int) -> Launch:
+def row_launch(
+    kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, **options: int
+) -> Launch:
     """Launch parameters for tiles of whole rows.
 
     Args:
@@ -89,10 +96,17 @@ def pipelined_launch(cols: int, itemsize: int, device: torch.device) -> Launch:
     block = power_of_two(cols)
     if block < 1024:  # many short rows: smaller tiles, more programs
         return row_launch("rmsnorm_backward", cols, stages=2, per_sm=4)
-    most = TILES_IN_FLIGHT if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY else TILES_IN_LESS
+    most = (
+        TILES_IN_FLIGHT
+        if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY
+        else TILES_IN_LESS
+    )
     rows = power_of_two(max(1, min(MOST_IN_TILE, most // (3 * itemsize)) // block) + 1) // 2
     fit = most // (rows * block * itemsize)
-    return chosen("rmsnorm_backward", Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1))
+    return chosen(
+        "rmsnorm_backward",
+        Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1),
+    )
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -109,30 +123,42 @@ def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] =
         allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
         raise ValueError(f"{name} has dtype {x.dtype}; allowed: {allowed}")
     if x.dim() < dims:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}; at least {dims} dimension{'s' * (dims > 1)} needed")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}; at least {dims} dimension{'s' * (dims > 1)} needed"
+        )
 
 
 def check_like(name: str, x: object, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
     """Raise unless x is a tensor of the other's shape, device and (if asked for) dtype."""
     check(name, x)
     if x.shape != other.shape:
-        raise ValueError(f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; they must be equal")
+        raise ValueError(
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; they must be equal"
+        )
     if dtype and x.dtype != other.dtype:
-        raise ValueError(f"{name} has dtype {x.dtype}, {other_name} {other.dtype}; they must be equal")
+        raise ValueError(
+            f"{name} has dtype {x.dtype}, {other_name} {other.dtype}; they must be equal"
+        )
     check_device(name, x, other_name, other)
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """Raise unless both are on one device."""
     if x.device != other.device:
-        raise ValueError(f"{name} is on {x.device}, {other_name} on {other.device}; they must be on one device")
+        raise ValueError(
+            f"{name} is on {x.device}, {other_name} on {other.device}; they must be on one device"
+        )
 
 
-def check_width(name: str, weight: object, x_name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+def check_width(
+    name: str, weight: object, x_name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
+) -> None:
     """Raise unless weight is a vector as long as x's last dimension, on x's device."""
     check(name, weight, dtypes=dtypes)
     if tuple(weight.shape) != (x.shape[-1],):
-        raise ValueError(f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), as wide as {x_name}")
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), as wide as {x_name}"
+        )
     check_device(name, weight, x_name, x)
 
 
@@ -173,7 +199,10 @@ def autocast(*tensors: Tensor) -> Sequence[Tensor]:
     for x in tensors:
         if getattr(x, "dtype", None) is not first:
             dtypes = [autocast_dtype(x) for x in tensors]
-            return [x if getattr(x, "dtype", y) is y else x.to(y) for x, y in zip(tensors, dtypes, strict=True)]
+            return [
+                x if getattr(x, "dtype", y) is y else x.to(y)
+                for x, y in zip(tensors, dtypes, strict=True)
+            ]
     return tensors  # nothing to cast: the usual case, in few microseconds
 
 
@@ -195,7 +224,9 @@ def store_rounded(pointers, x, inside):
 
 
 @triton.jit
-def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def column_sum_kernel(
+    parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
     parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -211,12 +242,25 @@ def column_sum_kernel(parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.cons
         store_rounded(second_ptr + columns, tl.sum(acc, 0), columns < cols)
 
 
-def sum_columns(parts: Tensor, first: torch.dtype, second: torch.dtype | None = None) -> list[Tensor | None]:
+def sum_columns(
+    parts: Tensor, first: torch.dtype, second: torch.dtype | None = None
+) -> list[Tensor | None]:
     """parts (K, P, columns) fp32, K 1 or 2 → two vectors (columns) in these dtypes, in one launch; or one and None."""
     kinds, count, cols = parts.shape
-    out = [None if dtype is None else parts.new_empty(cols, dtype=dtype) for dtype in (first, second)]
+    out = [
+        None if dtype is None else parts.new_empty(cols, dtype=dtype) for dtype in (first, second)
+    ]
     # Few columns per program: the matrix is small, and what counts is that all SMs take part.
     block = 16
-    _dispatch.launch(column_sum_kernel, (cdiv(cols, block), kinds), parts, *out, count, cols, ROWS=64, BLOCK=block,
-                     num_warps=4)
+    _dispatch.launch(
+        column_sum_kernel,
+        (cdiv(cols, block), kinds),
+        parts,
+        *out,
+        count,
+        cols,
+        ROWS=64,
+        BLOCK=block,
+        num_warps=4,
+    )
     return out

@@ -42,18 +42,33 @@ def _moving_average(old, new, weight):
 
 
 @triton.jit
-def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
-                  MASKED: tl.constexpr, BLOCK: tl.constexpr):
+def _update_block(
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    left,
+    decay,
+    weight1,
+    weight2,
+    eps,
+    rate,
+    root_correction2,
+    MASKED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The first BLOCK elements at the pointers, or `left` of them with MASKED."""
     offsets = tl.arange(0, BLOCK)
-    inside = offsets < left if MASKED else offsets >= 0  # the latter is known to hold, and loads stay 16 bytes wide
+    # the latter is known to hold, and loads stay 16 bytes wide
+    inside = offsets < left if MASKED else offsets >= 0
     p = tl.load(p_ptr + offsets, mask=inside).to(tl.float32)
     g = tl.load(g_ptr + offsets, mask=inside).to(tl.float32)
     m = tl.load(m_ptr + offsets, mask=inside)
     v = tl.load(v_ptr + offsets, mask=inside)
     p = p - p * decay
     m = _moving_average(m, g, weight1)
-    v = _moving_average(tl.minimum(v, LARGEST), tl.minimum(g * g, LARGEST), weight2)  # ∞ − ∞ would be NaN
+    # ∞ − ∞ would be NaN
+    v = _moving_average(tl.minimum(v, LARGEST), tl.minimum(g * g, LARGEST), weight2)
     p = p - rate * (m / (tl.sqrt(v) / root_correction2 + eps))
     store_rounded(p_ptr + offsets, p, inside)
     tl.store(m_ptr + offsets, m, mask=inside)
@@ -61,8 +76,22 @@ def _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps
 
 
 @triton.jit
-def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, decay, weight1, weight2, eps, rate, root_correction2,
-                 PARAMETER: tl.constexpr, GRADIENT: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr):
+def adamw_kernel(
+    addresses_ptr,
+    sizes_ptr,
+    owner_ptr,
+    first_ptr,
+    decay,
+    weight1,
+    weight2,
+    eps,
+    rate,
+    root_correction2,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK elements of the parameter that this program owns; addresses is (parameters, 4): p, g, m, v."""
     owner = tl.load(owner_ptr + tl.program_id(0)).to(tl.int64)
     first = tl.load(first_ptr + tl.program_id(0))
@@ -70,15 +99,47 @@ def adamw_kernel(addresses_ptr, sizes_ptr, owner_ptr, first_ptr, decay, weight1,
     addresses_ptr += owner * 4
     # A number from memory says nothing about its divisors: loads of 16 bytes need the promise.
     p_ptr = tl.multiple_of(tl.load(addresses_ptr).to(tl.pointer_type(PARAMETER)) + first, ALIGNMENT)
-    g_ptr = tl.multiple_of(tl.load(addresses_ptr + 1).to(tl.pointer_type(GRADIENT)) + first, ALIGNMENT)
-    m_ptr = tl.multiple_of(tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
-    v_ptr = tl.multiple_of(tl.load(addresses_ptr + 3).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT)
+    g_ptr = tl.multiple_of(
+        tl.load(addresses_ptr + 1).to(tl.pointer_type(GRADIENT)) + first, ALIGNMENT
+    )
+    m_ptr = tl.multiple_of(
+        tl.load(addresses_ptr + 2).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT
+    )
+    v_ptr = tl.multiple_of(
+        tl.load(addresses_ptr + 3).to(tl.pointer_type(tl.float32)) + first, ALIGNMENT
+    )
     if left >= BLOCK:
-        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
-                      False, BLOCK)
+        _update_block(
+            p_ptr,
+            g_ptr,
+            m_ptr,
+            v_ptr,
+            left,
+            decay,
+            weight1,
+            weight2,
+            eps,
+            rate,
+            root_correction2,
+            False,
+            BLOCK,
+        )
     else:
-        _update_block(p_ptr, g_ptr, m_ptr, v_ptr, left, decay, weight1, weight2, eps, rate, root_correction2,
-                      True, BLOCK)
+        _update_block(
+            p_ptr,
+            g_ptr,
+            m_ptr,
+            v_ptr,
+            left,
+            decay,
+            weight1,
+            weight2,
+            eps,
+            rate,
+            root_correction2,
+            True,
+            BLOCK,
+        )
 
 
 def _tables(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,18 +170,27 @@ class Addresses:
         return self._table
 
 
-def factors(step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float) -> list[float]:
+def factors(
+    step: int, *, lr: float, betas: tuple[float, float], eps: float, weight_decay: float
+) -> list[float]:
     """What the kernel multiplies by, from `decay` to `root_correction2`, in double precision; they are passed in fp32.
 
     step counts from 1; the rest are AdamW's options.
     """
     lr, first, second = map(float, (lr, *betas))
     weights = (1 - beta if beta > 0.5 else -beta for beta in (first, second))
-    return [lr * float(weight_decay), *weights, float(eps), lr / (1 - first**step), math.sqrt(1 - second**step)]
+    return [
+        lr * float(weight_decay),
+        *weights,
+        float(eps),
+        lr / (1 - first**step),
+        math.sqrt(1 - second**step),
+    ]
 
 
-def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int, tables: dict,
-                 **options: float) -> None:
+def launch_adamw(
+    columns: list[list[Tensor]], addresses: Addresses, step: int, tables: dict, **options: float
+) -> None:
     """Update parameters and moments in place.
 
     `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of
@@ -131,9 +201,20 @@ def launch_adamw(columns: list[list[Tensor]], addresses: Addresses, step: int, t
     if key not in tables:
         tables[key] = _tables(*key)
     sizes, owner, begin = tables[key]
-    _dispatch.launch(adamw_kernel, (len(owner),), addresses.of(columns), sizes, owner, begin, *factors(step, **options),
-                     PARAMETER=_TYPES[parameters[0].dtype], GRADIENT=_TYPES[gradients[0].dtype],
-                     ALIGNMENT=16 if addresses.aligned else 1, BLOCK=BLOCK, num_warps=8)
+    _dispatch.launch(
+        adamw_kernel,
+        (len(owner),),
+        addresses.of(columns),
+        sizes,
+        owner,
+        begin,
+        *factors(step, **options),
+        PARAMETER=_TYPES[parameters[0].dtype],
+        GRADIENT=_TYPES[gradients[0].dtype],
+        ALIGNMENT=16 if addresses.aligned else 1,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )
 
 
 def _check_options(options: dict) -> None:
@@ -144,10 +225,14 @@ def _check_options(options: dict) -> None:
     others = [(name, options[name], math.inf) for name in ("lr", "eps", "weight_decay")]
     for name, value, end in (*others, *(("betas", beta, 1) for beta in betas)):
         if not isinstance(value, Real) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}, a {type(value).__name__}; allowed: a Python number"
-                            + " each" * (name == "betas"))
+            raise TypeError(
+                f"{name} is {value!r}, a {type(value).__name__}; allowed: a Python number"
+                + " each" * (name == "betas")
+            )
         if not 0 <= value < end:
-            raise ValueError(f"{name} is {value!r}; allowed: 0 or a number above it and below {end}")
+            raise ValueError(
+                f"{name} is {value!r}; allowed: 0 or a number above it and below {end}"
+            )
 
 
 class AdamW(torch.optim.Optimizer):
@@ -168,9 +253,17 @@ class AdamW(torch.optim.Optimizer):
 
     elementwise = True  # parts of a tensor are stepped as the whole is
 
-    def __init__(self, params: Iterable, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8,
-                 weight_decay: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+    def __init__(
+        self,
+        params: Iterable,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        )
         self._keep_nothing()
 
     def add_param_group(self, param_group: dict) -> None:
@@ -186,12 +279,18 @@ class AdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("AdamW's step number and learning rate are numbers of the host, which a CUDA graph "
-                               "would repeat: step outside of the graph, or use torch.optim.AdamW(capturable=True)")
+            raise RuntimeError(
+                "AdamW's step number and learning rate are numbers of the host, which a CUDA graph "
+                "would repeat: step outside of the graph, or use torch.optim.AdamW(capturable=True)"
+            )
         for number, group in enumerate(self.param_groups):
             options = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             _check_options(options)
-            rows = [(p, p.grad, self._state_of(p)) for p in group["params"] if p.grad is not None and p.numel()]
+            rows = [
+                (p, p.grad, self._state_of(p))
+                for p in group["params"]
+                if p.grad is not None and p.numel()
+            ]
             if rows:
                 torch._foreach_add_([state["step"] for _, _, state in rows], 1)
             alike: dict = defaultdict(list)
@@ -210,7 +309,9 @@ class AdamW(torch.optim.Optimizer):
         mine = chain.from_iterable(group["params"] for group in self.param_groups)
         for key, p in zip(saved, mine, strict=True):
             for name in MOMENTS if key in state_dict["state"] else ():
-                self.state[p][name] = state_dict["state"][key][name].to(p.device, torch.float32, copy=True)
+                self.state[p][name] = state_dict["state"][key][name].to(
+                    p.device, torch.float32, copy=True
+                )
 
     def __setstate__(self, state: dict) -> None:
         """For copies and pickles, which hold what torch's optimizers hold."""
@@ -224,12 +325,16 @@ class AdamW(torch.optim.Optimizer):
 
     def _state_of(self, p: Tensor) -> dict:
         if p.dtype not in DTYPES or p.grad.dtype not in DTYPES or p.grad.is_sparse:
-            raise ValueError(f"a parameter of {p.dtype} with a gradient of {p.grad.dtype}, {p.grad.layout}; allowed: "
-                             "dense float32, float16, bfloat16")
+            raise ValueError(
+                f"a parameter of {p.dtype} with a gradient of {p.grad.dtype}, {p.grad.layout}; allowed: "
+                "dense float32, float16, bfloat16"
+            )
         state = self.state[p]
         if not state:
             state["step"] = torch.tensor(0.0)
-            state |= {name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name in MOMENTS}
+            state |= {
+                name: torch.zeros(p.shape, dtype=torch.float32, device=p.device) for name in MOMENTS
+            }
         for name in MOMENTS:  # a state set from outside may have another dtype
             if state[name].dtype != torch.float32 or not state[name].is_contiguous():
                 state[name] = state[name].to(torch.float32).contiguous()
@@ -238,7 +343,9 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, columns: list[list[Tensor]], step: int, options: dict, kind: tuple) -> None:
         """Step one kind of parameters: those of one group, device and pair of dtypes, at the same step."""
         parameters = columns[0]
-        if _dispatch.runs_triton(parameters[0]) and all(p.is_contiguous() and not p.is_neg() for p in parameters):
+        if _dispatch.runs_triton(parameters[0]) and all(
+            p.is_contiguous() and not p.is_neg() for p in parameters
+        ):
             columns[1] = [g.resolve_neg().contiguous() for g in columns[1]]
             launch_adamw(columns, self._addresses[kind], step, self._tables, **options)
             return

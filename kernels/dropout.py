@@ -40,8 +40,19 @@ def random_levels(seed, first, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def dropout_kernel(x_ptr, bias_ptr, seed_ptr, y_ptr, count, cols, threshold, scale, GELU: tl.constexpr,
-                   BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def dropout_kernel(
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    y_ptr,
+    count,
+    cols,
+    threshold,
+    scale,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One block of y."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
@@ -57,8 +68,20 @@ def dropout_kernel(x_ptr, bias_ptr, seed_ptr, y_ptr, count, cols, threshold, sca
 
 
 @triton.jit
-def backward_kernel(dy_ptr, x_ptr, bias_ptr, seed_ptr, dx_ptr, count, cols, threshold, scale, GELU: tl.constexpr,
-                    BIAS: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    dy_ptr,
+    x_ptr,
+    bias_ptr,
+    seed_ptr,
+    dx_ptr,
+    count,
+    cols,
+    threshold,
+    scale,
+    GELU: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """One block of dx, with the mask drawn again."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
@@ -79,15 +102,33 @@ def levels(p: float) -> tuple[int, float]:
     return threshold, 0.0 if threshold == LEVELS else LEVELS / (LEVELS - threshold)
 
 
-def launch_dropout(x: Tensor, bias: Tensor | None, seed: Tensor, y: Tensor, p: float, gelu: bool,
-                   dy: Tensor | None = None) -> None:
+def launch_dropout(
+    x: Tensor,
+    bias: Tensor | None,
+    seed: Tensor,
+    y: Tensor,
+    p: float,
+    gelu: bool,
+    dy: Tensor | None = None,
+) -> None:
     """Fill y from contiguous x or, with a dy, the gradient of x from that."""
     options = chosen("dropout", FLAT)
     bias = None if bias is None else bias.contiguous()
     count, cols = y.numel(), 1 if bias is None else bias.numel()
     kernel, read = (dropout_kernel, (x,)) if dy is None else (backward_kernel, (dy, x))
-    options.start(kernel, (cdiv(count, options.block),), *read, bias, seed, y, count, cols, *levels(p), GELU=gelu,
-                  BIAS=bias is not None)
+    options.start(
+        kernel,
+        (cdiv(count, options.block),),
+        *read,
+        bias,
+        seed,
+        y,
+        count,
+        cols,
+        *levels(p),
+        GELU=gelu,
+        BIAS=bias is not None,
+    )
 
 
 def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
@@ -110,13 +151,19 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
         return y
     if not _dispatch.runs_triton(x):
         a = _plain_sum(x, bias)
-        return y.copy_(torch.where(_plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0))
+        return y.copy_(
+            torch.where(
+                _plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0
+            )
+        )
     launch_dropout(x, bias, seed, y, p, gelu)
     return y
 
 
 @_dispatch.operator("dropout_backward", opaque=True)
-def backward_op(dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
+def backward_op(
+    dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool
+) -> Tensor:
     """dx, contiguous; x is read only with gelu."""
     dy = dy.contiguous()
     dx = torch.empty_like(dy)
@@ -143,8 +190,10 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
         return torch.randint(2**62, (1,), device=device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
-            raise ValueError(f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; allowed: an int, or "
-                             f"one int64 element on {device}")
+            raise ValueError(
+                f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; allowed: an int, or "
+                f"one int64 element on {device}"
+            )
         return seed.reshape(1)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
         raise ValueError(f"seed is {seed!r}; allowed: an integer from 0 to 2**63 - 1")
@@ -185,7 +234,9 @@ class GeLUDropout(Function):
         return dx, db, None, None
 
 
-def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None) -> Tensor:
+def dropout(
+    x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None
+) -> Tensor:
     """x with each element dropped with probability p and the others divided by 1 − p; differentiable.
 
     Args:
@@ -199,11 +250,22 @@ def dropout(x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Ten
     """
     check("x", x)
     _check_p(p)
-    return apply(Dropout, x, _seed_tensor(seed, x.device), float(p)) if training and levels(p)[0] else x
+    return (
+        apply(Dropout, x, _seed_tensor(seed, x.device), float(p))
+        if training and levels(p)[0]
+        else x
+    )
 
 
-def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p: float = 0.1, *,
-                        training: bool = True, seed: int | Tensor | None = None) -> Tensor:
+def linear_gelu_dropout(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    p: float = 0.1,
+    *,
+    training: bool = True,
+    seed: int | Tensor | None = None,
+) -> Tensor:
     """dropout(GeLU(x weightᵀ + bias)), a feed-forward layer's first half: cuBLAS's matmul, then one pass.
 
     Bias, GeLU and dropout read the matmul's result once and write once, where torch launches three kernels. Kept for
@@ -220,14 +282,24 @@ def linear_gelu_dropout(x: Tensor, weight: Tensor, bias: Tensor | None = None, p
     check("x", x, 1)
     check("weight", weight, 2)
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; allowed: (F, {x.shape[-1]}), as wide as x")
+        raise ValueError(
+            f"weight has shape {tuple(weight.shape)}; allowed: (F, {x.shape[-1]}), as wide as x"
+        )
     common_dtype("weight", weight, "x", x)
     if bias is not None:
         check_width("bias", bias, "weight.T", weight.T)
     _check_p(p)
-    return apply(GeLUDropout, F.linear(x, weight), bias, _seed_tensor(seed, x.device), float(p) if training else 0.0)
+    return apply(
+        GeLUDropout,
+        F.linear(x, weight),
+        bias,
+        _seed_tensor(seed, x.device),
+        float(p) if training else 0.0,
+    )
 
 
-def cost(shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False) -> Cost:
+def cost(
+    shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False
+) -> Cost:
     """Least FLOPs and bytes of the element-wise part."""
     return Cost.of_elements(shape, dtype, 13 if gelu else 3, 3 if gelu and backward else 2)

@@ -19,10 +19,12 @@ from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import Launch, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
-# In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left in what follows.
+# In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left
+# in what follows.
 GELU_DOUBLED = tl.constexpr(2 * reference.GELU_SCALE)
 GELU_CUBIC = tl.constexpr(reference.GELU_CUBIC)
-# Beyond this GeLU is x or 0 and its derivative 1 or 0 in fp32, while x² in the derivative could still overflow.
+# Beyond this GeLU is x or 0 and its derivative 1 or 0 in fp32, while x² in the derivative could
+# still overflow.
 GELU_FLAT = tl.constexpr(30.0)
 FLAT = Launch(block=4096, warps=16)  # 8 elements per thread: one load of 16 bytes in bf16
 
@@ -34,7 +36,11 @@ def add_kernel(x_ptr, y_ptr, z_ptr, count, BLOCK: tl.constexpr):
     inside = offsets < count
     x = tl.load(x_ptr + offsets, mask=inside)
     y = tl.load(y_ptr + offsets, mask=inside)
-    tl.store(z_ptr + offsets, (x.to(tl.float32) + y.to(tl.float32)).to(z_ptr.dtype.element_ty), mask=inside)
+    tl.store(
+        z_ptr + offsets,
+        (x.to(tl.float32) + y.to(tl.float32)).to(z_ptr.dtype.element_ty),
+        mask=inside,
+    )
 
 
 @triton.jit
@@ -47,7 +53,8 @@ def gelu_of(x):
 @triton.jit
 def gelu_slope(x):
     """dGeLU/dx of fp32 values."""
-    x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))  # comparisons let NaN through
+    # comparisons let NaN through
+    x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))
     s = tl.sigmoid((x + x * x * x * GELU_CUBIC) * GELU_DOUBLED)
     return s + x * s * (1.0 - s) * GELU_DOUBLED * (1.0 + x * x * GELU_CUBIC * 3.0)
 

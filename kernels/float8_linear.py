@@ -29,7 +29,8 @@ from ._rows import autocast, check
 from .cost import Cost
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-PARTS, PART = 1024, 4096  # programs that look for the largest element, at most; elements that one reads at a time
+# programs that look for the largest element, at most; elements that one reads at a time
+PARTS, PART = 1024, 4096
 ROWS, COLUMNS = 64, 128  # of a tile that is transposed
 MULTIPLE = 16
 
@@ -40,13 +41,23 @@ def amax_kernel(a_ptr, parts_ptr, count, BLOCK: tl.constexpr):
     most = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = start + tl.arange(0, BLOCK).to(tl.int64)
-        most = tl.maximum(most, tl.abs(tl.load(a_ptr + at, mask=at < count, other=0.0).to(tl.float32)))
+        most = tl.maximum(
+            most, tl.abs(tl.load(a_ptr + at, mask=at < count, other=0.0).to(tl.float32))
+        )
     tl.store(parts_ptr + tl.program_id(0), tl.max(most, 0))
 
 
 @triton.jit
-def cast_kernel(a_ptr, parts_ptr, q_ptr, inverse_ptr, count, MOST: tl.constexpr, PARTS: tl.constexpr,
-                BLOCK: tl.constexpr):
+def cast_kernel(
+    a_ptr,
+    parts_ptr,
+    q_ptr,
+    inverse_ptr,
+    count,
+    MOST: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """A block of q (count); the first program writes 1/s. NaN and, with all others, infinity become NaN."""
     amax = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
     amax = tl.where(amax > 0, amax, 1.0)
@@ -71,15 +82,34 @@ def launch_cast(a: Tensor, parts: Tensor, q: Tensor, inverse: Tensor) -> None:
     """Launch both kernels over a, contiguous; parts (a power of two) is what the first leaves for the second."""
     count, programs = a.numel(), parts.numel()
     _dispatch.launch(amax_kernel, (programs,), a, parts, count, BLOCK=PART, num_warps=8)
-    _dispatch.launch(cast_kernel, (cdiv(count, PART),), a, parts, q, inverse, count, MOST=torch.finfo(q.dtype).max,
-                     PARTS=programs, BLOCK=PART, num_warps=8)
+    _dispatch.launch(
+        cast_kernel,
+        (cdiv(count, PART),),
+        a,
+        parts,
+        q,
+        inverse,
+        count,
+        MOST=torch.finfo(q.dtype).max,
+        PARTS=programs,
+        BLOCK=PART,
+        num_warps=8,
+    )
 
 
 def launch_transpose(q: Tensor, out: Tensor) -> None:
     """Launch over q (R, C) and out (C, R), one byte an element, contiguous."""
     grid = cdiv(q.shape[0], ROWS), cdiv(q.shape[1], COLUMNS)
-    _dispatch.launch(transpose_kernel, grid, q.view(torch.uint8), out.view(torch.uint8), *q.shape, ROWS=ROWS,
-                     BLOCK=COLUMNS, num_warps=4)
+    _dispatch.launch(
+        transpose_kernel,
+        grid,
+        q.view(torch.uint8),
+        out.view(torch.uint8),
+        *q.shape,
+        ROWS=ROWS,
+        BLOCK=COLUMNS,
+        num_warps=4,
+    )
 
 
 def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -89,7 +119,9 @@ def cast(a: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         inverse = torch.where(amax > 0, amax, 1.0) / most
         return (a.float() / inverse).clamp(-most, most).to(dtype).contiguous(), inverse
     q = torch.empty(a.shape, dtype=dtype, device=a.device)
-    parts = torch.empty(min(PARTS, power_of_two(cdiv(a.numel(), PART))), dtype=torch.float32, device=a.device)
+    parts = torch.empty(
+        min(PARTS, power_of_two(cdiv(a.numel(), PART))), dtype=torch.float32, device=a.device
+    )
     inverse = torch.empty((), dtype=torch.float32, device=a.device)
     launch_cast(a.contiguous(), parts, q, inverse)
     return q, inverse
@@ -104,7 +136,9 @@ def transposed(q: Tensor) -> Tensor:
     return out
 
 
-def product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool) -> Tensor:
+def product(
+    a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
     """a (M, K) times the transpose of b (N, K), both fp8 and contiguous → (M, N), the sums times both scales."""
     if a.is_cuda:
         return torch._scaled_mm(a, b.t(), scale_a, scale_b, out_dtype=dtype, use_fast_accum=fast)
@@ -125,8 +159,9 @@ def forward_op(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 @_dispatch.operator("float8_linear_backward", opaque=True)
-def backward_op(dy: Tensor, q: Tensor, v: Tensor, x_scale: Tensor, w_scale: Tensor,
-                dw_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def backward_op(
+    dy: Tensor, q: Tensor, v: Tensor, x_scale: Tensor, w_scale: Tensor, dw_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """dy (M, N) and what forward kept → dx (M, K) in dy's dtype, dw (N, K)."""
     if _dispatch.idle(dy):
         return dy.new_empty(q.shape), dy.new_zeros(v.shape, dtype=dw_dtype)
@@ -166,8 +201,14 @@ def float8_linear(x: Tensor, w: Tensor) -> Tensor:
     check("x", x, 2)
     check("w", w, 2)
     if w.dim() != 2 or w.shape[1] != x.shape[-1]:
-        raise ValueError(f"w has shape {tuple(w.shape)}; (N, {x.shape[-1]}) fits x of shape {tuple(x.shape)}")
-    for name, size in {"rows of x": x.shape[:-1].numel(), "K": x.shape[-1], "N": w.shape[0]}.items():
+        raise ValueError(
+            f"w has shape {tuple(w.shape)}; (N, {x.shape[-1]}) fits x of shape {tuple(x.shape)}"
+        )
+    for name, size in {
+        "rows of x": x.shape[:-1].numel(),
+        "K": x.shape[-1],
+        "N": w.shape[0],
+    }.items():
         if size % MULTIPLE:
             raise ValueError(f"{name} = {size}: fp8's tensor cores take multiples of {MULTIPLE}")
     return apply(Float8Linear, x, w)

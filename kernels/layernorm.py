@@ -32,8 +32,9 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 
 
 @_dispatch.operator("layer_norm_forward", _check)
-def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
-               dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def forward_op(
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """x (…, D) → y in `dtype`, r and m as one (2, N) fp32."""
     y = x.new_empty(x.shape, dtype=dtype)
     rm = x.new_empty(2, x.shape[:-1].numel(), dtype=torch.float32)
@@ -43,22 +44,31 @@ def forward_op(x: Tensor, w: Tensor, b: Tensor | None, eps: float,
     if not _dispatch.runs_triton(x):
         x32 = reference.wide(x)
         variance, mean = (stat.flatten() for stat in torch.var_mean(x32, -1, correction=0))
-        return y.copy_(reference.layer_norm(x32, w, b, eps)), rm.copy_(torch.stack([(variance + eps).rsqrt(), mean]))
+        return y.copy_(reference.layer_norm(x32, w, b, eps)), rm.copy_(
+            torch.stack([(variance + eps).rsqrt(), mean])
+        )
     launch_forward(as_rows(x), None, w, y, y, rm, eps, False, b)
     return y, rm
 
 
 @_dispatch.operator("layer_norm_backward")
-def backward_op(dy: Tensor, x: Tensor, w: Tensor, rm: Tensor,
-                bias_dtype: torch.dtype | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward_op(
+    dy: Tensor, x: Tensor, w: Tensor, rm: Tensor, bias_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """(dx, dw, db): db in bias_dtype, empty without a bias."""
     dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
-        return dx, w.new_zeros(w.shape), w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype)
+        return (
+            dx,
+            w.new_zeros(w.shape),
+            w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype),
+        )
     if not _dispatch.runs_triton(x):
         db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
         return *plain_backward(dy, None, x, w, rm[1], rm[0]), db
-    dw, db = launch_backward(as_rows(dy), None, as_rows(x), w.contiguous(), rm, dx, False, bias_dtype)
+    dw, db = launch_backward(
+        as_rows(dy), None, as_rows(x), w.contiguous(), rm, dx, False, bias_dtype
+    )
     return dx, dw, w.new_empty(0) if db is None else db
 
 

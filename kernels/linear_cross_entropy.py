@@ -60,26 +60,50 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 @_dispatch.operator("linear_cross_entropy", opaque=True)
-def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothing: float, mean: bool, need_dx: bool,
-               need_dw: bool, chunk_bytes: int, dw_dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def forward_op(
+    x: Tensor,
+    w: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    smoothing: float,
+    mean: bool,
+    need_dx: bool,
+    need_dw: bool,
+    chunk_bytes: int,
+    dw_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return loss, dx and dw (in dw_dtype) for an upstream gradient of 1; gradients that are not needed are empty."""
     shapes = x.shape if need_dx else (0,), w.shape if need_dw else (0,)
     if _dispatch.idle(targets):
-        return x.new_zeros((), dtype=torch.float32), x.new_empty(shapes[0]), w.new_zeros(shapes[1], dtype=dw_dtype)
+        return (
+            x.new_zeros((), dtype=torch.float32),
+            x.new_empty(shapes[0]),
+            w.new_zeros(shapes[1], dtype=dw_dtype),
+        )
     check_classes(targets, w.shape[0], ignore_index)
     step = chunk_rows(x.shape[0], w.shape[0], x.element_size(), chunk_bytes)
     if need_dw and dw_dtype != torch.float32 and x.shape[0] * x.element_size() <= 4 * x.shape[1]:
         step = x.shape[0]  # all logits are no larger than the sum in fp32 that chunks would need
-    rounded = step >= x.shape[0] and dw_dtype == w.dtype  # a single matmul needs no sum of higher precision
-    dx, dw = x.new_empty(shapes[0]), w.new_empty(shapes[1], dtype=w.dtype if rounded else torch.float32)
+    # a single matmul needs no sum of higher precision
+    rounded = step >= x.shape[0] and dw_dtype == w.dtype
+    dx, dw = (
+        x.new_empty(shapes[0]),
+        w.new_empty(shapes[1], dtype=w.dtype if rounded else torch.float32),
+    )
     total = x.new_zeros((), dtype=torch.float32)
     scale = mean_scale(targets, "mean" if mean else "sum", ignore_index)
     with torch.autocast(x.device.type, enabled=False):
         for first in range(0, x.shape[0], step):
             chunk = slice(first, first + step)
             z = x[chunk] @ w.T
-            loss, dz = loss_and_gradient(z, targets[chunk].contiguous(), scale, ignore_index=ignore_index,
-                                         label_smoothing=smoothing, out=z)
+            loss, dz = loss_and_gradient(
+                z,
+                targets[chunk].contiguous(),
+                scale,
+                ignore_index=ignore_index,
+                label_smoothing=smoothing,
+                out=z,
+            )
             total += loss.sum()
             if need_dx:
                 torch.mm(dz, w, out=dx[chunk])
@@ -90,7 +114,9 @@ def forward_op(x: Tensor, w: Tensor, targets: Tensor, ignore_index: int, smoothi
 
 
 @register_flop_formula(torch.ops.distlab_kernels.linear_cross_entropy)
-def flops(x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, *_, out_shape=None, **__) -> int:
+def flops(
+    x, w, targets, ignore_index, smoothing, mean, need_dx, need_dw, *_, out_shape=None, **__
+) -> int:
     """Matmuls only, as FlopCounterMode counts."""
     return 2 * x[0] * x[1] * w[0] * (1 + need_dx + need_dw)
 
@@ -102,44 +128,85 @@ class LinearCrossEntropy(Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean",
-                chunk_bytes=CHUNK_BYTES):
+    def forward(
+        ctx,
+        x,
+        weight,
+        targets,
+        ignore_index=-100,
+        label_smoothing=0.0,
+        reduction="mean",
+        chunk_bytes=CHUNK_BYTES,
+    ):
         check("x", x, 2)
         check("weight", weight, 2)
-        if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or weight.shape[0] == 0:
-            raise ValueError(f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}; allowed: (V, D) and (N, D)")
+        if (
+            x.dim() != 2
+            or weight.dim() != 2
+            or x.shape[1] != weight.shape[1]
+            or weight.shape[0] == 0
+        ):
+            raise ValueError(
+                f"weight has shape {tuple(weight.shape)}, x {tuple(x.shape)}; allowed: (V, D) and (N, D)"
+            )
         ctx.dtypes = x.dtype, weight.dtype
         dtype = common_dtype("weight", weight, "x", x)
         x, weight = x.to(dtype), weight.to(dtype)
         check_arguments(x.shape[0], x, targets, ignore_index, label_smoothing, reduction)
         if reduction == "none":
-            raise ValueError("reduction is 'none'; allowed: mean, sum (gradients are made in the forward)")
+            raise ValueError(
+                "reduction is 'none'; allowed: mean, sum (gradients are made in the forward)"
+            )
         if isinstance(chunk_bytes, bool) or not isinstance(chunk_bytes, int) or chunk_bytes < 1:
             raise ValueError(f"chunk_bytes is {chunk_bytes!r}; allowed: a positive number of bytes")
         need = ctx.needs_input_grad
-        loss, *ctx.gradients = forward_op(x, weight, targets, ignore_index, float(label_smoothing), reduction == "mean",
-                                          need[0], need[1], chunk_bytes, ctx.dtypes[1])
+        loss, *ctx.gradients = forward_op(
+            x,
+            weight,
+            targets,
+            ignore_index,
+            float(label_smoothing),
+            reduction == "mean",
+            need[0],
+            need[1],
+            chunk_bytes,
+            ctx.dtypes[1],
+        )
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
         grads, ctx.gradients = ctx.gradients, None
         if grads is None:
-            raise RuntimeError("linear_cross_entropy makes its gradients once, in its forward, and an earlier backward "
-                               "of this graph was given them: call it again, or add the losses up first")
+            raise RuntimeError(
+                "linear_cross_entropy makes its gradients once, in its forward, and an earlier backward "
+                "of this graph was given them: call it again, or add the losses up first"
+            )
         if torch.compiler.is_compiling():
-            grads = [torch.where(grad == 0, grad, (grad.float() * dloss).to(grad.dtype)) for grad in grads]
+            grads = [
+                torch.where(grad == 0, grad, (grad.float() * dloss).to(grad.dtype))
+                for grad in grads
+            ]
         else:
             for grad in grads:
                 scale_(grad, dloss)
-        grads = (grad.to(dtype) if need else None for grad, dtype, need in
-                 zip(grads, ctx.dtypes, ctx.needs_input_grad, strict=False))
+        grads = (
+            grad.to(dtype) if need else None
+            for grad, dtype, need in zip(grads, ctx.dtypes, ctx.needs_input_grad, strict=False)
+        )
         return *grads, None, None, None, None, None
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_index: int = -100,
-                         label_smoothing: float = 0.0, reduction: str = "mean",
-                         chunk_bytes: int = CHUNK_BYTES) -> Tensor:
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Tensor:
     """cross_entropy(x weightᵀ, targets), fp32, with one chunk of logits in memory at a time; first order only.
 
     Args:
@@ -155,8 +222,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, *, ignore_i
             outside [0, V). On a GPU nobody looks, and the loss and the gradients that such a row reaches are NaN.
     """
     if not torch.is_grad_enabled() and isinstance(x, Tensor) and isinstance(weight, Tensor):
-        x, weight = x.detach(), weight.detach()  # inside the Function nobody could tell that no gradient is wanted
-    return apply(LinearCrossEntropy, x, weight, targets, ignore_index, label_smoothing, reduction, chunk_bytes)
+        # inside the Function nobody could tell that no gradient is wanted
+        x, weight = x.detach(), weight.detach()
+    return apply(
+        LinearCrossEntropy,
+        x,
+        weight,
+        targets,
+        ignore_index,
+        label_smoothing,
+        reduction,
+        chunk_bytes,
+    )
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype) -> Cost:

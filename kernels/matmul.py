@@ -60,7 +60,9 @@ def grouped_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr):
+def _finish(
+    acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr
+):
     """Bias, epilogue, rounding and the store of one tile."""
     if BIAS:
         acc += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
@@ -70,8 +72,23 @@ def _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.const
 
 
 @triton.jit
-def _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
-                  BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr):
+def _tile_product(
+    a_ptr,
+    b_ptr,
+    row,
+    col,
+    rows,
+    cols,
+    depth,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """The fp32 accumulator of one tile: BLOCK_K of the depth at a time."""
     k = tl.arange(0, BLOCK_K)
     a_ptr += row.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
@@ -82,28 +99,78 @@ def _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_a
         a = tl.load(a_ptr, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
         b = tl.load(b_ptr, mask=(k < left)[:, None] & (col < cols)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        a_ptr += BLOCK_K * tl.cast(stride_ak, tl.int64)  # rows of 2²⁵ elements would overflow 32 bits
+        # rows of 2²⁵ elements would overflow 32 bits
+        a_ptr += BLOCK_K * tl.cast(stride_ak, tl.int64)
         b_ptr += BLOCK_K * tl.cast(stride_bk, tl.int64)
     return acc
 
 
 @triton.jit
-def grouped_kernel(a_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
-                   stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-                   BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PRECISION: tl.constexpr):
+def grouped_kernel(
+    a_ptr,
+    b_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    cols,
+    depth,
+    stride_am,
+    stride_ak,
+    stride_bk,
+    stride_bn,
+    stride_y,
+    BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """One tile of y per program, in groups of GROUP rows of tiles; those of 1 are all tiles in row order."""
-    row_tile, col_tile = grouped_tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP)
+    row_tile, col_tile = grouped_tile(
+        tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP
+    )
     row = row_tile * BLOCK_M + tl.arange(0, BLOCK_M)
     col = col_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    acc = _tile_product(a_ptr, b_ptr, row, col, rows, cols, depth, stride_am, stride_ak, stride_bk, stride_bn,
-                        BLOCK_M, BLOCK_N, BLOCK_K, PRECISION)
+    acc = _tile_product(
+        a_ptr,
+        b_ptr,
+        row,
+        col,
+        rows,
+        cols,
+        depth,
+        stride_am,
+        stride_ak,
+        stride_bk,
+        stride_bn,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_K,
+        PRECISION,
+    )
     _finish(acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS, EPILOGUE)
 
 
 @triton.jit
-def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS: tl.constexpr, EPILOGUE: tl.constexpr,
-                      A_TRANSPOSED: tl.constexpr, B_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr,
-                      BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr):
+def persistent_kernel(
+    a_desc,
+    b_desc,
+    y_desc,
+    bias_ptr,
+    rows,
+    cols,
+    depth,
+    BIAS: tl.constexpr,
+    EPILOGUE: tl.constexpr,
+    A_TRANSPOSED: tl.constexpr,
+    B_TRANSPOSED: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
     """Tiles program_id, program_id + num_programs, …; TMA fills what lies outside with zeros and drops it on stores."""
     row_tiles = tl.cdiv(rows, BLOCK_M)
     col_tiles = tl.cdiv(cols, BLOCK_N)
@@ -126,7 +193,8 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
         if BIAS:
             columns = col + tl.arange(0, BLOCK_N)
             acc += load_fp32(bias_ptr + columns, columns < cols)[None, :]
-        # Two stores of half the width need half the shared memory, which makes room for one more stage of loads.
+        # Two stores of half the width need half the shared memory, which makes room for one more
+        # stage of loads.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1])
         left, right = tl.split(halves)
         y_desc.store([row, col], epilogue_of(left, EPILOGUE, cols).to(y_desc.dtype))
@@ -134,8 +202,9 @@ def persistent_kernel(a_desc, b_desc, y_desc, bias_ptr, rows, cols, depth, BIAS:
 
 
 @functools.cache
-def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
-             store_bytes: int = 0) -> tuple[Launch, int]:
+def tile_for(
+    generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0
+) -> tuple[Launch, int]:
     """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
 
     From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in 227 KiB. Before,
@@ -167,8 +236,15 @@ def tile_for(generation: str, itemsize: int, small: bool, norm_block: int = 0,
     return tile, 64 if half else 32
 
 
-def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None, precision: str,
-                    group: int = GROUP) -> None:
+def launch_pointers(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    y: Tensor,
+    epilogue: str | None,
+    precision: str,
+    group: int = GROUP,
+) -> None:
     """Fill y with `grouped_kernel`; any strides of a and b, y contiguous."""
     (rows, depth), cols = a.shape, b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
@@ -177,22 +253,48 @@ def launch_pointers(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilog
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
     grid = (cdiv(rows, launch.rows) * cdiv(cols, block_n),)
-    _dispatch.launch(grouped_kernel, grid, a, b, bias, y, rows, cols, depth, *a.stride(), *b.stride(),
-                     y.stride(0), BIAS=bias is not None, EPILOGUE=epilogue, BLOCK_M=launch.rows, BLOCK_N=block_n,
-                     BLOCK_K=block_k, GROUP=group, PRECISION=precision, num_warps=launch.warps,
-                     num_stages=launch.stages)
+    _dispatch.launch(
+        grouped_kernel,
+        grid,
+        a,
+        b,
+        bias,
+        y,
+        rows,
+        cols,
+        depth,
+        *a.stride(),
+        *b.stride(),
+        y.stride(0),
+        BIAS=bias is not None,
+        EPILOGUE=epilogue,
+        BLOCK_M=launch.rows,
+        BLOCK_N=block_n,
+        BLOCK_K=block_k,
+        GROUP=group,
+        PRECISION=precision,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
 
 
 def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
     """x, or xᵀ and True, with contiguous aligned rows as TMA needs them; None where neither is."""
     for matrix, transposed in ((x, False), (x.T, True)):
         aligned = matrix.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-        if matrix.stride(1) == 1 and aligned and matrix.stride(0) >= matrix.shape[1] and max(x.shape) < 2**31:
+        if (
+            matrix.stride(1) == 1
+            and aligned
+            and matrix.stride(0) >= matrix.shape[1]
+            and max(x.shape) < 2**31
+        ):
             return matrix, transposed
     return None
 
 
-def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None) -> bool:
+def launch_persistent(
+    a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None
+) -> bool:
     """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
     forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
     if None in forms or epilogue == "rms_norm":
@@ -200,48 +302,85 @@ def launch_persistent(a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epil
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = tile_for(_dispatch.generation(a.device.index), a.element_size(), min(rows, cols) <= 1024, 0,
-                            y.element_size())
+    launch, block_k = tile_for(
+        _dispatch.generation(a.device.index),
+        a.element_size(),
+        min(rows, cols) <= 1024,
+        0,
+        y.element_size(),
+    )
     shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
-    descriptors = [TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
-                   for (matrix, transposed), shape in zip(forms, shapes, strict=True)]
+    descriptors = [
+        TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
+        for (matrix, transposed), shape in zip(forms, shapes, strict=True)
+    ]
     tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
     grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
-    _dispatch.launch(persistent_kernel, grid, *descriptors, bias, rows, cols, depth, BIAS=bias is not None,
-                     EPILOGUE=epilogue, A_TRANSPOSED=forms[0][1], B_TRANSPOSED=forms[1][1], BLOCK_M=launch.rows,
-                     BLOCK_N=launch.block, BLOCK_K=block_k, GROUP=GROUP, num_warps=launch.warps,
-                     num_stages=launch.stages)
+    _dispatch.launch(
+        persistent_kernel,
+        grid,
+        *descriptors,
+        bias,
+        rows,
+        cols,
+        depth,
+        BIAS=bias is not None,
+        EPILOGUE=epilogue,
+        A_TRANSPOSED=forms[0][1],
+        B_TRANSPOSED=forms[1][1],
+        BLOCK_M=launch.rows,
+        BLOCK_N=launch.block,
+        BLOCK_K=block_k,
+        GROUP=GROUP,
+        num_warps=launch.warps,
+        num_stages=launch.stages,
+    )
     return True
 
 
-def _check(a: object, b: object, bias: object, epilogue: object, precision: object, *_: object) -> None:
+def _check(
+    a: object, b: object, bias: object, epilogue: object, precision: object, *_: object
+) -> None:
     check("a", a, 2)
     check("b", b, 2)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise ValueError(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)")
+        raise ValueError(
+            f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; allowed: (M, K) and (K, N)"
+        )
     common_dtype("b", b, "a", a)
     if bias is not None:
         check_width("bias", bias, "b", b)
     if epilogue not in EPILOGUES:
         raise ValueError(f"epilogue is {epilogue!r}; allowed: {', '.join(map(repr, EPILOGUES))}")
     if epilogue == "rms_norm" and b.shape[1] > MAX_NORM_COLUMNS:
-        raise ValueError(f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}")
+        raise ValueError(
+            f"b has {b.shape[1]} columns; epilogue 'rms_norm' allows at most {MAX_NORM_COLUMNS}"
+        )
     if precision not in PRECISIONS:
         raise ValueError(f"precision is {precision!r}; allowed: {', '.join(PRECISIONS)}")
 
 
 @_dispatch.operator("matmul", _check, opaque=True)
-def matmul_op(a: Tensor, b: Tensor, bias: Tensor | None, epilogue: str | None, precision: str,
-              fp32: bool = False) -> Tensor:
+def matmul_op(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    epilogue: str | None,
+    precision: str,
+    fp32: bool = False,
+) -> Tensor:
     """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
     y = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
     if _dispatch.idle(y):
         return y
     if not _dispatch.runs_triton(a):
-        with torch.autocast(a.device.type, enabled=False):  # which would round the result before the epilogue
+        # which would round the result before the epilogue
+        with torch.autocast(a.device.type, enabled=False):
             return y.copy_(reference.matmul(reference.wide(a), reference.wide(b), bias, epilogue))
     bias = None if bias is None else bias.contiguous()
-    can_tma = a.element_size() == 2 and a.shape[1] > 0 and _dispatch.generation(a.device.index) == "sm_90"
+    can_tma = (
+        a.element_size() == 2 and a.shape[1] > 0 and _dispatch.generation(a.device.index) == "sm_90"
+    )
     if not (can_tma and launch_persistent(a, b, bias, y, epilogue)):
         launch_pointers(a, b, bias, y, epilogue, precision)
     return y
@@ -279,7 +418,9 @@ class MatMul(Function):
         epilogue, precision = ctx.options
         g = dy
         if epilogue is not None:
-            g = slope_op(dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue)
+            g = slope_op(
+                dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue
+            )
         da = matmul_op(g, b.T, None, None, precision) if ctx.needs_input_grad[0] else None
         db = matmul_op(a.T, g, None, None, precision) if ctx.needs_input_grad[1] else None
         dbias = None
@@ -288,8 +429,14 @@ class MatMul(Function):
         return da, db, dbias, None, None
 
 
-def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, *, epilogue: str | None = None,
-           precision: str = "tf32x3") -> Tensor:
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    epilogue: str | None = None,
+    precision: str = "tf32x3",
+) -> Tensor:
     """epilogue(a b + bias); differentiable in a, b and bias.
 
     Args:

@@ -41,7 +41,9 @@ def gelu_slope(x: Tensor) -> Tensor:
     """dGeLU/dx in the dtype of `wide`; |x| > 30 is flat, and kept from overflowing."""
     x32 = wide(x).clamp(-30, 30)
     tanh = torch.tanh(GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32))
-    return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (1 + 3 * GELU_CUBIC * x32 * x32)
+    return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (
+        1 + 3 * GELU_CUBIC * x32 * x32
+    )
 
 
 def softmax(x: Tensor) -> Tensor:
@@ -68,8 +70,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * wide(weight)).to(x.dtype)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
-                 activation: str | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual), the norm followed by SiLU where `activation` is "silu"."""
     total = (x + residual).to(residual.dtype)
     y = rms_norm(total, weight, eps)
@@ -130,13 +133,20 @@ def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, epilogue: str | Non
     return EPILOGUES[epilogue](product if bias is None else product + wide(bias)).to(a.dtype)
 
 
-def cross_entropy(logits: Tensor, targets: Tensor, *, ignore_index: int = -100, label_smoothing: float = 0.0,
-                  reduction: str = "mean") -> Tensor:
+def cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
     """−Σ_v q_v·log softmax(logits)_v with q = (1 − ε)·onehot(target) + ε/V, in fp32.
 
     Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside [0, V) give NaN.
     """
-    shifted = wide(logits) - wide(logits).detach().amax(-1, keepdim=True)  # log Σ exp is lost beside large logits
+    # log Σ exp is lost beside large logits
+    shifted = wide(logits) - wide(logits).detach().amax(-1, keepdim=True)
     log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
     kept = targets != ignore_index
     within = (targets >= 0) & (targets < logits.shape[-1])
@@ -155,8 +165,18 @@ def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, **options) 
     return cross_entropy(x @ weight.T, targets, **options)
 
 
-def adamw_(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: int, *, lr: float,
-           betas: tuple[float, float], eps: float, weight_decay: float) -> None:
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    first: Tensor,
+    second: Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> None:
     """One AdamW step in place (Loshchilov & Hutter 2019): decay, moments, bias correction, update.
 
     In float64, rounded once at the end: in fp32 a β₂ of 0.99999 would be off by 0.14 % of 1 − β₂.

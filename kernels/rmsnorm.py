@@ -42,24 +42,45 @@ from ._rows import (
 
 ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
 ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side by side
-# Up to which, of s, reading twice takes less than a second launch: where the L2 has what is read again.
+# Up to which, of s, reading twice takes less than a second launch: where the L2 has what is read
+# again.
 FEW_ROWS, FEW_COLUMNS, FEW_BYTES = 2048, 4096, 11 << 20
 STRIP = 16  # columns, 32 bytes of half precision
 
 
 @triton.jit
-def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows, cols, stride_x, stride_residual,
-                   eps, CENTRE: tl.constexpr, SILU: tl.constexpr, WIDE: tl.constexpr, ROWS: tl.constexpr,
-                   BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def forward_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    y_ptr,
+    s_ptr,
+    r_ptr,
+    rows,
+    cols,
+    stride_x,
+    stride_residual,
+    eps,
+    CENTRE: tl.constexpr,
+    SILU: tl.constexpr,
+    WIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
     columns = tl.arange(0, BLOCK)
     if not WIDE:
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
     if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=columns < cols, other=0.0)
-    # One tile, unless `forced`. Without the loop w is loaded earlier, which leaves room for one row of 16,384 on a
-    # multiprocessor: 1.3 times the time on an H200. LayerNorm without it: 0.75 at 6,144 columns, 1.06 from 10,000 on.
-    for tile in tl.range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES):
+    # One tile, unless `forced`. Without the loop w is loaded earlier, which leaves room for one row
+    # of 16,384 on a multiprocessor: 1.3 times the time on an H200. LayerNorm without it: 0.75 at
+    # 6,144 columns, 1.06 from 10,000 on.
+    for tile in tl.range(
+        tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
+    ):
         row = tile * ROWS + tl.arange(0, ROWS)
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)[:, None]
@@ -72,7 +93,8 @@ def forward_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, y_ptr, s_ptr, r_ptr, rows,
             s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
         if CENTRE:
             mean = tl.sum(s, 1) / cols
-            s = tl.where(inside, s - mean[:, None], 0.0)  # columns beyond the row must not count in the variance
+            # columns beyond the row must not count in the variance
+            s = tl.where(inside, s - mean[:, None], 0.0)
             tl.store(r_ptr + rows + row, mean, mask=row < rows)
         r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
         if WIDE:
@@ -96,9 +118,31 @@ def gradient_before(g, u, SILU: tl.constexpr):
 
 
 @triton.jit
-def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr, columns, first, step, rows, cols,
-         stride_dy, stride_s, CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, DS: tl.constexpr,
-         SUMS: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr):
+def walk(
+    dy_ptr,
+    dtotal_ptr,
+    s_ptr,
+    w_ptr,
+    r_ptr,
+    c_ptr,
+    ds_ptr,
+    dw_ptr,
+    db_ptr,
+    columns,
+    first,
+    step,
+    rows,
+    cols,
+    stride_dy,
+    stride_s,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    DS: tl.constexpr,
+    SUMS: tl.constexpr,
+    ROWS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """These columns of every step-th tile of ROWS rows: with DS their ds, with SUMS their share of dw and db.
 
     The columns are whole rows, unless rows' means of w·g·ŝ and w·g are at c.
@@ -111,9 +155,14 @@ def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr,
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)[:, None]
         out = row64 * cols + columns[None, :]
-        # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of them
-        s = tl.load(s_ptr + row64 * stride_s + columns[None, :], mask=inside, other=0.0).to(tl.float32)
-        g = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+        # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of
+        # them
+        s = tl.load(s_ptr + row64 * stride_s + columns[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
+        g = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(
+            tl.float32
+        )
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
         if CENTRE:
             s -= tl.load(r_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
@@ -126,10 +175,18 @@ def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr,
                 db += g
         if DS:
             g = g * w32  # 0 beyond the row, where normed need not be
-            mean = tl.sum(g * normed, 1) / cols if c_ptr is None else tl.load(c_ptr + row, mask=row < rows)
+            mean = (
+                tl.sum(g * normed, 1) / cols
+                if c_ptr is None
+                else tl.load(c_ptr + row, mask=row < rows)
+            )
             ds = g - normed * mean[:, None]
             if CENTRE:
-                mean = tl.sum(g, 1) / cols if c_ptr is None else tl.load(c_ptr + rows + row, mask=row < rows)
+                mean = (
+                    tl.sum(g, 1) / cols
+                    if c_ptr is None
+                    else tl.load(c_ptr + rows + row, mask=row < rows)
+                )
                 ds -= mean[:, None]
             ds = ds * r[:, None]
             if dtotal_ptr is not None:
@@ -142,33 +199,143 @@ def walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, dw_ptr, db_ptr,
 
 
 @triton.jit
-def backward_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, parts_ptr, rows, cols, stride_dy, stride_s,
-                    CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr, STAGES: tl.constexpr):
+def backward_kernel(
+    dy_ptr,
+    dtotal_ptr,
+    s_ptr,
+    w_ptr,
+    r_ptr,
+    c_ptr,
+    ds_ptr,
+    parts_ptr,
+    rows,
+    cols,
+    stride_dy,
+    stride_s,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STAGES: tl.constexpr,
+):
     """BLOCK columns of tiles of ROWS rows, and this program's share of dw and db as one row of each."""
     share = parts_ptr + tl.program_id(1).to(tl.int64) * cols
-    walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, c_ptr, ds_ptr, share, share + tl.num_programs(1).to(tl.int64) * cols,
-         tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1), tl.num_programs(1), rows, cols, stride_dy,
-         stride_s, CENTRE, BIAS, SILU, True, True, ROWS, STAGES)
+    walk(
+        dy_ptr,
+        dtotal_ptr,
+        s_ptr,
+        w_ptr,
+        r_ptr,
+        c_ptr,
+        ds_ptr,
+        share,
+        share + tl.num_programs(1).to(tl.int64) * cols,
+        tl.program_id(0) * BLOCK + tl.arange(0, BLOCK),
+        tl.program_id(1),
+        tl.num_programs(1),
+        rows,
+        cols,
+        stride_dy,
+        stride_s,
+        CENTRE,
+        BIAS,
+        SILU,
+        True,
+        True,
+        ROWS,
+        STAGES,
+    )
 
 
 @triton.jit
-def few_rows_kernel(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, ds_ptr, dw_ptr, db_ptr, rows, cols, stride_dy, stride_s,
-                    CENTRE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr, STRIP: tl.constexpr):
+def few_rows_kernel(
+    dy_ptr,
+    dtotal_ptr,
+    s_ptr,
+    w_ptr,
+    r_ptr,
+    ds_ptr,
+    dw_ptr,
+    db_ptr,
+    rows,
+    cols,
+    stride_dy,
+    stride_s,
+    CENTRE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STRIP: tl.constexpr,
+):
     """STRIP columns of dw and db; programs after these: ds of ROWS rows."""
     tile = tl.program_id(0) - tl.cdiv(cols, STRIP)
     if tile < 0:
-        walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, None, ds_ptr, dw_ptr, db_ptr,
-             tl.program_id(0) * STRIP + tl.arange(0, STRIP), 0, 1, rows, cols, stride_dy, stride_s, CENTRE, BIAS,
-             SILU, False, True, 256, 1)
+        walk(
+            dy_ptr,
+            dtotal_ptr,
+            s_ptr,
+            w_ptr,
+            r_ptr,
+            None,
+            ds_ptr,
+            dw_ptr,
+            db_ptr,
+            tl.program_id(0) * STRIP + tl.arange(0, STRIP),
+            0,
+            1,
+            rows,
+            cols,
+            stride_dy,
+            stride_s,
+            CENTRE,
+            BIAS,
+            SILU,
+            False,
+            True,
+            256,
+            1,
+        )
     else:
-        walk(dy_ptr, dtotal_ptr, s_ptr, w_ptr, r_ptr, None, ds_ptr, dw_ptr, db_ptr, tl.arange(0, BLOCK), tile,
-             tl.num_programs(0), rows, cols, stride_dy, stride_s, CENTRE, BIAS, SILU, True, False, ROWS, 1)
+        walk(
+            dy_ptr,
+            dtotal_ptr,
+            s_ptr,
+            w_ptr,
+            r_ptr,
+            None,
+            ds_ptr,
+            dw_ptr,
+            db_ptr,
+            tl.arange(0, BLOCK),
+            tile,
+            tl.num_programs(0),
+            rows,
+            cols,
+            stride_dy,
+            stride_s,
+            CENTRE,
+            BIAS,
+            SILU,
+            True,
+            False,
+            ROWS,
+            1,
+        )
 
 
-def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: Tensor, r: Tensor, eps: float,
-                   silu: bool, bias: Tensor | None = None) -> None:
+def launch_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor,
+    y: Tensor,
+    s: Tensor,
+    r: Tensor,
+    eps: float,
+    silu: bool,
+    bias: Tensor | None = None,
+) -> None:
     """Fill y, r and with a residual s. Inputs have contiguous rows, outputs are contiguous.
 
     r is (N), for LayerNorm (2, N): the means are its second row.
@@ -181,15 +348,45 @@ def launch_forward(x: Tensor, residual: Tensor | None, w: Tensor, y: Tensor, s: 
         launch_long_forward(x, residual, w, y, s, r, eps, silu, bias)
         return
     wide = not centre and cols > ONE_TILE // 2
-    sizes = {"per_thread": 64, "tile": 8192 if cols > 1024 else 2048} if centre else {"per_thread": 16 if wide else 32}
+    sizes = (
+        {"per_thread": 64, "tile": 8192 if cols > 1024 else 2048}
+        if centre
+        else {"per_thread": 16 if wide else 32}
+    )
     launch = row_launch("rmsnorm", cols, **sizes)
-    launch.start(forward_kernel, (launch.programs(rows, x.device),), x, residual, w, bias, y, s, r, rows, cols,
-                 x.stride(0), 0 if residual is None else residual.stride(0), eps, CENTRE=centre,
-                 SILU=silu, WIDE=wide, ROWS=launch.rows, STAGES=launch.stages)
+    launch.start(
+        forward_kernel,
+        (launch.programs(rows, x.device),),
+        x,
+        residual,
+        w,
+        bias,
+        y,
+        s,
+        r,
+        rows,
+        cols,
+        x.stride(0),
+        0 if residual is None else residual.stride(0),
+        eps,
+        CENTRE=centre,
+        SILU=silu,
+        WIDE=wide,
+        ROWS=launch.rows,
+        STAGES=launch.stages,
+    )
 
 
-def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, ds: Tensor, silu: bool,
-                    bias_dtype: torch.dtype | None) -> list[Tensor | None]:
+def launch_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    s: Tensor,
+    w: Tensor,
+    r: Tensor,
+    ds: Tensor,
+    silu: bool,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor | None]:
     """Fill ds; r as `launch_forward` left it. Returns dw in w's dtype and db in bias_dtype, if there is one."""
     rows, cols = s.shape
     has_bias, means = bias_dtype is not None, None
@@ -203,8 +400,25 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
         dw, db = w.new_empty(cols), w.new_empty(cols, dtype=bias_dtype) if has_bias else None
         launch = row_launch("few_rows", cols, tile=4096)
         grid = cdiv(cols, STRIP) + launch.programs(rows, s.device)
-        launch.start(few_rows_kernel, (grid,), dy, dtotal, s, w, r, ds, dw, db, rows, cols, dy.stride(0), s.stride(0),
-                     ROWS=launch.rows, STRIP=STRIP, **options)
+        launch.start(
+            few_rows_kernel,
+            (grid,),
+            dy,
+            dtotal,
+            s,
+            w,
+            r,
+            ds,
+            dw,
+            db,
+            rows,
+            cols,
+            dy.stride(0),
+            s.stride(0),
+            ROWS=launch.rows,
+            STRIP=STRIP,
+            **options,
+        )
         return [dw, db]
     else:
         itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
@@ -212,8 +426,25 @@ def launch_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: 
     strips = cdiv(cols, launch.block)
     shares = max(1, min(cdiv(rows, launch.rows), launch.programs(1 << 30, s.device) // strips))
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
-    launch.start(backward_kernel, (strips, shares), dy, dtotal, s, w, r, means, ds, parts, rows, cols, dy.stride(0),
-                 s.stride(0), ROWS=launch.rows, STAGES=launch.stages, **options)
+    launch.start(
+        backward_kernel,
+        (strips, shares),
+        dy,
+        dtotal,
+        s,
+        w,
+        r,
+        means,
+        ds,
+        parts,
+        rows,
+        cols,
+        dy.stride(0),
+        s.stride(0),
+        ROWS=launch.rows,
+        STAGES=launch.stages,
+        **options,
+    )
     return sum_columns(parts, w.dtype, bias_dtype)
 
 
@@ -226,8 +457,9 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 
 
 @_dispatch.operator("rms_norm_forward", _check)
-def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool,
-               dtype: torch.dtype) -> list[Tensor]:
+def forward_op(
+    x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool, dtype: torch.dtype
+) -> list[Tensor]:
     """x (…, D) → y in `dtype`, r (N) fp32 and, with a residual, s."""
     y, r = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
     s = y if residual is None else residual.new_empty(x.shape)
@@ -235,7 +467,9 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
     if _dispatch.idle(x):
         return made
     if not _dispatch.runs_triton(x):
-        normed, plain_r = _plain_forward(x if residual is None else s.copy_(x + residual), w, eps, silu)
+        normed, plain_r = _plain_forward(
+            x if residual is None else s.copy_(x + residual), w, eps, silu
+        )
         torch._foreach_copy_([y, r], [normed, plain_r.flatten()])
         return made
     residual = None if residual is None else as_rows(residual)
@@ -244,8 +478,9 @@ def forward_op(x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: 
 
 
 @_dispatch.operator("rms_norm_backward")
-def backward_op(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor,
-                silu: bool) -> tuple[Tensor, Tensor]:
+def backward_op(
+    dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, silu: bool
+) -> tuple[Tensor, Tensor]:
     """(ds, dw) from the gradient of y and, where there was a residual, of s."""
     ds = s.new_empty(s.shape)
     if _dispatch.idle(s):
@@ -262,11 +497,20 @@ def _plain_forward(s, w, eps, silu):
     from . import reference
 
     normed = reference.rms_norm(reference.wide(s), w, eps)
-    return reference.silu(normed) if silu else normed, torch.rsqrt(reference.wide(s).square().mean(-1) + eps)
+    return reference.silu(normed) if silu else normed, torch.rsqrt(
+        reference.wide(s).square().mean(-1) + eps
+    )
 
 
-def plain_backward(dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, mean: Tensor | None, r: Tensor,
-                   silu: bool = False) -> tuple[Tensor, Tensor]:
+def plain_backward(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    s: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    r: Tensor,
+    silu: bool = False,
+) -> tuple[Tensor, Tensor]:
     """(ds, dw) in plain torch; with a mean LayerNorm's."""
     from . import reference
 
@@ -357,8 +601,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
     return apply(RMSNorm, x, weight, eps)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
-                 activation: str | None = None) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5, activation: str | None = None
+) -> tuple[Tensor, Tensor]:
     """(y, s): s = x + residual in residual's dtype, y = rms_norm(s), followed by SiLU where activation is "silu".
 
     One pass over memory instead of three or four; arguments and errors as for `rms_norm`.
@@ -366,8 +611,9 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5,
     return apply(AddRMSNorm, x, residual, weight, eps, activation)
 
 
-def cost(shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False,
-         backward: bool = False) -> "Cost":  # noqa: F821
+def cost(
+    shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False, backward: bool = False
+) -> "Cost":  # noqa: F821
     """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
     from .cost import Cost
 

@@ -21,21 +21,46 @@ from .cost import Cost
 
 
 @triton.jit
-def rope_kernel(x_ptr, cos_ptr, sin_ptr, y_ptr, rows, length, inner, middle, half, stride_outer, stride_middle,
-                stride_inner, stride_t, stride_cos, stride_sin, sign, ROWS: tl.constexpr, HALF: tl.constexpr):
+def rope_kernel(
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    rows,
+    length,
+    inner,
+    middle,
+    half,
+    stride_outer,
+    stride_middle,
+    stride_inner,
+    stride_t,
+    stride_cos,
+    stride_sin,
+    sign,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+):
     """ROWS positions; the leading dimensions of x are (outer, middle, inner) with their strides."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t = row % length
     head = row // length
-    start = ((head // (inner * middle)) * stride_outer + (head // inner % middle) * stride_middle
-             + (head % inner) * stride_inner + t * stride_t)
+    start = (
+        (head // (inner * middle)) * stride_outer
+        + (head // inner % middle) * stride_middle
+        + (head % inner) * stride_inner
+        + t * stride_t
+    )
     i = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (i < half)[None, :]
     x = x_ptr + start[:, None] + i[None, :]
     first = load_fp32(x, inside)
     second = load_fp32(x + half, inside)
     cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
-    sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0) * sign
+    sin = (
+        tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0)
+        * sign
+    )
     y = y_ptr + row[:, None] * (2 * half) + i[None, :]
     store_rounded(y, first * cos - second * sin, inside)
     store_rounded(y + half, second * cos + first * sin, inside)
@@ -52,18 +77,40 @@ def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> 
     length, width = x.shape[-2:]
     block = max(2, power_of_two(width // 2))
     rows, tile = x.numel() // width, max(1, 1024 // block)
-    _dispatch.launch(rope_kernel, (cdiv(rows, tile),), x, cos, sin, y, rows, length, x.shape[2], x.shape[1], width // 2,
-                     *x.stride()[:4], cos.stride(0), sin.stride(0), sign, ROWS=tile, HALF=block, num_warps=4)
+    _dispatch.launch(
+        rope_kernel,
+        (cdiv(rows, tile),),
+        x,
+        cos,
+        sin,
+        y,
+        rows,
+        length,
+        x.shape[2],
+        x.shape[1],
+        width // 2,
+        *x.stride()[:4],
+        cos.stride(0),
+        sin.stride(0),
+        sign,
+        ROWS=tile,
+        HALF=block,
+        num_warps=4,
+    )
 
 
 def _check(x: object, cos: object, sin: object, *_: object) -> None:
     check("x", x, 2)
     if x.shape[-1] % 2:
-        raise ValueError(f"x has shape {tuple(x.shape)}; the last dimension must be even, pairs are turned")
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; the last dimension must be even, pairs are turned"
+        )
     for name, table in (("cos", cos), ("sin", sin)):
         check(name, table, dtypes=(torch.float32,))
         if table.shape != x.shape[-2:]:
-            raise ValueError(f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}")
+            raise ValueError(
+                f"{name} has shape {tuple(table.shape)}; allowed: (T, D) = {tuple(x.shape[-2:])}"
+            )
         check_device(name, table, "x", x)
 
 
@@ -86,7 +133,9 @@ class RoPE(Function):
     @staticmethod
     def forward(ctx, x, cos, sin):
         if any(ctx.needs_input_grad[1:]):
-            raise ValueError("cos or sin requires a gradient; allowed: tables that require none, rope gives them none")
+            raise ValueError(
+                "cos or sin requires a gradient; allowed: tables that require none, rope gives them none"
+            )
         ctx.save_for_backward(cos, sin)
         return rope_op(x, cos, sin, 1.0)
 

@@ -52,7 +52,9 @@ def forward_kernel(x_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr, BLOCK
 
 
 @triton.jit
-def backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def backward_kernel(
+    dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """ROWS whole rows; y and dx are contiguous."""
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -67,13 +69,18 @@ def backward_kernel(dy_ptr, y_ptr, dx_ptr, rows, cols, stride_dy, ROWS: tl.const
 @triton.jit
 def anew(x):
     """x, of which the compiler does not know that it is x: what follows is computed again, not kept in registers."""
-    return x if INTERPRETED else tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    return (
+        x
+        if INTERPRETED
+        else tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], x.dtype, False, 2)
+    )
 
 
 @triton.jit
 def powers(x, m):
     """exp(x − m) ≤ 1 with one operation before the exponential."""
-    factor = tl.where(tl.abs(m) < 2e38, LOG2_E, 1.0)  # beyond, x·log2 e overflows, and all that differs from m gives 0
+    # beyond, x·log2 e overflows, and all that differs from m gives 0
+    factor = tl.where(tl.abs(m) < 2e38, LOG2_E, 1.0)
     return tl.exp2(x.to(tl.float32) * factor - m * factor)
 
 
@@ -95,15 +102,28 @@ def wide_forward_kernel(x_ptr, y_ptr, cols, stride_x, BLOCK: tl.constexpr):
     inside = columns < cols
     x = tl.load(x_ptr + row * stride_x + columns, mask=inside, other=float("-inf"))
     parts = tl.reshape(x, (16, BLOCK // 4096, 256))  # of a warp: 16 × 8 elements of each thread
-    m = tl.maximum(tl.max(tl.max(parts, 0), 1).to(tl.float32), -3.4e38)  # finite: of −inf alone the sum is 0
+    # finite: of −inf alone the sum is 0
+    m = tl.maximum(tl.max(tl.max(parts, 0), 1).to(tl.float32), -3.4e38)
     total = tl.sum(tl.sum(powers(anew(parts), m[:, None]), 0), 1)
     m, total = tl.reduce((m, total), 0, merged)
     store_rounded(y_ptr + row * cols + columns, powers(anew(x), m) * (1.0 / total), inside)
 
 
 @triton.jit
-def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride_x, pieces, lag, PIECES: tl.constexpr,
-                        BLOCK: tl.constexpr):
+def long_forward_kernel(
+    x_ptr,
+    y_ptr,
+    m_ptr,
+    l_ptr,
+    done_ptr,
+    rows,
+    cols,
+    stride_x,
+    pieces,
+    lag,
+    PIECES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Program i: maximum m and sum l of piece i of all rows' pieces, and y of piece i − lag, whose row is known now.
 
     done (rows), zeros at first, counts the pieces of each row whose m and l are there. Programs start in the order of
@@ -111,18 +131,31 @@ def long_forward_kernel(x_ptr, y_ptr, m_ptr, l_ptr, done_ptr, rows, cols, stride
     """
     program = tl.program_id(0)
     row, columns = program // pieces, (program % pieces) * BLOCK + tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + row.to(tl.int64) * stride_x + columns, mask=(row < rows) & (columns < cols),
-                other=float("-inf"), eviction_policy=KEPT)
+    x = tl.load(
+        x_ptr + row.to(tl.int64) * stride_x + columns,
+        mask=(row < rows) & (columns < cols),
+        other=float("-inf"),
+        eviction_policy=KEPT,
+    )
     late = tl.maximum(program - lag, 0)
     late_row, late_columns = late // pieces, (late % pieces) * BLOCK + tl.arange(0, BLOCK)
     written = (program >= lag) & (late_columns < cols)
-    y = tl.load(x_ptr + late_row.to(tl.int64) * stride_x + late_columns, mask=written, other=0.0,
-                eviction_policy=STREAMED)
+    y = tl.load(
+        x_ptr + late_row.to(tl.int64) * stride_x + late_columns,
+        mask=written,
+        other=0.0,
+        eviction_policy=STREAMED,
+    )
     done = tl.atomic_add(done_ptr + late_row, 0, sem="acquire")
     while (done < pieces) & (program >= lag):
         done = tl.atomic_add(done_ptr + late_row, 0, sem="acquire")
     index = tl.arange(0, PIECES)
-    m = tl.load(m_ptr + late_row * pieces + index, mask=index < pieces, other=float("-inf"), cache_modifier=".cg")
+    m = tl.load(
+        m_ptr + late_row * pieces + index,
+        mask=index < pieces,
+        other=float("-inf"),
+        cache_modifier=".cg",
+    )
     late_pieces = l_ptr + late_row * pieces + index
     late_totals = tl.load(late_pieces, mask=index < pieces, other=0.0, cache_modifier=".cg")
 
@@ -178,19 +211,51 @@ def launch_forward(x: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     if x.element_size() == 2 and cols in WIDE:
         block = power_of_two(cols)
-        _dispatch.launch(wide_forward_kernel, (rows,), x, y, cols, x.stride(0), BLOCK=block, num_warps=block // 4096,
-                         maxnreg=128)
+        _dispatch.launch(
+            wide_forward_kernel,
+            (rows,),
+            x,
+            y,
+            cols,
+            x.stride(0),
+            BLOCK=block,
+            num_warps=block // 4096,
+            maxnreg=128,
+        )
     elif cols <= ONE_TILE:
         launch = row_launch("softmax", cols, tile=1024)
-        launch.start(forward_kernel, (cdiv(rows, launch.rows),), x, y, rows, cols, x.stride(0), ROWS=launch.rows)
+        launch.start(
+            forward_kernel,
+            (cdiv(rows, launch.rows),),
+            x,
+            y,
+            rows,
+            cols,
+            x.stride(0),
+            ROWS=launch.rows,
+        )
     else:
         launch = chosen("softmax_long", Launch(block=8192 // x.element_size(), warps=4, per_sm=10))
         pieces = cdiv(cols, launch.block)
         m, total = x.new_empty(2, rows * pieces, dtype=torch.float32)
         done = x.new_zeros(rows, dtype=torch.int32)
-        lag = pieces + launch.programs(1 << 30, x.device)  # who runs at the same time has not to wait for each other
-        launch.start(long_forward_kernel, (rows * pieces + lag,), x, y, m, total, done, rows, cols, x.stride(0), pieces,
-                     lag, PIECES=max(2, power_of_two(pieces)))
+        # who runs at the same time has not to wait for each other
+        lag = pieces + launch.programs(1 << 30, x.device)
+        launch.start(
+            long_forward_kernel,
+            (rows * pieces + lag,),
+            x,
+            y,
+            m,
+            total,
+            done,
+            rows,
+            cols,
+            x.stride(0),
+            pieces,
+            lag,
+            PIECES=max(2, power_of_two(pieces)),
+        )
 
 
 def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
@@ -200,12 +265,24 @@ def launch_backward(dy: Tensor, y: Tensor, dx: Tensor) -> None:
         if cols <= HALF_TILE_BACKWARD:
             kernel, launch = wide_backward_kernel, Launch(block=power_of_two(cols), warps=32)
         else:
-            kernel, launch = long_backward_kernel, chosen("softmax_long_backward", Launch(block=16384, warps=32))
+            kernel, launch = (
+                long_backward_kernel,
+                chosen("softmax_long_backward", Launch(block=16384, warps=32)),
+            )
         launch.start(kernel, (rows,), dy, y, dx, cols, dy.stride(0))
         return
     launch = row_launch("softmax_backward", cols)
-    launch.start(backward_kernel, (cdiv(rows, launch.rows),), dy, y, dx, rows, cols, dy.stride(0),
-                 ROWS=launch.rows)
+    launch.start(
+        backward_kernel,
+        (cdiv(rows, launch.rows),),
+        dy,
+        y,
+        dx,
+        rows,
+        cols,
+        dy.stride(0),
+        ROWS=launch.rows,
+    )
 
 
 @_dispatch.operator("softmax_forward", lambda x: check("x", x, 1))

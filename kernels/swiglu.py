@@ -23,7 +23,9 @@ def _place(cols, BLOCK: tl.constexpr):
     """(row, columns) of this program: every row is cut into blocks."""
     blocks = tl.cdiv(cols, BLOCK)
     program = tl.program_id(0)
-    return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(
+        0, BLOCK
+    )
 
 
 @triton.jit
@@ -38,8 +40,18 @@ def forward_kernel(gate_ptr, up_ptr, y_ptr, cols, stride_gate, stride_up, BLOCK:
 
 
 @triton.jit
-def backward_kernel(dy_ptr, gate_ptr, up_ptr, dgate_ptr, dup_ptr, cols, stride_dy, stride_gate, stride_up,
-                    BLOCK: tl.constexpr):
+def backward_kernel(
+    dy_ptr,
+    gate_ptr,
+    up_ptr,
+    dgate_ptr,
+    dup_ptr,
+    cols,
+    stride_dy,
+    stride_gate,
+    stride_up,
+    BLOCK: tl.constexpr,
+):
     """One block of one row of both gradients, which are contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols

@@ -15,12 +15,23 @@ from torch import Tensor
 
 from . import _dispatch, reference
 from ._dispatch import STREAMED, Function, apply, cdiv, power_of_two, tl, triton
-from ._rows import Launch, as_rows, check, check_width, load_fp32, store_rounded, sum_columns, sum_over_rows
+from ._rows import (
+    Launch,
+    as_rows,
+    check,
+    check_width,
+    load_fp32,
+    store_rounded,
+    sum_columns,
+    sum_over_rows,
+)
 from .cost import Cost
 
 
 @triton.jit
-def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def forward_kernel(
+    x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """ROWS elements of y."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = tl.arange(0, BLOCK)
@@ -35,8 +46,18 @@ def forward_kernel(x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr
 
 
 @triton.jit
-def backward_kernel(dy_ptr, x_ptr, w_ptr, dx_ptr, parts_ptr, rows, cols, stride_x, ROWS: tl.constexpr,
-                    BLOCK: tl.constexpr):
+def backward_kernel(
+    dy_ptr,
+    x_ptr,
+    w_ptr,
+    dx_ptr,
+    parts_ptr,
+    rows,
+    cols,
+    stride_x,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """BLOCK columns of dx for every num_programs(1)-th tile of rows, and their share of dw."""
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = load_fp32(w_ptr + columns, columns < cols)
@@ -58,7 +79,17 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
     rows, cols = x.shape
     block = min(2048, power_of_two(cols))
     launch = Launch(block, max(1, 8192 // block), 8)
-    launch.start(forward_kernel, (cdiv(rows, launch.rows),), x, w, y, rows, cols, x.stride(0), ROWS=launch.rows)
+    launch.start(
+        forward_kernel,
+        (cdiv(rows, launch.rows),),
+        x,
+        w,
+        y,
+        rows,
+        cols,
+        x.stride(0),
+        ROWS=launch.rows,
+    )
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
@@ -69,7 +100,19 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
     strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
     shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
     parts = x.new_empty(1, shares, cols, dtype=torch.float32)
-    launch.start(backward_kernel, (strips, shares), dy, x, w, dx, parts, rows, cols, x.stride(0), ROWS=launch.rows)
+    launch.start(
+        backward_kernel,
+        (strips, shares),
+        dy,
+        x,
+        w,
+        dx,
+        parts,
+        rows,
+        cols,
+        x.stride(0),
+        ROWS=launch.rows,
+    )
     return sum_columns(parts, w.dtype)[0]
 
 
@@ -98,7 +141,9 @@ def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         return dx, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(x):
         dy32 = reference.wide(dy)[..., None]
-        return dx.copy_(dy32 * reference.wide(w)), sum_over_rows(dy32 * reference.wide(x)).to(w.dtype)
+        return dx.copy_(dy32 * reference.wide(w)), sum_over_rows(dy32 * reference.wide(x)).to(
+            w.dtype
+        )
     return dx, launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)
 
 

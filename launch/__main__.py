@@ -29,10 +29,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # before the user's folder, for ours too is called launch
+# before the user's folder, for ours too is called launch
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distlab import __version__
-from distlab.cli_errors import USAGE_ERROR, ended_at_once, message_of, outlive_readers, until_stopped
+from distlab.cli_errors import (
+    USAGE_ERROR,
+    ended_at_once,
+    message_of,
+    outlive_readers,
+    until_stopped,
+)
 from distlab.options import Parser, unknown
 from launch.help import help_of, listing
 from launch.registry import ROOT, experiments, load, require_clone
@@ -66,7 +73,8 @@ def main(argv: Arguments | None = None) -> int:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
     if command == "run" and rest[1:] in (["-h"], ["--help"]) and rest[0] in experiments():
-        with contextlib.suppress(Exception):  # in a form that cannot be read so: argparse's help, below
+        # in a form that cannot be read so: argparse's help, below
+        with contextlib.suppress(Exception):
             print(help_of(rest[0], experiments()[rest[0]]))
             return 0
     if command == "list":  # at once, and where torch is broken
@@ -154,9 +162,12 @@ def run(arguments: Arguments) -> int:
 
     experiment: Experiment = module.EXPERIMENT
     config, frame = experiment.chosen(experiment.parser().parse_args(arguments[1:]))
-    if experiment.ranks == "many" and frame.name is None:  # ranks that are started again resume the same run
+    # ranks that are started again resume the same run
+    if experiment.ranks == "many" and frame.name is None:
         if RankEnvironment.read().max_restarts:
-            raise ValueError("torchrun's --max-restarts needs a --name, under which restarted ranks resume")
+            raise ValueError(
+                "torchrun's --max-restarts needs a --name, under which restarted ranks resume"
+            )
         if frame.max_restarts:
             arguments = [*arguments, "--name", datetime.now(UTC).strftime("%Y%m%d-%H%M%S")]
 
@@ -184,7 +195,9 @@ def show(arguments: Arguments) -> int:
     Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
     """
     parser = Parser("distlab show", description=show.__doc__)
-    parser.add_argument("files", nargs="+", metavar="RUN", help="as `distlab runs` names it, or a file of records/")
+    parser.add_argument(
+        "files", nargs="+", metavar="RUN", help="as `distlab runs` names it, or a file of records/"
+    )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
     parser.add_argument("--table", choices=("text", "markdown"), help="print the table alone, so")
@@ -210,7 +223,9 @@ def show(arguments: Arguments) -> int:
     with reading(files), new_folder(args.out, view.name) as folder:
         for file in files[0].parent.glob("*.png") if len(files) == 1 else []:
             shutil.copy(file, folder)
-        (folder / REDRAWN).write_text("".join(f"{run}\n" for run in args.files), encoding="utf-8", errors="replace")
+        (folder / REDRAWN).write_text(
+            "".join(f"{run}\n" for run in args.files), encoding="utf-8", errors="replace"
+        )
         page = write(view, records, folder)
     with reading(files):
         say(view, records, page, quiet=args.json)
@@ -224,7 +239,8 @@ def maker_of(name: str) -> str:
     Raises:
         ValueError: no experiment makes such records.
     """
-    for known in sorted(experiments(), key=lambda each: each != name):  # most often the module of that name
+    # most often the module of that name
+    for known in sorted(experiments(), key=lambda each: each != name):
         module = load(known)
         if hasattr(module, "EXPERIMENT") and name in module.EXPERIMENT.views():
             return known
@@ -241,7 +257,9 @@ def view_of(name: str) -> View:
 def tables(arguments: Arguments) -> int:
     """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
     parser = Parser("distlab tables", description=tables.__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is out of date")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a page is out of date"
+    )
     check = parser.parse_args(arguments).check
     require_clone()
 

@@ -35,14 +35,20 @@ STDERR = "ranks.log"  # file in the command's temporary folder
 class CheckOptions(RankOptions):
     """What to check, and under what."""
 
-    model: str = option("", "your model: package.module:function, see docs/learn/own_model.md", positional=True)
+    model: str = option(
+        "", "your model: package.module:function, see docs/learn/own_model.md", positional=True
+    )
     wrap: str | None = option(None, "your wrapper: package.module:function (module, group)")
-    strategy: str = option("bucketed", "without --wrap: what to check instead", choices=tuple(STRATEGIES))
+    strategy: str = option(
+        "bucketed", "without --wrap: what to check instead", choices=tuple(STRATEGIES)
+    )
     batch: int = option(4, "examples per micro-batch", least=1)
     micro_batches: int | None = option(
         None, "per rank and step; default: ranks + 1, and where that is wrong also one", least=1
     )
-    same_batch: bool = option(False, "ranks get the same batches, as in tensor or context parallelism")
+    same_batch: bool = option(
+        False, "ranks get the same batches, as in tensor or context parallelism"
+    )
     seed: int = option(0, "of parameters and data", **SEED)
     backend: str | None = option("gloo", "of the ranks", choices=("nccl", "gloo"))
     timeout: float = option(30.0, "seconds a collective may take", above=0, most=3600)
@@ -57,7 +63,9 @@ def main(arguments: Sequence[str]) -> int:
     """`distlab check`; returns the exit code: 1 when something is wrong."""
     options = config_from(CheckOptions, parser().parse_args(arguments))
     if not options.model:
-        raise ValueError("give your model as package.module:function, such as examples.own_model:build")
+        raise ValueError(
+            "give your model as package.module:function, such as examples.own_model:build"
+        )
     if options.wrap is not None:
         check_name(options.wrap, "--wrap")
 

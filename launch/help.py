@@ -67,7 +67,9 @@ class Source:
                     given = self.read(call)
                     flag = name.upper() if "positional" in given else f"--{name}".replace("_", "-")
                     default = "all" if given[0] == given.get("choices") else shown(given[0])
-                    bare = str(given[0]) in ("None", "False", "()") or isinstance(given[0], Computed)
+                    bare = str(given[0]) in ("None", "False", "()") or isinstance(
+                        given[0], Computed
+                    )
                     found[given.get("flag", flag)] = given[1] + ("" if bare else f" [{default}]")
         return found
 
@@ -91,9 +93,13 @@ def help_of(name: str, path: Path) -> str:
     examples = f"    distlab run {name}\n    distlab run {name} --preset smoke"
     presets = {
         preset: ", ".join(
-            f"{field}: {shown(value)}" for field, value in settings.items() if not isinstance(value, Computed)
+            f"{field}: {shown(value)}"
+            for field, value in settings.items()
+            if not isinstance(value, Computed)
         )
-        for preset, settings in source.read(source.experiment.get("presets", ast.Dict([], []))).items()
+        for preset, settings in source.read(
+            source.experiment.get("presets", ast.Dict([], []))
+        ).items()
     }
     return f"""{source.question}
 
@@ -113,5 +119,6 @@ def _beside(rows: Mapping[str, str]) -> str:
     """Rows of two columns, as wide as the terminal and at most 100 characters."""
     width, indent = min(100, shutil.get_terminal_size((100, 24)).columns), " " * 22
     return "\n".join(
-        textwrap.fill(f"  {label:<20}{text}", width, subsequent_indent=indent) for label, text in rows.items()
+        textwrap.fill(f"  {label:<20}{text}", width, subsequent_indent=indent)
+        for label, text in rows.items()
     )

@@ -26,7 +26,8 @@ from distlab.comm.rank_process import run_rank
 from distlab.measure.memory import free_bytes
 
 WRONG = 1  # exit code of a command that did its work and found something wrong
-VERDICT_FILE = "DISTLAB_VERDICT_FILE"  # environment variable: where rank 0 leaves the exit code of its work
+# environment variable: where rank 0 leaves the exit code of its work
+VERDICT_FILE = "DISTLAB_VERDICT_FILE"
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
     signal.SIGKILL: "; if nobody sent it, the kernel did, because memory ran out",
@@ -35,7 +36,9 @@ HINTS = {
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
 
-def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0) -> int:
+def start_ranks(
+    arguments: Sequence[str], ranks: int, backend: str | None, max_restarts: int = 0
+) -> int:
     """Run `ranks` processes under torchrun's agent, in this process, and wait for them.
 
     Args:
@@ -56,11 +59,14 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
             f"--nproc {ranks}: a rank's process takes {RANK_BYTES / 2**30:.1f} GiB before it does anything, and "
             f"{free / 2**30:.1f} GiB are free; start at most {max(2, free // RANK_BYTES)} here"
         )
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread per rank, and torchrun need not warn of it
+    # one thread per rank, and torchrun need not warn of it
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     options = [f"--nproc_per_node={ranks}", f"--max_restarts={max_restarts}"]
-    heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup stays nohup
+    # nohup stays nohup
+    heard = [number.name for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     options += ["--signals-to-handle", ",".join(heard)]
-    if "LOGLEVEL" not in os.environ:  # what its agent logs of signals and exit codes is said below and by ranks
+    # what its agent logs of signals and exit codes is said below and by ranks
+    if "LOGLEVEL" not in os.environ:
         for module in ("agent.server.api", "multiprocessing.api"):
             logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
     hand_signals_over()
@@ -71,8 +77,14 @@ def start_ranks(arguments: Sequence[str], ranks: int, backend: str | None, max_r
             torchrun.run(torchrun.parse_args(["--standalone", *command]))
         else:
             importlib.import_module("torch._dynamo")  # which a process's first optimizer imports
-            alone = ["--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", f"--rdzv-id={uuid.uuid4()}"]
-            config, *_ = torchrun.config_from_args(torchrun.parse_args([*alone, "--start-method=fork", *command]))
+            alone = [
+                "--rdzv-backend=c10d",
+                "--rdzv-endpoint=localhost:0",
+                f"--rdzv-id={uuid.uuid4()}",
+            ]
+            config, *_ = torchrun.config_from_args(
+                torchrun.parse_args([*alone, "--start-method=fork", *command])
+            )
             elastic_launch(config, _forked)(_without_own(arguments))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
@@ -130,7 +142,8 @@ def _leave_verdict(code: int, context: RankContext) -> int:
     """
     path = os.environ.get(VERDICT_FILE)
     if path is None or code not in (0, WRONG):
-        return code  # 128 + n of a rank that signal n stopped: the agent waits for ranks that end by it
+        # 128 + n of a rank that signal n stopped: the agent waits for ranks that end by it
+        return code
     if context.is_main:
         Path(path).write_text(str(code))
     return 0

@@ -56,7 +56,9 @@ class Case:
 
     def command(self, commit: str) -> list[str]:
         """What measures it."""
-        ranks = ["--nproc", str(self.ranks)] if load(self.experiment).EXPERIMENT.ranks == "many" else []
+        ranks = (
+            ["--nproc", str(self.ranks)] if load(self.experiment).EXPERIMENT.ranks == "many" else []
+        )
         words = ["run", self.experiment, *shlex.split(self.options), *ranks]
         words += ["--name", self.run, "--out", str(RUNS / commit), "--commit", commit]
         return [sys.executable, "-m", "launch", *words]
@@ -85,17 +87,28 @@ def main(arguments: Sequence[str]) -> int:
     require_clone()
     now = commit(args.commit)
     into = Path(args.into or MANIFEST.parent)
-    named = {f"{case.experiment}/{case.name} {case.experiment}/{case.run}": case for case in cases(args.machine)}
+    named = {
+        f"{case.experiment}/{case.name} {case.experiment}/{case.run}": case
+        for case in cases(args.machine)
+    }
     for word in args.only:
         if not any(word in name for name in named):
-            raise ValueError(f"--only {word}: no record of {args.machine} is called so; --list names them")
-    wanted = [case for name, case in named.items() if any(word in name for word in args.only or ("",))]
+            raise ValueError(
+                f"--only {word}: no record of {args.machine} is called so; --list names them"
+            )
+    wanted = [
+        case for name, case in named.items() if any(word in name for word in args.only or ("",))
+    ]
     if args.list:
         for case in wanted:
-            print(f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}")
+            print(
+                f"{case.experiment + '/' + case.run:<48} {case.minutes:5.1f} min  {case.commit(into) or 'none'}"
+            )
         return 0
     if now is None or now.endswith("-dirty"):
-        raise ValueError(f"records are of a commit, and this tree is {now or 'in none'}: commit first, or --commit SHA")
+        raise ValueError(
+            f"records are of a commit, and this tree is {now or 'in none'}: commit first, or --commit SHA"
+        )
     return measure([case for case in wanted if case.commit(into) != now], now, into, args.minutes)
 
 
@@ -104,7 +117,9 @@ def parser() -> argparse.ArgumentParser:
     found = Parser("distlab records", description=(__doc__ or "").partition("\n")[0])
     found.add_argument("--machine", required=True, help="of records/manifest.toml, such as h200x2")
     found.add_argument("--only", nargs="+", default=(), metavar="WORD", help="of EXPERIMENT/CASE")
-    found.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing that would end later")
+    found.add_argument(
+        "--minutes", type=float, default=float("inf"), help="begin nothing that would end later"
+    )
     found.add_argument("--into", metavar="FOLDER", help="of records [records/]")
     found.add_argument("--commit", help="of this tree, where there is no git")
     found.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
@@ -119,7 +134,10 @@ def measure(left: Sequence[Case], commit: str, into: Path, minutes: float) -> in
         if spent + case.minutes > minutes:
             print(f"left: {case.experiment}/{case.run}, {case.minutes:g} minutes", file=sys.stderr)
             continue
-        print(f"{spent:.1f} min: {case.experiment}/{case.run}, {case.minutes:g} minutes", file=sys.stderr)
+        print(
+            f"{spent:.1f} min: {case.experiment}/{case.run}, {case.minutes:g} minutes",
+            file=sys.stderr,
+        )
         if subprocess.run(case.command(commit), cwd=ROOT, check=False).returncode:
             print(f"FAILED: {case.experiment}/{case.run}", file=sys.stderr)
             failed = 1

@@ -16,7 +16,11 @@ def experiments() -> dict[str, Path]:
     found = {}
     for folder in (EXPERIMENTS, LESSONS):
         found |= {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
-        found |= {path.parent.name: path for path in folder.glob("*/__init__.py") if path.parent != LESSONS}
+        found |= {
+            path.parent.name: path
+            for path in folder.glob("*/__init__.py")
+            if path.parent != LESSONS
+        }
     return dict(sorted(found.items()))
 
 
@@ -27,7 +31,9 @@ def require_clone() -> None:
         ValueError: this is no clone of the repository.
     """
     if not (ROOT / "records").is_dir():
-        raise ValueError("this needs a clone of the repository: an installed package has no records/")
+        raise ValueError(
+            "this needs a clone of the repository: an installed package has no records/"
+        )
 
 
 def load(name: str) -> ModuleType:
@@ -38,6 +44,8 @@ def load(name: str) -> ModuleType:
     """
     known = experiments()
     if name not in known:
-        raise ValueError(f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all")
+        raise ValueError(
+            f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all"
+        )
     path = known[name].parent if known[name].stem == "__init__" else known[name].with_suffix("")
     return importlib.import_module(".".join(path.relative_to(ROOT).parts))

@@ -39,23 +39,29 @@ def runs(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     out = Path(args.out)
     if args.out != parser.get_default("out") and not out.is_dir():
-        raise ValueError(f"--out {out} is no folder: give one that holds results, or leave it out for outputs")
+        raise ValueError(
+            f"--out {out} is no folder: give one that holds results, or leave it out for outputs"
+        )
     known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of, result_for)
     words = [word.lower() for word in args.words]
     rows = [
         {name: text.replace(f"{out}/", "").replace(f"{ROOT}/", "") for name, text in row.items()}
         for row in known
-        if all(word in " ".join(row.values()).lower() for word in words) and row["when (UTC)"] >= args.since
+        if all(word in " ".join(row.values()).lower() for word in words)
+        and row["when (UTC)"] >= args.since
     ]
     if not rows:
         such = f" with {' '.join(args.words)}" if args.words else ""
-        print(f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names")
+        print(
+            f"no runs{such} under {out}/; `distlab run NAME` makes one, and `distlab list` shows the names"
+        )
         return 0
     print(as_text(rows[:MOST_RUNS], shutil.get_terminal_size((WIDTH, 24)).columns))
     if len(rows) > MOST_RUNS:
         print(f"{len(rows) - MOST_RUNS} older ones: give words that a line must hold")
     if out.is_dir():
-        # The lines above are of the committed records with --records, and cut to what was asked for.
+        # The lines above are of the committed records with --records, and cut to what was asked
+        # for.
         print(f"page: {write_index(out, listed(files_of([out]), defaults_of, result_for))}")
     return 0
 
@@ -64,7 +70,10 @@ def runs_parser() -> argparse.ArgumentParser:
     """The options of `distlab runs`."""
     parser = Parser("distlab runs", description=runs.__doc__)
     parser.add_argument(
-        "words", nargs="*", metavar="WORD", help="that a line must hold: experiment, machine, commit, …"
+        "words",
+        nargs="*",
+        metavar="WORD",
+        help="that a line must hold: experiment, machine, commit, …",
     )
     parser.add_argument("--since", default="", metavar="DATE", help="such as 2026-11 or 2026-11-22")
     parser.add_argument("--records", action="store_true", help="the committed records instead")
@@ -81,7 +90,8 @@ def compare(arguments: Sequence[str]) -> int:
         rows = compared(saved, args.against)
         view = view_of(saved, rows[0].config["metric"])
         differing = differences(saved)
-        view.headline_of(rows), view.table(rows)  # whatever cannot be shown is refused before there is a folder
+        # whatever cannot be shown is refused before there is a folder
+        view.headline_of(rows), view.table(rows)
     if not args.json:
         for line in differing:
             print(highlighted(line))
@@ -89,7 +99,8 @@ def compare(arguments: Sequence[str]) -> int:
     with reading(files), new_folder(args.out, view.name) as folder:
         page = write(view, rows, folder)
     refresh_index(args.out)
-    say(replace(view, findings=findings), rows, page, quiet=args.json)  # without the differences, printed above
+    # without the differences, printed above
+    say(replace(view, findings=findings), rows, page, quiet=args.json)
     if args.fail_above is None:
         return 0
     code, reason = judged(rows, args.fail_above)
@@ -110,7 +121,10 @@ def judged(rows: Records, limit_pct: float) -> tuple[int, str]:
     if gone(rows) or (failed and not moved):
         return 1, f"{more}, or gone: {', '.join(failed)}"
     if moved:
-        return CANNOT_TELL, f"all rows moved together, so this cannot tell whether one is {more}. {remedy}"
+        return (
+            CANNOT_TELL,
+            f"all rows moved together, so this cannot tell whether one is {more}. {remedy}",
+        )
     if unsure:
         return CANNOT_TELL, f"cannot tell whether these are {more}: {', '.join(unsure)}. {remedy}"
     return 0, ""
@@ -151,7 +165,9 @@ def _percent(text: str) -> float:
     except ValueError:
         value = -1.0
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a finite percentage of at least 0, such as 5%")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give a finite percentage of at least 0, such as 5%"
+        )
     return value
 
 
@@ -160,7 +176,9 @@ def refresh_index(out: str | Path) -> None:
     try:
         write_index(Path(out), listed(files_of([Path(out)]), defaults_of, result_for))
     except Exception as error:
-        print(f"{out}/index.html could not be made: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"{out}/index.html could not be made: {type(error).__name__}: {error}", file=sys.stderr
+        )
 
 
 def result_for(records: Records) -> str:

@@ -34,7 +34,9 @@ class SampleOptions(Options):
     tokens: int = option(200, "how many more", least=0)
     temperature: float = option(0.8, "0 takes the likeliest", least=0)
     seed: int = option(0, "of the draws", **SEED)
-    export: str | None = option(None, "write the model to this folder instead, as safetensors with Llama's names")
+    export: str | None = option(
+        None, "write the model to this folder instead, as safetensors with Llama's names"
+    )
     backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
 
 
@@ -51,7 +53,9 @@ def sample(context: RankContext, args: SampleOptions) -> int:
             print(f"{args.export}/model.safetensors and config.json")
         return 0
     if model.config.vocab_size != 256:
-        raise ValueError(f"{stored.path} was not trained on bytes (vocabulary of {model.config.vocab_size})")
+        raise ValueError(
+            f"{stored.path} was not trained on bytes (vocabulary of {model.config.vocab_size})"
+        )
     for prompt in _lines(context) if args.prompt is None else [args.prompt]:
         bytes_T = torch.tensor(list(os.fsencode(prompt)), dtype=torch.int64, device=context.device)
         tokens = generate(model, bytes_T, args.tokens, temperature=args.temperature, seed=args.seed)
@@ -96,4 +100,9 @@ def main(argv: list[str]) -> int:
         check_export(options.export)
     if options.prompt == "":
         raise ValueError("--prompt is empty: give at least one character to continue")
-    return run_rank(lambda context: sample(context, options), backend=options.backend, timeout_s=60.0, name="sample")
+    return run_rank(
+        lambda context: sample(context, options),
+        backend=options.backend,
+        timeout_s=60.0,
+        name="sample",
+    )

@@ -6,7 +6,8 @@ The same as `distlab train`; see trainer.py beside this file.
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # torchrun puts this file's folder there
+# torchrun puts this file's folder there
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from launch.__main__ import console
 

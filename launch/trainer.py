@@ -84,10 +84,21 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
         shared["trained_by"] = trained_by(journal)
         if data.is_bytes and metrics["validation_loss"] is not None:
             metrics["validation_bits_per_byte"] = metrics["validation_loss"] / math.log(2)
-        record = Record(NAME, config.strategy, shared, metrics, environment(context.device), commit(args.commit))
-        series = [Series("training", [line["step"] for line in journal], [line["loss"] for line in journal], line="-")]
+        record = Record(
+            NAME, config.strategy, shared, metrics, environment(context.device), commit(args.commit)
+        )
+        series = [
+            Series(
+                "training",
+                [line["step"] for line in journal],
+                [line["loss"] for line in journal],
+                line="-",
+            )
+        ]
         if outcome.validation:
-            series.append(Series("validation", *zip(*outcome.validation, strict=True), line="-", marked=True))
+            series.append(
+                Series("validation", *zip(*outcome.validation, strict=True), line="-", marked=True)
+            )
         panel = Panel("", "step", "loss (nats per token)", series, log_x=None, from_zero=False)
         lines(folder / "loss.png", [panel], title=f"{config.size}, {shared['trained_by']}")
         write(VIEW, [record], folder)
@@ -96,15 +107,23 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
             for step, loss in outcome.validation:
                 bits = f" ({loss / math.log(2):.2f} bits per byte)" if data.is_bytes else ""
                 progress(f"validation loss after step {step}: {loss:.4f} nats per token{bits}")
-            progress(f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}")
+            progress(
+                f"done: {outcome.last_step} steps; checkpoints, metrics and loss.png in {folder}"
+            )
             if stdout_is_file():
                 print(json_line(NAME, [record], folder), flush=True)
 
     with run_folder(context, args.out, NAME, name, fresh=args.fresh) as folder:
         outcome = run.train(
-            config, data, context, folder, write_results=write_results,
-            has_results=lambda steps: has_record(folder, steps), log_every=args.log_every, progress=progress,
-        )  # fmt: skip
+            config,
+            data,
+            context,
+            folder,
+            write_results=write_results,
+            has_results=lambda steps: has_record(folder, steps),
+            log_every=args.log_every,
+            progress=progress,
+        )
     if outcome.stopped_by is None:
         return 0
     progress(
@@ -116,7 +135,9 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
 
 def trained_by(journal: Lines) -> str:
     """Which strategy trained up to which step on how many ranks: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
-    by = itertools.groupby(journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}")
+    by = itertools.groupby(
+        journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}"
+    )
     return ", ".join(f"{who} to step {[*lines][-1]['step']}" for who, lines in by)
 
 
@@ -135,20 +156,48 @@ def what_it_reached(records: Records) -> list[str]:
     metrics = records[0].metrics
     held_out = metrics.get("validation_loss")
     validation = "" if held_out is None else f", that of the held-out data {held_out:.2f}"
-    return [f"After {metrics['steps']:,} steps the loss is {metrics['final_loss']:.2f} nats per token{validation}."]
+    return [
+        f"After {metrics['steps']:,} steps the loss is {metrics['final_loss']:.2f} nats per token{validation}."
+    ]
 
 
 VIEW = View(
     [
         Column("variant", "strategy"),
         Column("metrics.steps", "steps", ",d"),
-        Column("metrics.final_loss", "loss", ".4f", about="nats per token of the last step's batch"),
-        Column("metrics.validation_loss", "validation loss", ".4f", about="nats per token of the held-out data"),
-        Column("metrics.validation_bits_per_byte", "bits per byte", ".3f", optional=True, about="the same in bits"),
-        Column("metrics.step_p50_ms", "step p50 ms", ".1f", about="median time of a step, data and logging included"),
+        Column(
+            "metrics.final_loss", "loss", ".4f", about="nats per token of the last step's batch"
+        ),
+        Column(
+            "metrics.validation_loss",
+            "validation loss",
+            ".4f",
+            about="nats per token of the held-out data",
+        ),
+        Column(
+            "metrics.validation_bits_per_byte",
+            "bits per byte",
+            ".3f",
+            optional=True,
+            about="the same in bits",
+        ),
+        Column(
+            "metrics.step_p50_ms",
+            "step p50 ms",
+            ".1f",
+            about="median time of a step, data and logging included",
+        ),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
-        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
-        gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True, about="most allocated"),
+        Column(
+            "metrics.mfu_pct",
+            "MFU %",
+            ".1f",
+            optional=True,
+            about="FLOPs of the model over the device's peak",
+        ),
+        gib_column(
+            "metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True, about="most allocated"
+        ),
     ],
     headline_from(
         "{size}, {steps} steps of {batch} sequences ({trained_by}), {dtype}, {world_size} × {device_name} ({backend}), "
@@ -180,4 +229,6 @@ def main(argv: list[str]) -> int:
     config = config_from(TrainConfig, args, QUICK if mine.quick else None)
     run_name(mine.name, data, config)  # refused before ranks are started
     data.check_files()
-    return run_on_ranks(lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train")
+    return run_on_ranks(
+        lambda context: train(context, config, data, mine), ["train", *argv], ranks, None, "train"
+    )

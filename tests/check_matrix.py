@@ -34,7 +34,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # -- models ------------------------------------------------------------------------------------------------
 
 
-def classified(module: nn.Module, dtype: torch.dtype, shape: tuple[int, ...] = (6,)) -> tuple[Any, ...]:
+def classified(
+    module: nn.Module, dtype: torch.dtype, shape: tuple[int, ...] = (6,)
+) -> tuple[Any, ...]:
     """Return a factory's three parts for a module that tells five classes of inputs of this shape apart."""
 
     def batch(size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -62,15 +64,22 @@ def alike(dtype: torch.dtype) -> tuple[Any, ...]:
 def convolution(dtype: torch.dtype) -> tuple[Any, ...]:
     """A bias in front of BatchNorm: its exact gradient is zero."""
     module = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.BatchNorm2d(4), nn.Flatten(),
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Conv2d(8, 4, 3),
+        nn.BatchNorm2d(4),
+        nn.Flatten(),
         nn.Linear(64, 5),
-    )  # fmt: skip
+    )
     return classified(module.to(dtype), dtype, (3, 8, 8))
 
 
 def groups(dtype: torch.dtype) -> tuple[Any, ...]:
     """A bias in front of a GroupNorm of one channel per group: its exact gradient is zero."""
-    module = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5))
+    module = nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.GroupNorm(8, 8), nn.Tanh(), nn.Flatten(), nn.Linear(128, 5)
+    )
     return classified(module.to(dtype), dtype, (3, 6, 6))
 
 
@@ -91,7 +100,9 @@ def frozen(dtype: torch.dtype) -> tuple[Any, ...]:
 def mixed(dtype: torch.dtype) -> tuple[Any, ...]:
     """A first layer in another dtype than the last."""
     del dtype
-    module = nn.Sequential(nn.Linear(6, 12).bfloat16(), ToFloat(), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5))
+    module = nn.Sequential(
+        nn.Linear(6, 12).bfloat16(), ToFloat(), nn.LayerNorm(12), nn.Tanh(), nn.Linear(12, 5)
+    )
     return classified(module, torch.bfloat16)
 
 
@@ -113,7 +124,9 @@ class Attention(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
-        q, k, v = (each(x).unflatten(-1, (4, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        q, k, v = (
+            each(x).unflatten(-1, (4, 4)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
         scores = (q @ k.transpose(-1, -2) / 2).softmax(-1)
         return self.head(x + self.out((scores @ v).transpose(1, 2).flatten(2)))
 
@@ -211,7 +224,9 @@ def average(wrapped: Wrapped) -> None:
 Wrap = Callable[[nn.Module, Any], Any]
 
 
-def finishing(finish: Callable[[Wrapped], None], before: Callable[[Wrapped], None] = lambda wrapped: None) -> Wrap:
+def finishing(
+    finish: Callable[[Wrapped], None], before: Callable[[Wrapped], None] = lambda wrapped: None
+) -> Wrap:
     """Return a wrapper with this finish."""
     return lambda module, group: Wrapped(module, group, finish, before)
 
@@ -591,9 +606,15 @@ def _right() -> list[Case]:
     models = (mlp, convolution, groups, attention, tied, frozen, running, mixed)
     cases = [Case(f"by hand, {model.__name__}", model, reducing(mean)) for model in models]
     cases += [Case(f"torch DDP, {model.__name__}", model, ddp) for model in models]
-    cases += [Case(f"FSDP2, {model.__name__}", model, fsdp2) for model in (mlp, convolution, groups, attention)]
+    cases += [
+        Case(f"FSDP2, {model.__name__}", model, fsdp2)
+        for model in (mlp, convolution, groups, attention)
+    ]
     cases += [Case(f"{name}, mlp", mlp, name) for name in ("naive", "bucketed", "zero1", "fsdp")]
-    cases += [Case(f"{name}, attention", attention, name) for name in ("bucketed", "zero1", "fsdp", "fsdp2")]
+    cases += [
+        Case(f"{name}, attention", attention, name)
+        for name in ("bucketed", "zero1", "fsdp", "fsdp2")
+    ]
     cases += [
         Case("bucketed, convolution", convolution, "bucketed"),
         Case("divided first", attention, reducing(divided_first)),
@@ -663,7 +684,9 @@ def strategy_of(case: Case) -> Strategy:
     """Return the wrapper as a strategy."""
     if isinstance(case.wrap, str):
         return get_strategy(case.wrap)
-    return Strategy(case.name, lambda module, process_group: UserWrapper(module, case.wrap, process_group))
+    return Strategy(
+        case.name, lambda module, process_group: UserWrapper(module, case.wrap, process_group)
+    )
 
 
 FACTORIES = {
@@ -690,9 +713,10 @@ def judge(context: Any, names: list[str], dtype: str) -> list[Any]:
 def chosen(ranks: int, dtype: str, part: str = "") -> list[str]:
     """Return the names of the cases for so many ranks in this dtype."""
     return [
-        name for name, case in CASES.items()
+        name
+        for name, case in CASES.items()
         if dtype in case.dtypes and ranks >= case.least_ranks and part in name
-    ]  # fmt: skip
+    ]
 
 
 def outcome(case: Case, dtype: str, verdict: Any) -> tuple[str, str]:
@@ -711,7 +735,9 @@ def outcome(case: Case, dtype: str, verdict: Any) -> tuple[str, str]:
 
 def main() -> int:
     """Run the cases and print them; return 1 if one is missed or accused."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 8])
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=list(DTYPES))
     parser.add_argument("--only", default="", help="part of the names of cases")

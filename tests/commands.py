@@ -34,17 +34,26 @@ def python(
     command = [*map(str, arguments)]
     if cwd != ROOT or command[0] == "-c":
         return subprocess.run(
-            [sys.executable, *command], capture_output=True, text=True, timeout=timeout, check=False, cwd=cwd,
+            [sys.executable, *command],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+            cwd=cwd,
             env=environment() | {"PYTHONPATH": str(cwd)} | variables,
-        )  # fmt: skip
+        )
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder, "stdout"), Path(folder, "stderr")
         process = forked(command, *files)
         process.join(timeout)
         if process.exitcode is None:
             process.kill()
-            raise subprocess.TimeoutExpired(command, timeout, *(file.read_bytes() for file in files))
-        return subprocess.CompletedProcess(command, process.exitcode, *(file.read_text() for file in files))
+            raise subprocess.TimeoutExpired(
+                command, timeout, *(file.read_bytes() for file in files)
+            )
+        return subprocess.CompletedProcess(
+            command, process.exitcode, *(file.read_text() for file in files)
+        )
 
 
 def be_python(command: Sequence[str]) -> None:
@@ -59,7 +68,10 @@ def be_python(command: Sequence[str]) -> None:
 
 
 def forked(
-    command: Sequence[str], stdout: Path, stderr: Path, be: Callable[[Sequence[str]], None] = be_python
+    command: Sequence[str],
+    stdout: Path,
+    stderr: Path,
+    be: Callable[[Sequence[str]], None] = be_python,
 ) -> multiprocessing.Process:
     """A process, in the repository's root, that is `be(command)`, its output in files (which may be one).
 
@@ -73,7 +85,11 @@ def forked(
 
 
 def _be(
-    be: Callable[[Sequence[str]], None], command: Sequence[str], variables: dict[str, str], stdout: Path, stderr: Path
+    be: Callable[[Sequence[str]], None],
+    command: Sequence[str],
+    variables: dict[str, str],
+    stdout: Path,
+    stderr: Path,
 ) -> None:
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
@@ -92,7 +108,9 @@ def children(pid: int) -> list[int]:
 def on_terminal(*command: str | os.PathLike) -> tuple[subprocess.Popen, TextIO]:
     """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines."""
     ours, its = pty.openpty()
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=its, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=its, text=True
+    )
     os.close(its)
     return process, open(ours, encoding="utf-8", newline=None)
 

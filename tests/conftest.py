@@ -12,17 +12,20 @@ from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # rank processes import the same modules again and again
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a shell's background job; commands that we start would
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # inherit that, and tests send them Ctrl-C
+# rank processes import the same modules again and again
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# as in a shell's background job; commands that we start would
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # inherit that, and tests send them Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
 from hypothesis import settings
 
 if not torch.cuda.is_available():
-    # Kernels are interpreted where there is no GPU, in every test and in all that tests start. Triton decides
-    # that when it is imported: here, before a test sets the variable otherwise.
+    # Kernels are interpreted where there is no GPU, in every test and in all that tests start.
+    # Triton decides that when it is imported: here, before a test sets the variable otherwise.
     os.environ["TRITON_INTERPRET"] = "1"
     with contextlib.suppress(ImportError):
         from tests.interpreter import patch_once_per_launch
@@ -42,10 +45,19 @@ settings.load_profile("distlab")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--kill-points", type=int, default=3, help="random points at which a writing checkpoint is killed [3]"
+        "--kill-points",
+        type=int,
+        default=3,
+        help="random points at which a writing checkpoint is killed [3]",
     )
-    parser.addoption("--all-layouts", action="store_true", help="every schedule and strategy on eight ranks")
-    parser.addoption("--costs", type=Path, help="file that is told what each test function took, for `make quick`")
+    parser.addoption(
+        "--all-layouts", action="store_true", help="every schedule and strategy on eight ranks"
+    )
+    parser.addoption(
+        "--costs",
+        type=Path,
+        help="file that is told what each test function took, for `make quick`",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -77,16 +89,21 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def renewed(costs: dict[str, float], took_s: dict[str, float]) -> dict[str, float]:
     """What test functions take now; a figure that was right within a half, or a quarter of a second, stays."""
     stays = {name: costs.get(name, 0.0) for name in took_s}
-    changed = {name: round(s, 1) for name, s in took_s.items() if abs(s - stays[name]) > max(0.25, s / 2)}
+    changed = {
+        name: round(s, 1) for name, s in took_s.items() if abs(s - stays[name]) > max(0.25, s / 2)
+    }
     return {name: s for name, s in sorted((stays | changed).items()) if s}
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    if (costs := session.config.getoption("--costs")) and not hasattr(session.config, "workeroutput"):
+    if (costs := session.config.getoption("--costs")) and not hasattr(
+        session.config, "workeroutput"
+    ):
         before = json.loads(costs.read_text(encoding="utf-8")) if costs.exists() else {}
         costs.write_text(json.dumps(renewed(before, TOOK_S), indent=0) + "\n", encoding="utf-8")
     shut_down()
-    forkserver._forkserver._stop()  # a process counts when it has ended: the ranks' times are the fork server's
+    # a process counts when it has ended: the ranks' times are the fork server's
+    forkserver._forkserver._stop()
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["cpu_s"] = cpu_seconds(resource.RUSAGE_CHILDREN)
 
@@ -99,7 +116,9 @@ def pytest_testnodedown(node) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     children = cpu_seconds(resource.RUSAGE_CHILDREN)
     total, started = cpu_seconds(resource.RUSAGE_SELF) + children, sum(CPU_S_OF_WORKERS) or children
-    terminalreporter.write_line(f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started")
+    terminalreporter.write_line(
+        f"{total:.0f} CPU seconds, {started:.0f} of them in processes that tests started"
+    )
 
 
 @pytest.fixture
@@ -111,9 +130,15 @@ def context():
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Run a test that is marked `ranks(N)` on so many ranks, or on its `world_size`; its `backend` is theirs, too."""
     if mark := pyfuncitem.get_closest_marker("ranks"):
-        given = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames if name != "context"}
+        given = {
+            name: pyfuncitem.funcargs[name]
+            for name in pyfuncitem._fixtureinfo.argnames
+            if name != "context"
+        }
         ranks = mark.args or [given["world_size"]]
-        run_ranks(partial(pyfuncitem.function, **given), *ranks, backend=given.get("backend", "gloo"))
+        run_ranks(
+            partial(pyfuncitem.function, **given), *ranks, backend=given.get("backend", "gloo")
+        )
         return True
     return None
 

@@ -59,14 +59,23 @@ from distlab.parallel import FSDP, ZeroOptimizer, get_strategy
 from distlab.testing import RanksFailed, run_ranks
 
 STRATEGIES = (
-    "naive", "flat", "overlap", "bucketed", "bucketed-two-level", "sharded-optimizer", "zero1", "fsdp", "hsdp"
-)  # fmt: skip
+    "naive",
+    "flat",
+    "overlap",
+    "bucketed",
+    "bucketed-two-level",
+    "sharded-optimizer",
+    "zero1",
+    "fsdp",
+    "hsdp",
+)
 FULLY_SHARDED = ("fsdp", "hsdp")
 ON_A_MESH = ("bucketed-two-level", "hsdp")
 BUCKETS_MB = (1e-5, 1e-4, 1e-3, 25.0)  # 10 bytes, 104 bytes, 1 kB, torch's default
 BATCH, LENGTH, VOCABULARY = 2, 3, 7
 MOST_FAILURES = 5  # after which the command ends
-LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of a peer that does not come
+# what gloo says of a peer that does not come
+LOST = re.compile("[Tt]imeout|Timed out|Connection closed")
 
 
 # -- what a case is ----------------------------------------------------------------------------------------
@@ -75,7 +84,9 @@ LOST = re.compile("[Tt]imeout|Timed out|Connection closed")  # what gloo says of
 def _short_repr(self: Any) -> str:
     """The expression that makes it again, defaults left out."""
     plain = vars(type(self)())
-    changed = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if value != plain[name])
+    changed = ", ".join(
+        f"{name}={value!r}" for name, value in vars(self).items() if value != plain[name]
+    )
     return f"{type(self).__name__}({changed})"
 
 
@@ -329,7 +340,9 @@ class Listing(nn.Module):
     def __init__(self, form: str, children: Sequence[nn.Module]):
         super().__init__()
         if form == "dict":
-            self.items = nn.ModuleDict({f"part{number}": child for number, child in enumerate(children)})
+            self.items = nn.ModuleDict(
+                {f"part{number}": child for number, child in enumerate(children)}
+            )
         elif form == "nested":
             self.items = nn.ModuleList([nn.ModuleList(children)])
         else:
@@ -425,7 +438,8 @@ class Root(nn.Module):
 
     def __init__(self, case: Case, seed: int):
         super().__init__()
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed also formats its caller's stack
+        # torch.manual_seed also formats its caller's stack
+        torch.default_generator.manual_seed(seed)
         self.case, self.moment = case, Moment()
         width = case.width
         self.embedding = nn.Embedding(VOCABULARY, width) if case.tokens else None
@@ -435,7 +449,9 @@ class Root(nn.Module):
             self.own = nn.Parameter(torch.randn(LENGTH, width), requires_grad=case.own == "matrix")
         self._linears: list[nn.Linear] = []
         self.body = nn.Sequential(*[self._make(part) for part in case.body])
-        self.head = nn.Linear(width, VOCABULARY, bias=False) if case.head in ("linear", "tied") else None
+        self.head = (
+            nn.Linear(width, VOCABULARY, bias=False) if case.head in ("linear", "tied") else None
+        )
         if case.head == "tied":
             self.head.weight = self.embedding.weight
         for first, second in case.ties:
@@ -463,7 +479,9 @@ class Root(nn.Module):
             return self._linears[-1]
         if kind == "mlp":
             return nn.Sequential(
-                nn.Linear(width, part.size), nn.Tanh(), nn.Linear(part.size, width, bias=form != "no-bias")
+                nn.Linear(width, part.size),
+                nn.Tanh(),
+                nn.Linear(part.size, width, bias=form != "no-bias"),
             )
         if kind == "attention":
             return Attention(width, part.size if width % part.size == 0 else 1)
@@ -477,7 +495,9 @@ class Root(nn.Module):
             return Listing(form, children)
         if kind in ("around", "answer"):
             return {"around": Around, "answer": Answer}[kind](form, *children)
-        return {"matrix": Matrix, "norm": Norm, "listed": Listed, "reads": Reads, "idle": Idle}[kind](form, width)
+        return {"matrix": Matrix, "norm": Norm, "listed": Listed, "reads": Reads, "idle": Idle}[
+            kind
+        ](form, width)
 
     def forward(self, x: Tensor) -> Any:
         case = self.case
@@ -525,14 +545,17 @@ CONTAINERS: dict[str, tuple[str, ...]] = {
 }
 
 
-def loss_of(model: nn.Module, moment: Moment, case: Case, rank: int, step: int, number: int) -> Tensor:
+def loss_of(
+    model: nn.Module, moment: Moment, case: Case, rank: int, step: int, number: int
+) -> Tensor:
     """The loss of one forward on a rank's own data; smooth, and never large."""
     generator = torch.Generator().manual_seed(10_000 * case.seed + 100 * rank + 10 * step + number)
     if case.tokens:
         data = torch.randint(VOCABULARY, (BATCH, LENGTH), generator=generator)
     else:
         data = torch.randn(BATCH, LENGTH, case.width, generator=generator, dtype=torch.float64)
-    moment.number = rank + step + number // case.regime.forwards  # one for all forwards that a backward takes
+    # one for all forwards that a backward takes
+    moment.number = rank + step + number // case.regime.forwards
     losses = [
         F.smooth_l1_loss(tensor, torch.full_like(tensor, 0.3 + 0.1 * place))
         for place, tensor in enumerate(tensors_in(model(data)))
@@ -542,7 +565,8 @@ def loss_of(model: nn.Module, moment: Moment, case: Case, rank: int, step: int, 
 
 # -- training it -------------------------------------------------------------------------------------------
 
-# eps is large so that AdamW's update is a smooth function of the gradient: no rounding becomes a step of ±lr.
+# eps is large so that AdamW's update is a smooth function of the gradient: no rounding becomes a
+# step of ±lr.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {"lr": 0.2}),
     "momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.05}),
@@ -601,7 +625,8 @@ class OneProcess:
     def __init__(self, case: Case, world_size: int, rank: int, zeros: Sequence[Set[str]] = ()):
         self.case, self.rank, self.zeros, self.trace = case, rank, zeros, Trace()
         self.modules = {each: Root(case, case.seed) for each in range(world_size)}
-        self.models: dict[int, nn.Module] = dict(self.modules)  # through which a rank's forward goes
+        # through which a rank's forward goes
+        self.models: dict[int, nn.Module] = dict(self.modules)
         self.prepare()
 
     @property
@@ -614,9 +639,13 @@ class OneProcess:
         if not trainable:
             raise Invalid("nothing to train")
         cls, options = OPTIMIZERS[self.case.regime.optimizer]
-        self.optimizer = self.make_optimizer(cls, params=grouped(self.case.regime, trainable), **options)
+        self.optimizer = self.make_optimizer(
+            cls, params=grouped(self.case.regime, trainable), **options
+        )
         schedule = self.case.regime.schedule
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if schedule else None
+        self.scheduler = (
+            torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if schedule else None
+        )
 
     def make_optimizer(self, cls: type[Optimizer], **options: Any) -> Optimizer:
         return cls(**options)
@@ -637,7 +666,12 @@ class OneProcess:
             for _ in range(regime.finishes):
                 for pass_number in range(regime.micro + regime.backwards - 1):
                     between = regime.zero == "between" and number == 0
-                    self.backward(step, number, synchronize=pass_number >= regime.micro - 1, zero_between=between)
+                    self.backward(
+                        step,
+                        number,
+                        synchronize=pass_number >= regime.micro - 1,
+                        zero_between=between,
+                    )
                     number += regime.forwards
                 if step == regime.skips:
                     break
@@ -677,7 +711,9 @@ class OneProcess:
     def no_sync(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def backward(self, step: int, number: int, *, synchronize: bool, zero_between: bool = False) -> None:
+    def backward(
+        self, step: int, number: int, *, synchronize: bool, zero_between: bool = False
+    ) -> None:
         with nullcontext() if synchronize else self.no_sync():
             losses = {rank: self.losses(rank, step, number) for rank in self.models}
             if zero_between:
@@ -697,7 +733,8 @@ class OneProcess:
                 module.moment.raises_at = ""
             else:
                 raise Invalid("the backward that should fail has nothing to fail in")
-        for late in Late.under_way:  # gradients of no use, which may be zeroed while they are being sent
+        # gradients of no use, which may be zeroed while they are being sent
+        for late in Late.under_way:
             late.sent = None
 
     def _same(self) -> Iterator[tuple[nn.Parameter, ...]]:
@@ -718,7 +755,11 @@ class OneProcess:
             parameter = self.first.get_parameter(name)
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        found = {name: p.grad.detach().clone() for name, p in self.first.named_parameters() if p.grad is not None}
+        found = {
+            name: p.grad.detach().clone()
+            for name, p in self.first.named_parameters()
+            if p.grad is not None
+        }
         self.trace.present.append(set(found))
         self.trace.gradients.append(found)
 
@@ -901,7 +942,8 @@ def late_arrivals(*names: str) -> Iterator[None]:
 
     def late(collective: Callable[..., Any]) -> Callable[..., Late]:
         def call(*arguments: Any, **options: Any) -> Late:
-            *tensors, group = arguments  # one that is sent and received, or that which receives and that which is sent
+            # one that is sent and received, or that which receives and that which is sent
+            *tensors, group = arguments
             copies = [tensor.detach().clone() for tensor in tensors]
             return Late(collective(*copies, group, **options), copies, tensors[0], tensors[-1])
 
@@ -935,7 +977,9 @@ def values_of(trace: Trace) -> dict[str, Tensor]:
     """All that is compared, each with what it is called in a message."""
     found = {f"loss of forward {number}": loss for number, loss in enumerate(trace.losses)}
     for step, gradients in enumerate(trace.gradients):
-        found |= {f"step {step}: gradient of '{name}'": gradient for name, gradient in gradients.items()}
+        found |= {
+            f"step {step}: gradient of '{name}'": gradient for name, gradient in gradients.items()
+        }
     found |= {f"parameter '{name}'": value for name, value in trace.parameters.items()}
     return found | {f"buffer '{name}'": value for name, value in trace.buffers.items()}
 
@@ -981,8 +1025,14 @@ REFUSALS = (
         "forward reads .* while its unit .* is not gathered",
         lambda case: _reads_outside_units(case),
     ),
-    Refusal(FULLY_SHARDED, "requires_grad of .* changed after wrapping", lambda case: case.regime.freezes >= 0),
-    Refusal(STRATEGIES[:-2], "became ready twice.*use_reentrant=False", _used_in_several_checkpoints),
+    Refusal(
+        FULLY_SHARDED,
+        "requires_grad of .* changed after wrapping",
+        lambda case: case.regime.freezes >= 0,
+    ),
+    Refusal(
+        STRATEGIES[:-2], "became ready twice.*use_reentrant=False", _used_in_several_checkpoints
+    ),
     Refusal(STRATEGIES[:-2], "became ready twice", lambda case: case.regime.backwards > 1),
     Refusal(
         ("zero1",),
@@ -1025,7 +1075,9 @@ def as_allowed(case: Case, strategy: str) -> Case:
 
 def _reads_outside_units(case: Case) -> bool:
     """Whether `as_allowed` has left something that FSDP refuses."""
-    return case.head == "read" or case.body != tuple(_inside_units(p, False, below_list=False) for p in case.body)
+    return case.head == "read" or case.body != tuple(
+        _inside_units(p, False, below_list=False) for p in case.body
+    )
 
 
 def _inside_units(part: Part, read_elsewhere: bool, *, below_list: bool) -> Part:
@@ -1064,7 +1116,9 @@ def generate(seed: int) -> Case:
         own=chance.choice(("", "", "", "matrix", "frozen-matrix", "vector")),
         head=chance.choice(heads),
         ties=ties,
-        output=chance.choice(("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "dict", "same")),
+        output=chance.choice(
+            ("tensor", "tensor", "tensor", "tuple", "dict", "dataclass", "dict", "same")
+        ),
         regime=_regime(chance),
     )
 
@@ -1116,7 +1170,8 @@ def _regime(chance: random.Random) -> Regime:
         rewraps=seldom(0.08, chance.randrange(steps), -1),
         late=chance.random() < 0.5,
         bucket_mb=chance.choice(BUCKETS_MB),
-        skips=seldom(0.12, chance.randrange(steps) - 1, -1),  # a step before the last: the next one forgets it
+        # a step before the last: the next one forgets it
+        skips=seldom(0.12, chance.randrange(steps) - 1, -1),
     )
 
 
@@ -1147,17 +1202,22 @@ class Job:
 COLLECTIVES = ("all_reduce_mean", "broadcast", "reduce_scatter_mean", "all_gather")
 
 
-def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False) -> list[Verdict]:
+def examine(
+    context: RankContext, jobs: Sequence[Job], journal: str, until_failure: bool = False
+) -> list[Verdict]:
     """Every job's verdict, the same on all ranks; fewer than jobs if ranks fell out of step, or one failed where
     nothing more is wanted. Rank 0 notes in the file `journal` which job it is at."""
-    own_group = torch.distributed.new_group()  # verdicts must not meet what a failed case left in the other one
+    # verdicts must not meet what a failed case left in the other one
+    own_group = torch.distributed.new_group()
     warnings.filterwarnings("ignore", "None of the inputs have requires_grad=True")
-    torch.optim.SGD([torch.zeros(1)], lr=0.1)  # its first use imports torch.compile's half of torch …
+    # its first use imports torch.compile's half of torch …
+    torch.optim.SGD([torch.zeros(1)], lr=0.1)
     gc.freeze()  # … through which no collection between cases need look
     journal_file = os.open(journal, os.O_WRONLY)
     verdicts: list[Verdict] = []
     for number, job in enumerate(jobs):
-        # A collective that waits in vain fails after the group's timeout; what hangs otherwise ends the process.
+        # A collective that waits in vain fails after the group's timeout; what hangs otherwise ends
+        # the process.
         faulthandler.dump_traceback_later(3 * context.timeout_s, exit=True)
         if context.rank == 0:
             os.pwrite(journal_file, f"{number:9d}".encode(), 0)
@@ -1168,7 +1228,9 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
         if outcomes == {"refused"}:  # ranks may have issued other collectives than their peers
             timeout = timedelta(seconds=context.timeout_s)
             context = replace(context, group=torch.distributed.new_group(timeout=timeout))
-        elif not outcomes <= {"same", "differs", "invalid", "unstable"} or (until_failure and verdicts[-1].failed):
+        elif not outcomes <= {"same", "differs", "invalid", "unstable"} or (
+            until_failure and verdicts[-1].failed
+        ):
             break
     faulthandler.cancel_dump_traceback_later()
     os.close(journal_file)
@@ -1178,14 +1240,24 @@ def examine(context: RankContext, jobs: Sequence[Job], journal: str, until_failu
 def _together(gathered: list[tuple[Verdict, str]]) -> Verdict:
     """One verdict of all ranks: the worst."""
     order = ("raises", "differs", "refused", "invalid", "unstable", "same")
-    worst = min((verdict for verdict, _ in gathered), key=lambda verdict: order.index(verdict.outcome))
+    worst = min(
+        (verdict for verdict, _ in gathered), key=lambda verdict: order.index(verdict.outcome)
+    )
     if worst.failed:
         # Ranks that only lost their peer come last: they do not know why.
         failed = [(r, v) for r, (v, _) in enumerate(gathered) if v.outcome == worst.outcome]
         rank, worst = min(failed, key=lambda entry: bool(LOST.search(entry[1].text)))
         return replace(worst, text=f"rank {rank}: {worst.text}")
-    if len({verdict.outcome for verdict, _ in gathered} - ({"same"} if worst.outcome == "unstable" else set())) > 1:
-        return Verdict("raises", f"ranks end differently: {[verdict.outcome for verdict, _ in gathered]}")
+    if (
+        len(
+            {verdict.outcome for verdict, _ in gathered}
+            - ({"same"} if worst.outcome == "unstable" else set())
+        )
+        > 1
+    ):
+        return Verdict(
+            "raises", f"ranks end differently: {[verdict.outcome for verdict, _ in gathered]}"
+        )
     if len({digest for _, digest in gathered}) > 1:
         return Verdict("differs", "ranks end with different parameters")
     return worst
@@ -1251,7 +1323,9 @@ def _trained_alone(
         reference = OneProcess(case, world_size, rank, zeros)
         reference.train()
         shown = reference.trace
-        if not all(tensor.isfinite().all() for tensor in (*shown.parameters.values(), *shown.losses)):
+        if not all(
+            tensor.isfinite().all() for tensor in (*shown.parameters.values(), *shown.losses)
+        ):
             raise Invalid("not finite")
         return shown
     except Invalid as error:
@@ -1263,7 +1337,9 @@ def _trained_alone(
 def _zeros(mine: Trace, expected: Trace) -> tuple[frozenset[str], ...]:
     """FSDP gives a matrix that no rank used a gradient of zero, if its unit ran: their names, step by step."""
     matrices = {name for name, value in mine.parameters.items() if value.dim() >= 2}
-    return tuple(frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True))
+    return tuple(
+        frozenset(a - b) & matrices for a, b in zip(mine.present, expected.present, strict=True)
+    )
 
 
 def run_jobs(
@@ -1281,9 +1357,14 @@ def run_jobs(
             try:
                 deadline = 60.0 + 2 * seconds + 0.5 * len(left)
                 verdicts = run_ranks(
-                    examine, ranks, left, journal.name, until_failure,
-                    deadline_s=deadline, group_timeout_s=seconds,
-                )[0]  # fmt: skip
+                    examine,
+                    ranks,
+                    left,
+                    journal.name,
+                    until_failure,
+                    deadline_s=deadline,
+                    group_timeout_s=seconds,
+                )[0]
             except RanksFailed as failure:
                 at = int(Path(journal.name).read_text() or 0)
                 yield left[at], Verdict("hangs or dies", str(failure))
@@ -1312,7 +1393,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--first", type=int, default=0, help="the first of them [0]")
     p.add_argument("--case", help="this case, as it was printed, instead of seeds")
     p.add_argument("--ranks", type=int, nargs="+", default=[2, 3], help="numbers of ranks [2 3]")
-    p.add_argument("--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="which [all]")
+    p.add_argument(
+        "--strategies", nargs="+", choices=STRATEGIES, default=STRATEGIES, help="which [all]"
+    )
     return p
 
 
@@ -1341,7 +1424,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def report(job: Job, verdict: Verdict, ranks: int) -> None:
     """Print a failing case, and how to see it again."""
-    print(f"\nseed {job.case.seed}, {job.strategy}, {ranks} ranks: {verdict.outcome}: {verdict.text}")
+    print(
+        f"\nseed {job.case.seed}, {job.strategy}, {ranks} ranks: {verdict.outcome}: {verdict.text}"
+    )
     again = f"python -m tests.fuzz --strategies {job.strategy} --ranks {ranks}"
     print(f"  again: {again} --first {job.case.seed} --seeds 1")
     print(f'  to shorten by hand: {again} --case "{job.case}"', flush=True)

@@ -20,14 +20,29 @@ from distlab.report.provenance import commit
 
 ROOT = Path(__file__).resolve().parents[1]
 ATTENTION = "tests/kernels/test_flash_attention_gpu.py::test"
-LARGE = [f"{ATTENTION}_more_than_two_to_the_31_elements", f"{ATTENTION}_accuracy_of_long_calls_in_fp32_beside_sdpa"]
-ALONE = ["tests/measure", "tests/experiments/test_attention_sweep.py", "tests/comm/test_context.py", *LARGE]
+LARGE = [
+    f"{ATTENTION}_more_than_two_to_the_31_elements",
+    f"{ATTENTION}_accuracy_of_long_calls_in_fp32_beside_sdpa",
+]
+ALONE = [
+    "tests/measure",
+    "tests/experiments/test_attention_sweep.py",
+    "tests/comm/test_context.py",
+    *LARGE,
+]
 HOPPER = "tests/kernels/test_hopper_attention_gpu.py"
 # As many processes as 80 GB have room for.
-SHARING = ["-m", "gpu and not multigpu", "-n", f"{min(12, os.cpu_count())}", *(f"--deselect={each}" for each in ALONE)]
+SHARING = [
+    "-m",
+    "gpu and not multigpu",
+    "-n",
+    f"{min(12, os.cpu_count())}",
+    *(f"--deselect={each}" for each in ALONE),
+]
 SEVERAL = ["-m", "multigpu", "-n", f"{min(6, os.cpu_count())}"]  # each has up to eight ranks
 NOTHING_SELECTED = 5
-STUCK = ["-o", "faulthandler_timeout=90"]  # where a test is after so many seconds: a kernel that waits for ever
+# where a test is after so many seconds: a kernel that waits for ever
+STUCK = ["-o", "faulthandler_timeout=90"]
 
 
 def lanes(gpus: int) -> list[list[list[str]]]:
@@ -47,14 +62,27 @@ def run(arguments: list[str], gpu: int) -> tuple[int, Counter[str]]:
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     if arguments[: len(SEVERAL)] != SEVERAL:
-        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(",")[gpu]
+        environment["CUDA_VISIBLE_DEVICES"] = os.environ.get("CUDA_VISIBLE_DEVICES", "0,1,2").split(
+            ","
+        )[gpu]
     with tempfile.TemporaryDirectory(prefix="distlab-") as folder:
         report = Path(folder) / "report.xml"
-        options = ["-q", "-rfE", "--durations=9", "--dist", "worksteal", f"--junitxml={report}", *STUCK, *arguments]
+        options = [
+            "-q",
+            "-rfE",
+            "--durations=9",
+            "--dist",
+            "worksteal",
+            f"--junitxml={report}",
+            *STUCK,
+            *arguments,
+        ]
         command = [sys.executable, "-m", "pytest", *options]
         code = subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode
         counts = ElementTree.parse(report).getroot()[0].attrib if report.exists() else {"errors": 1}
-    return code, Counter({name: int(counts.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")})
+    return code, Counter(
+        {name: int(counts.get(name, 0)) for name in ("tests", "failures", "errors", "skipped")}
+    )
 
 
 def main(options: list[str]) -> int:
@@ -65,7 +93,11 @@ def main(options: list[str]) -> int:
     begin, total, codes = time.monotonic(), Counter(), set()
     planned = lanes(gpus)
     with ThreadPoolExecutor(len(planned)) as pool:
-        ran = pool.map(lambda gpu, lane: [run([*each, *options], gpu) for each in lane], range(len(planned)), planned)
+        ran = pool.map(
+            lambda gpu, lane: [run([*each, *options], gpu) for each in lane],
+            range(len(planned)),
+            planned,
+        )
         results = [result for lane in ran for result in lane]
     for code, counts in results:
         codes.add(code)

@@ -25,7 +25,8 @@ from tests.size import code_tokens
 
 OURS = Path(distlab.__file__).parent
 STRATEGIES = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
-COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # which Python 3.12 has inline
+# which Python 3.12 has inline
+COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 
 
 class Function(NamedTuple):
@@ -55,7 +56,11 @@ def walk(context: RankContext, strategy: str) -> list[Function]:
         nonlocal inside_comm
         code: CodeType = frame.f_code
         path = Path(code.co_filename)
-        if event not in ("call", "return") or OURS not in path.parents or code.co_name in COMPREHENSIONS:
+        if (
+            event not in ("call", "return")
+            or OURS not in path.parents
+            or code.co_name in COMPREHENSIONS
+        ):
             return
         file = path.relative_to(OURS).as_posix()
         in_comm = file.startswith("comm/")
@@ -82,7 +87,9 @@ def count(strategy: str) -> Count:
     outside = [function for function in entered if not function.file.startswith("parallel/guards/")]
     files = ["comm" if function.file.startswith("comm/") else function.file for function in outside]
     changes = sum(one != other for one, other in pairwise(files))
-    return Count(len({*outside}), changes, sum(map(tokens, {*outside})), len({*entered}) - len({*outside}))
+    return Count(
+        len({*outside}), changes, sum(map(tokens, {*outside})), len({*entered}) - len({*outside})
+    )
 
 
 @cache
@@ -101,7 +108,13 @@ def tokens(function: Function) -> int:
 
 def main(strategies: Sequence[str]) -> None:
     for strategy in strategies or STRATEGIES:
-        print(strategy, *(f"{value} {name.replace('_', ' ')}" for name, value in count(strategy)._asdict().items()))
+        print(
+            strategy,
+            *(
+                f"{value} {name.replace('_', ' ')}"
+                for name, value in count(strategy)._asdict().items()
+            ),
+        )
         if strategies:
             for function in run_ranks(walk, 2, strategy)[0]:
                 print(shown(function))

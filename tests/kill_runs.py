@@ -29,7 +29,17 @@ from distlab.train.metrics import read_journal
 from tests.comm.test_parent_death import ends_within, is_alive
 from tests.commands import ROOT, children, environment
 
-STRATEGIES = ("bucketed", "naive", "flat", "overlap", "zero1", "sharded-optimizer", "fsdp", "torch-ddp", "fsdp2")
+STRATEGIES = (
+    "bucketed",
+    "naive",
+    "flat",
+    "overlap",
+    "zero1",
+    "sharded-optimizer",
+    "fsdp",
+    "torch-ddp",
+    "fsdp2",
+)
 STEPS = 40
 OPTIONS = (
     "--backend=gloo --context=8 --vocab=31 --batch=12 --checkpoint-every=3 --lr=1e-4 --clip=0 --timeout=30 --name=run "
@@ -52,7 +62,10 @@ class Series:
         self.worst = 0.0
 
     def command(self, folder: Path) -> list[str]:
-        options = (f"--nproc={self.chance.randint(1, 4)}", f"--strategy={self.chance.choice(STRATEGIES)}")
+        options = (
+            f"--nproc={self.chance.randint(1, 4)}",
+            f"--strategy={self.chance.choice(STRATEGIES)}",
+        )
         return [sys.executable, "launch/train.py", *options, f"--out={folder}", *OPTIONS]
 
     def run(self, moments: int) -> None:
@@ -86,7 +99,9 @@ class Series:
             time.sleep(self.chance.uniform(0, 0.1))
         if launcher.poll() is not None:
             if launcher.returncode != 0:
-                raise Failed(f"ended with {launcher.returncode}:\n{(self.out / 'stderr').read_text()}")
+                raise Failed(
+                    f"ended with {launcher.returncode}:\n{(self.out / 'stderr').read_text()}"
+                )
             return True
         ranks = ranks_of(launcher.pid)
         victims = {"launcher": [launcher.pid], "all": [*ranks, launcher.pid]}
@@ -106,11 +121,16 @@ class Series:
         if not all([ends_within(rank, 2) for rank in ranks]):
             late = [rank for rank in ranks if is_alive(rank)]
             if moment != "start" or not all(ends_within(rank, 60) for rank in late):
-                raise Failed(f"{what}: ranks {late} outlived it:\n{(self.out / 'stderr').read_text()}")
+                raise Failed(
+                    f"{what}: ranks {late} outlived it:\n{(self.out / 'stderr').read_text()}"
+                )
         if max(losses(folder), default=0) != trained:
             raise Failed(f"{what}: ranks trained on:\n{(self.out / 'stderr').read_text()}")
         self.kills[what] += 1
-        print(f"{self.kills.total()}: {what}, step {max(losses(folder), default=0)} of {STEPS}", flush=True)
+        print(
+            f"{self.kills.total()}: {what}, step {max(losses(folder), default=0)} of {STEPS}",
+            flush=True,
+        )
         return False
 
     def finish(self, folder: Path, expected: dict[int, float]) -> None:
@@ -126,7 +146,9 @@ class Series:
         record = json.loads((run / "records.json").read_text())["records"][0]["metrics"]
         if record["steps"] != STEPS or record["final_loss"] != found[STEPS]:
             raise Failed(f"{folder}: the record says {record}")
-        left = [path.name for path in (*run.glob("run.lock*"), *(run / "checkpoints").glob("[!s]*"))]
+        left = [
+            path.name for path in (*run.glob("run.lock*"), *(run / "checkpoints").glob("[!s]*"))
+        ]
         if left:
             raise Failed(f"{folder}: left behind: {left}")
 
@@ -168,7 +190,9 @@ def main() -> int:
             print(f"FAILED after {series.kills.total()} kills: {error}", file=sys.stderr)
             return 1
     kills = ", ".join(f"{count} × {what}" for what, count in sorted(series.kills.items()))
-    print(f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, {time.monotonic() - begin:.0f} s")
+    print(
+        f"{moments} kills ({kills}), largest |Δloss| {series.worst:.1e}, {time.monotonic() - begin:.0f} s"
+    )
     return 0
 
 

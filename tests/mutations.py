@@ -62,14 +62,18 @@ class Mutation:
         path = root / self.file
         text = path.read_text(encoding="utf-8")
         if (count := text.count(self.find)) != 1:
-            raise ValueError(f"{self.name}: {self.file} has its text {count} times, not once: {self.find!r}")
+            raise ValueError(
+                f"{self.name}: {self.file} has its text {count} times, not once: {self.find!r}"
+            )
         path.write_text(text.replace(self.find, self.replacement), encoding="utf-8")
 
 
 def read_list(path: Path) -> tuple[Mutation, ...]:
     """Read a list of mutations: one table for each, its tests as a command line writes them."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
-    return tuple(Mutation(**entry | {"tests": tuple(shlex.split(entry["tests"]))}) for entry in found)
+    return tuple(
+        Mutation(**entry | {"tests": tuple(shlex.split(entry["tests"]))}) for entry in found
+    )
 
 
 MUTATIONS = read_list(ROOT / "tests" / "mutations.toml")
@@ -82,8 +86,10 @@ def copy_tree(target: Path) -> None:
     """Copy what git knows, and new files that it does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, check=True,
-    ).stdout.decode()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        check=True,
+    ).stdout.decode()
     for name in filter(None, listed.split("\0")):
         if (ROOT / name).is_file():
             (target / name).parent.mkdir(parents=True, exist_ok=True)
@@ -108,13 +114,23 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
     path = root / mutation.file
     before = path.read_text(encoding="utf-8")
     mutation.apply(root)
-    variables = os.environ | {"PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    variables = os.environ | {
+        "PYTHONPATH": str(root),
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=line"]
     command += ["-m", "not commands", *tests]
     begin = time.monotonic()
     try:
         done = subprocess.run(
-            command, cwd=root, env=variables, capture_output=True, text=True, timeout=LIMIT_S, check=False
+            command,
+            cwd=root,
+            env=variables,
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         return Result(False, f"no end within {LIMIT_S:.0f} s", time.monotonic() - begin)
@@ -122,7 +138,9 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
         path.write_text(before, encoding="utf-8")
     seconds = time.monotonic() - begin
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
+        raise RuntimeError(
+            f"{mutation.name}: pytest ended with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}"
+        )
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", done.stdout, re.MULTILINE)
     return Result(done.returncode == 1, failed[1] if failed else "", seconds)
 
@@ -151,16 +169,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run mutations; 1 if one survives."""
     categories = sorted({m.category for m in MUTATIONS})
     p = argparse.ArgumentParser("python -m tests.mutations", description=__doc__.splitlines()[0])
-    p.add_argument("--only", action="append", metavar="TEXT", help="whose name or file has this; may be repeated [all]")
-    p.add_argument("--category", nargs="+", choices=categories, default=categories, metavar="NAME", help="[all]")
+    p.add_argument(
+        "--only",
+        action="append",
+        metavar="TEXT",
+        help="whose name or file has this; may be repeated [all]",
+    )
+    p.add_argument(
+        "--category",
+        nargs="+",
+        choices=categories,
+        default=categories,
+        metavar="NAME",
+        help="[all]",
+    )
     p.add_argument("--workers", type=int, default=2, help="how many at a time [2]")
     p.add_argument("--list", action="store_true", help="print names and files and end")
-    p.add_argument("--tests", type=shlex.split, help="arguments of pytest, instead of the entries' own")
+    p.add_argument(
+        "--tests", type=shlex.split, help="arguments of pytest, instead of the entries' own"
+    )
     args = p.parse_args(argv)
     if args.workers < 1:
         p.error(f"--workers {args.workers}: at least one")
     of_category = [m for m in MUTATIONS if m.category in args.category]
-    chosen = [m for m in of_category if any(text in m.name or text in m.file for text in args.only or [""])]
+    chosen = [
+        m
+        for m in of_category
+        if any(text in m.name or text in m.file for text in args.only or [""])
+    ]
     if not chosen:
         print(f"no mutation's name or file has {args.only}; --list shows them", file=sys.stderr)
         return 2

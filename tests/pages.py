@@ -7,9 +7,19 @@ from pathlib import Path
 from tests.commands import ROOT
 
 PROGRAMS = (
-    "distlab", "python", "python3", ".venv/bin/python", "torchrun", "pytest", "make", "pip", "export", "sbatch", "bash",
+    "distlab",
+    "python",
+    "python3",
+    ".venv/bin/python",
+    "torchrun",
+    "pytest",
+    "make",
+    "pip",
+    "export",
+    "sbatch",
+    "bash",
     "compute-sanitizer",
-)  # fmt: skip
+)
 SHELLS = ("", "sh", "bash", "shell", "console")
 _START = re.compile(r"(?:[A-Z_]+=\S+ )*(?:" + "|".join(map(re.escape, PROGRAMS)) + r") \S")
 

@@ -26,7 +26,8 @@ import torch
 from distlab.comm import RankContext, rank_context
 from distlab.measure.statistics import paired_ratio, percentiles
 
-HOST = {"d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16}  # as in ddp_bench's preset
+# as in ddp_bench's preset
+HOST = {"d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16}
 HERE = Path(__file__).resolve().parents[1]
 
 
@@ -41,7 +42,8 @@ def tree(root: Path) -> Iterator[None]:
     finally:
         sys.path.remove(str(root))
         for name, module in _forget().items():
-            if name.endswith("comm.copy_engine"):  # torch allows one definition of an operator's namespace
+            # torch allows one definition of an operator's namespace
+            if name.endswith("comm.copy_engine"):
                 module._library._destroy()
         sys.modules.update(outside)
 
@@ -60,7 +62,9 @@ def samples(
     try:
         bench_module = importlib.import_module("distlab.bench.timing")
         shape = HOST if options.host else {}
-        config = bench_module.BenchOptions(size=options.size, batch=options.batch, dtype=options.dtype, **shape)
+        config = bench_module.BenchOptions(
+            size=options.size, batch=options.batch, dtype=options.dtype, **shape
+        )
         bench = bench_module.Workbench(context, config)
     except ModuleNotFoundError:  # an older tree
         bench_module = importlib.import_module("distlab.train.workbench")
@@ -68,9 +72,15 @@ def samples(
         bench = bench_module.Workbench(
             context, preset(options.size), batch_size=options.batch, compute_dtype=dtype
         )
-    mesh = {} if shard_size is None else {"shard_size": shard_size}  # which an older tree does not know
+    # which an older tree does not know
+    mesh = {} if shard_size is None else {"shard_size": shard_size}
     row = bench_module.variants([strategy], [options.bucket_size_mb], **mesh)
-    blocks = {"rounds": 1, "warmup": options.warmup, "steps": options.steps, "inspect": lambda *_: None}
+    blocks = {
+        "rounds": 1,
+        "warmup": options.warmup,
+        "steps": options.steps,
+        "inspect": lambda *_: None,
+    }
     return bench.time_rounds(row, **blocks)[row[0].name].phases["step"]
 
 
@@ -82,7 +92,9 @@ def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> 
     torch.manual_seed(context.rank)
     config = preset(options.size)
     module = TransformerLM(config).to(context.device)
-    model, optimizer = get_strategy(strategy).build(module, context.group, torch.optim.AdamW, {"lr": 1e-2})
+    model, optimizer = get_strategy(strategy).build(
+        module, context.group, torch.optim.AdamW, {"lr": 1e-2}
+    )
     found = []
     for step in range(options.losses):
         accumulates = step >= options.losses // 2
@@ -104,10 +116,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("before", type=Path, help="folder that holds the other version's distlab and kernels")
+    parser.add_argument(
+        "before", type=Path, help="folder that holds the other version's distlab and kernels"
+    )
     parser.add_argument("--strategies", default="zero1,fsdp", help="comma-separated [zero1,fsdp]")
     parser.add_argument("--now", help="strategy of this version to hold against it [the same]")
-    parser.add_argument("--shard-size", type=int, help="ranks of a shard group in this version [those of a host]")
+    parser.add_argument(
+        "--shard-size", type=int, help="ranks of a shard group in this version [those of a host]"
+    )
     parser.add_argument("--size", default="tiny", help="model preset [tiny]")
     parser.add_argument("--host", action="store_true", help="layers so small that the host decides")
     parser.add_argument("--batch", type=int, default=2, help="sequences per rank [2]")
@@ -116,7 +132,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4, help="attachments of each version [4]")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps per attachment [3]")
     parser.add_argument("--steps", type=int, default=8, help="timed steps per attachment [8]")
-    parser.add_argument("--losses", type=int, default=0, help="steps whose losses are compared, in fp32 [0: none]")
+    parser.add_argument(
+        "--losses", type=int, default=0, help="steps whose losses are compared, in fp32 [0: none]"
+    )
     options = parser.parse_args()
     with rank_context(timeout_s=120) as context:
         for strategy in options.strategies.split(","):
@@ -143,7 +161,10 @@ def main() -> None:
                 }
                 if pair:
                     found |= {"losses": pair[1], "losses_equal": pair[0] == pair[1]}
-                print(json.dumps({"strategy": strategy} | vars(options) | found, default=str), flush=True)
+                print(
+                    json.dumps({"strategy": strategy} | vars(options) | found, default=str),
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

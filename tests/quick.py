@@ -22,7 +22,8 @@ import pytest
 from tests.mutations import MUTATIONS
 
 ROOT = Path(__file__).resolve().parents[1]
-COSTS = ROOT / "tests" / "costs.json"  # test function → seconds of all its cases, without those that take no time
+# test function → seconds of all its cases, without those that take no time
+COSTS = ROOT / "tests" / "costs.json"
 BUDGET_S = 35.0  # of two workers together
 MOST_S = 20.0  # of one function
 ITEM_S = 0.04  # what each costs besides
@@ -31,8 +32,14 @@ ALWAYS = ("tests/test_architecture.py", "tests/test_mutations.py")
 
 def changed() -> list[str]:
     """Files that differ from HEAD, or that git does not know yet."""
-    listed = (["diff", "--name-only", "--diff-filter=d", "HEAD"], ["ls-files", "--others", "--exclude-standard"])
-    said = (subprocess.run(["git", *each], cwd=ROOT, capture_output=True, text=True, check=True) for each in listed)
+    listed = (
+        ["diff", "--name-only", "--diff-filter=d", "HEAD"],
+        ["ls-files", "--others", "--exclude-standard"],
+    )
+    said = (
+        subprocess.run(["git", *each], cwd=ROOT, capture_output=True, text=True, check=True)
+        for each in listed
+    )
     return [file for each in said for file in each.stdout.splitlines()]
 
 
@@ -44,7 +51,11 @@ def near(file: str) -> Iterator[tuple[int, str, str]]:
     for mutation in MUTATIONS:
         if mutation.file == file:
             name, *options = mutation.tests
-            yield 1, name.split("::")[0], options[1] if options[:1] == ["-k"] else name.partition("::")[2]
+            yield (
+                1,
+                name.split("::")[0],
+                options[1] if options[:1] == ["-k"] else name.partition("::")[2],
+            )
     if path.suffix == ".md":
         yield 2, "tests/test_pages.py", path.name
     inside = Path(*path.parts[1 if path.parts[0] in ("distlab", "docs") else 0 :])
@@ -75,7 +86,9 @@ def imports() -> dict[str, set[str]]:
 def matches(expression: str, node: str) -> bool:
     """Whether pytest's `-k` would choose this item."""
     words = re.sub(
-        r"[^\s()]+", lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in node), expression
+        r"[^\s()]+",
+        lambda word: word[0] if word[0] in ("and", "or", "not") else str(word[0] in node),
+        expression,
     )
     return not expression or eval(words)
 
@@ -84,7 +97,9 @@ def collected(files: Sequence[str]) -> list[str]:
     """The items of these files that this machine can run."""
     listing = io.StringIO()
     with redirect_stdout(listing):
-        pytest.main(["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not commands", *files])
+        pytest.main(
+            ["--collect-only", "-q", "-p", "no:cacheprovider", "-m", "not commands", *files]
+        )
     return [line for line in listing.getvalue().splitlines() if "::" in line]
 
 
@@ -94,7 +109,11 @@ def chosen(files: Sequence[str]) -> tuple[list[str], list[str]]:
     wanted = [(0, name, "") for name in ALWAYS] + [each for file in files for each in near(file)]
     functions: dict[str, tuple[int, float, list[str]]] = {}  # function → nearness, seconds, items
     for node in collected(sorted({name for _, name, _ in wanted})):
-        found = [rank for rank, name, words in wanted if node.startswith(f"{name}::") and matches(words, node)]
+        found = [
+            rank
+            for rank, name, words in wanted
+            if node.startswith(f"{name}::") and matches(words, node)
+        ]
         if found:
             function = node.partition("[")[0]
             rank, seconds, nodes = functions.get(function, (9, costs.get(function, 0.0), []))
@@ -111,13 +130,30 @@ def chosen(files: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def main(files: Sequence[str]) -> int:
     """Run what is near these files, by default those that were changed."""
-    lint = subprocess.run([sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, check=False).returncode
+    lint = subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "."], cwd=ROOT, check=False
+    ).returncode
     files = files or changed()
     run, left = chosen(files)
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "--dist", "worksteal", "-p", "no:cacheprovider", *run]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-n",
+        "2",
+        "--dist",
+        "worksteal",
+        "-p",
+        "no:cacheprovider",
+        *run,
+    ]
     tests = subprocess.run(command, cwd=ROOT, check=False).returncode
     shown = left if len(left) <= 5 else [*left[:5], f"and {len(left) - 5} more"]
-    print(f"{len(files)} files: {len(run)} tests" + (f"; left out for time: {', '.join(shown)}" if left else ""))
+    print(
+        f"{len(files)} files: {len(run)} tests"
+        + (f"; left out for time: {', '.join(shown)}" if left else "")
+    )
     return lint or tests
 
 

@@ -50,7 +50,9 @@ def _code_token_rows(text: str) -> list[int]:
     """Return the first line of every code token. An f-string is one token on every Python."""
     docstrings: set[int] = set()
     for node in ast.walk(ast.parse(text)):
-        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        documented = isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        )
         if documented and ast.get_docstring(node, clean=False) is not None:
             docstrings.update(range(node.body[0].lineno, node.body[0].end_lineno + 1))
     rows: list[int] = []
@@ -92,12 +94,16 @@ def textures() -> dict[str, Texture]:
 
 def report() -> str:
     """Return the table that `make size` prints."""
-    rows = [f"{'package':<20} {'lines':>7} {'tokens/line':>12} {'comments/100':>13} {'> 100 columns':>14}"]
+    rows = [
+        f"{'package':<20} {'lines':>7} {'tokens/line':>12} {'comments/100':>13} {'> 100 columns':>14}"
+    ]
     for package, counts in sorted(textures().items()):
         per_line = counts.tokens / max(counts.code_lines, 1)
         comments = 100 * counts.comments / max(counts.code_lines, 1)
         wide = counts.wide_lines / max(counts.lines, 1)
-        rows.append(f"{package:<20} {counts.lines:>7,} {per_line:>12.1f} {comments:>13.1f} {wide:>14.1%}")
+        rows.append(
+            f"{package:<20} {counts.lines:>7,} {per_line:>12.1f} {comments:>13.1f} {wide:>14.1%}"
+        )
     return "\n".join(rows)
 
 

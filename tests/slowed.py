@@ -22,7 +22,8 @@ from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT
 
 ROWS = ("local", "bucketed", "torch-ddp")
-RUNS = {"as_it_is": 0.0, "slower_20ms": 20e-3, "slower_10us": 10e-6, "again": 0.0}  # seconds of sleep
+# seconds of sleep
+RUNS = {"as_it_is": 0.0, "slower_20ms": 20e-3, "slower_10us": 10e-6, "again": 0.0}
 
 
 class Slowed(BucketedDDP):

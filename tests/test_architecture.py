@@ -20,7 +20,8 @@ from tests.commands import python
 ROOT = Path(__file__).resolve().parent.parent
 LAYERS = ("launch", "experiments", "examples", "distlab", "kernels")
 
-# Unit of distlab → what it may import of distlab (and kernels), besides itself and what stands in COMMON.
+# Unit of distlab → what it may import of distlab (and kernels), besides itself and what stands in
+# COMMON.
 COMMON = "cli_errors files options precision hardware text"
 ALLOWED = {
     **dict.fromkeys(("files", "options", "precision", "hardware", "text"), ""),
@@ -51,21 +52,38 @@ OF_ONE_MODULE = {  # may know more than the rest of its package
 }
 STREAM_MAKERS = ("distlab.comm.collectives", "distlab.comm.copy_engine", "distlab.measure.clock")
 RANK_READER = "distlab.comm.context"
-RANK_VARIABLES = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT"}
+RANK_VARIABLES = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
 
 # Modules that may write a name of `STRATEGIES`, and which.
 NAMED = {
     **dict.fromkeys(  # naive attention
-        ("bench.reference", "model.config", "model.ops", "theory.memory.activations", "simulate.estimate",
-         "simulate.plan", "simulate.step"), ("naive",),
+        (
+            "bench.reference",
+            "model.config",
+            "model.ops",
+            "theory.memory.activations",
+            "simulate.estimate",
+            "simulate.plan",
+            "simulate.step",
+        ),
+        ("naive",),
     ),
     "train.config": ("bucketed",),  # the default of an option
     "bench.timing": ("local",),  # likewise
     "train.memory_budget": ("local", "fsdp"),  # likewise, and the advice where a model does not fit
     "simulate.case": ("fsdp",),  # the same advice
-    "simulate.calibrate": ("local", "naive", "flat", "overlap"),  # it is a fit to the steps of these four
+    # it is a fit to the steps of these four
+    "simulate.calibrate": ("local", "naive", "flat", "overlap"),
     "runs": ("local",),  # the row that others are compared with
-}  # fmt: skip
+}
 
 
 def violations(module, source, *, is_package=False):
@@ -77,12 +95,24 @@ def violations(module, source, *, is_package=False):
         if (reason := _forbidden(module, target))
     ]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and module.startswith("distlab") and module not in STREAM_MAKERS:
+        if (
+            isinstance(node, ast.Call)
+            and module.startswith("distlab")
+            and module not in STREAM_MAKERS
+        ):
             name = getattr(node.func, "attr", getattr(node.func, "id", ""))
             if name in ("Stream", "ExternalStream"):
-                found.append(f"{module}:{node.lineno} makes a stream: only {' and '.join(STREAM_MAKERS)} may")
-        if module != RANK_READER and isinstance(node, ast.Constant) and node.value in RANK_VARIABLES:
-            found.append(f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a RankContext")
+                found.append(
+                    f"{module}:{node.lineno} makes a stream: only {' and '.join(STREAM_MAKERS)} may"
+                )
+        if (
+            module != RANK_READER
+            and isinstance(node, ast.Constant)
+            and node.value in RANK_VARIABLES
+        ):
+            found.append(
+                f"{module}:{node.lineno} asks for {node.value}: only {RANK_READER} may, take a RankContext"
+            )
     return found
 
 
@@ -102,7 +132,11 @@ def _forbidden(module, target):
     """Why `module` may not import `target`, or None."""
     layer, to = module.split(".")[0], target.split(".")[0]
     if module == "kernels":
-        return None if to in sys.stdlib_module_names else "kernels/__init__ imports Python's own modules only"
+        return (
+            None
+            if to in sys.stdlib_module_names
+            else "kernels/__init__ imports Python's own modules only"
+        )
     if layer == "kernels":
         known = to in ("kernels", "torch", "triton") or to in sys.stdlib_module_names
         return None if known else "kernels imports torch and triton only"
@@ -120,7 +154,8 @@ def _forbidden(module, target):
 
 def _forbidden_in_distlab(module, target):
     if module == "distlab":
-        if target in ("distlab.command", "distlab.report.record"):  # by `distlab.run`, when it is called
+        # by `distlab.run`, when it is called
+        if target in ("distlab.command", "distlab.report.record"):
             return None
         return "distlab/__init__ imports no part of the library, so that each part can be had alone"
     unit = module.split(".")[1]
@@ -132,7 +167,9 @@ def _forbidden_in_distlab(module, target):
     allowed += [*OF_ONE_MODULE.get(module, ()), *(["kernels.cost"] if unit == "theory" else [])]
     if unit in COMMON.split():
         allowed = [f"distlab.{name}" for name in (unit, *ALLOWED[unit].split())]
-    if target == "distlab" or any(target == entry or target.startswith(f"{entry}.") for entry in allowed):
+    if target == "distlab" or any(
+        target == entry or target.startswith(f"{entry}.") for entry in allowed
+    ):
         return None
     return f"{unit} may import {', '.join(sorted(allowed)) or 'no sibling'}"
 
@@ -152,7 +189,11 @@ def _imports(tree, module, is_package):
                 deeper = base in LAYERS and not alias.name.startswith("__")
                 yield node.lineno, f"{base}.{alias.name}" if deeper else base
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "import_module":
-            yield from ((node.lineno, str(each.value)) for each in node.args[:1] if isinstance(each, ast.Constant))
+            yield from (
+                (node.lineno, str(each.value))
+                for each in node.args[:1]
+                if isinstance(each, ast.Constant)
+            )
 
 
 def _modules():
@@ -163,7 +204,13 @@ def _modules():
 
 def test_imports_follow_the_design():
     modules = dict(_modules())
-    assert {"launch", "experiments", "examples.train", "distlab.comm.context", "kernels.cost"} <= modules.keys()
+    assert {
+        "launch",
+        "experiments",
+        "examples.train",
+        "distlab.comm.context",
+        "kernels.cost",
+    } <= modules.keys()
     found = [
         line
         for module, path in modules.items()
@@ -173,7 +220,9 @@ def test_imports_follow_the_design():
 
 
 def test_no_strategy_is_known_by_its_name():
-    named = [line for module, path in _modules() for line in strategies_named(module, path.read_text())]
+    named = [
+        line for module, path in _modules() for line in strategies_named(module, path.read_text())
+    ]
     assert not named, "\n".join(named)
     assert strategies_named("distlab.theory.volume", "x = strategy == 'zero1'")
     assert strategies_named("distlab.train.config", "TRAINABLE = ('bucketed', 'fsdp')")
@@ -183,8 +232,15 @@ def test_no_strategy_is_known_by_its_name():
 
 def test_one_operation_is_three_files():
     """For who takes RMSNorm along; its form for CPUs, long rows, costs and the recorder come when they are used."""
-    done = python("-c", "import kernels.rmsnorm, sys; print(*(x for x in sys.modules if x.startswith('kernels.')))")
-    assert sorted(done.stdout.split()) == ["kernels._dispatch", "kernels._rows", "kernels.rmsnorm"], done.stderr
+    done = python(
+        "-c",
+        "import kernels.rmsnorm, sys; print(*(x for x in sys.modules if x.startswith('kernels.')))",
+    )
+    assert sorted(done.stdout.split()) == [
+        "kernels._dispatch",
+        "kernels._rows",
+        "kernels.rmsnorm",
+    ], done.stderr
 
 
 def test_every_folder_of_tests_is_a_package():
@@ -198,7 +254,10 @@ def test_every_folder_of_tests_is_a_package():
     [
         ("distlab.parallel.flat", "from distlab import model"),
         ("distlab.parallel.fsdp.unit", "from ...model import ops"),
-        ("distlab.parallel.flat", "import importlib\nimportlib.import_module('distlab.train.loop')"),
+        (
+            "distlab.parallel.flat",
+            "import importlib\nimportlib.import_module('distlab.train.loop')",
+        ),
         ("distlab.model.transformer", "import kernels.rope"),
         ("distlab.report.table", "if TYPE_CHECKING:\n    from distlab.measure import clock"),
         ("distlab.train.loop", "from distlab.report import Record"),
@@ -216,7 +275,10 @@ def test_the_checker_sees(module, source):
 @pytest.mark.parametrize(
     "module, source",
     [
-        ("distlab.parallel.flat", "import torch\nfrom distlab.comm import collectives\nfrom .base import X"),
+        (
+            "distlab.parallel.flat",
+            "import torch\nfrom distlab.comm import collectives\nfrom .base import X",
+        ),
         ("distlab.model.ops", "def f():\n    from kernels.rope import rope"),
         ("distlab.doctor", "import distlab.train.loop"),
         ("experiments.one.view", "from .config import Config\nfrom distlab.report import Column"),

@@ -28,7 +28,8 @@ from launch.__main__ import main
 from tests import check_matrix
 
 HERE = __name__
-NAMED = {  # mistake → signature of the tensors that differ; a message of the strategy's own where it raises
+# mistake → signature of the tensors that differ; a message of the strategy's own where it raises
+NAMED = {
     "no broadcast": signatures.NOT_BROADCAST,
     "sum, not mean": signatures.SUMMED,
     "last bucket not sent": signatures.OWN,
@@ -62,8 +63,13 @@ def names_of_mistakes(context, names):
 
 def test_every_mistake_gets_its_name():
     found = run_ranks(names_of_mistakes, 2, list(NAMED), deadline_s=120)[0]
-    wrong = {name: found[name] for name, right in NAMED.items() if not all(right in text for text in found[name])}
-    alone = {name for name, mistake in MISTAKES.items() if mistake.layout.ranks == 1}  # each rank has a whole model
+    wrong = {
+        name: found[name]
+        for name, right in NAMED.items()
+        if not all(right in text for text in found[name])
+    }
+    # each rank has a whole model
+    alone = {name for name, mistake in MISTAKES.items() if mistake.layout.ranks == 1}
     assert NAMED.keys() == alone - {SLOW} and not wrong and all(found.values())
 
 
@@ -76,7 +82,9 @@ def test_what_costs_messages_alone_gets_no_name():
 
 def classified(module):
     def batch(size, generator):
-        return torch.randn(size, 6, generator=generator), torch.randint(5, (size,), generator=generator)
+        return torch.randn(size, 6, generator=generator), torch.randint(
+            5, (size,), generator=generator
+        )
 
     return module, batch, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1])
 
@@ -86,7 +94,9 @@ def mlp():
 
 
 def with_statistics():
-    return classified(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5)))
+    return classified(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 5))
+    )
 
 
 def tied():
@@ -101,7 +111,11 @@ def tokens():
     def batch(size, generator):
         return torch.randint(11, (size, 13), generator=generator)
 
-    return module, batch, lambda model, batch: F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:])
+    return (
+        module,
+        batch,
+        lambda model, batch: F.cross_entropy(model(batch[:, :-1]).mT, batch[:, 1:]),
+    )
 
 
 # -- wrappers ----------------------------------------------------------------------------------------------
@@ -242,10 +256,21 @@ def counts_of_all(module, group):
 
 
 RIGHT = [  # model, wrapper or strategy
-    ("mlp", "by_hand"), ("mlp", "ddp"), ("tokens", "fsdp2"), ("with_statistics", "ddp"), ("tied", "by_hand"),
-    ("mlp", "naive"), ("tied", "flat"), ("with_statistics", "overlap"), ("tokens", "bucketed"), ("mlp", "zero1"),
-    ("tied", "sharded-optimizer"), ("tokens", "fsdp"), ("mlp", "torch-ddp-tuned"), ("mlp", "fsdp2-of-ours"),
-]  # fmt: skip
+    ("mlp", "by_hand"),
+    ("mlp", "ddp"),
+    ("tokens", "fsdp2"),
+    ("with_statistics", "ddp"),
+    ("tied", "by_hand"),
+    ("mlp", "naive"),
+    ("tied", "flat"),
+    ("with_statistics", "overlap"),
+    ("tokens", "bucketed"),
+    ("mlp", "zero1"),
+    ("tied", "sharded-optimizer"),
+    ("tokens", "fsdp"),
+    ("mlp", "torch-ddp-tuned"),
+    ("mlp", "fsdp2-of-ours"),
+]
 WRONG = {  # wrapper → model, signature, tensors that have it
     "in_bf16": ("mlp", signatures.ROUNDED, None),
     "scaled_by_rank": ("mlp", signatures.APART, None),
@@ -266,12 +291,18 @@ def named(name):
 
 
 def verdicts(context, cases, same):
-    return [on_rank(context, named(model), named(wrap), same_batch=wrap in same) for model, wrap in cases]
+    return [
+        on_rank(context, named(model), named(wrap), same_batch=wrap in same)
+        for model, wrap in cases
+    ]
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
-    cases = [*(RIGHT if ranks == 2 else ()), *((model, wrap) for wrap, (model, _, _) in WRONG.items())]
+    cases = [
+        *(RIGHT if ranks == 2 else ()),
+        *((model, wrap) for wrap, (model, _, _) in WRONG.items()),
+    ]
     found = run_ranks(verdicts, ranks, cases, {"norms_of_a_part"}, deadline_s=200)[0]
     for (model, wrap), verdict in zip(cases, found, strict=True):
         differing = {finding.tensor for finding in verdict.findings}
@@ -279,37 +310,84 @@ def test_right_models_get_no_name_and_wrong_wrappers_theirs(ranks):
             assert verdict.right, f"{model} under {wrap}: {verdict}"
             continue
         _, signature, tensors = WRONG[wrap]
-        assert {finding.signature for finding in verdict.findings} == {signature}, f"{wrap}: {verdict}"
-        assert differing == tensors or (tensors is None and len(differing) == verdict.tensors), f"{wrap}: {verdict}"
+        assert {finding.signature for finding in verdict.findings} == {signature}, (
+            f"{wrap}: {verdict}"
+        )
+        assert differing == tensors or (tensors is None and len(differing) == verdict.tensors), (
+            f"{wrap}: {verdict}"
+        )
         assert abs(verdict.loss / verdict.expected_loss - 1) < 0.03  # which nobody would notice
 
 
 # -- kinds, a few cases of each in `tests/check_matrix.py` ------------------------------------------------------
 
 HALF = [  # found in half precision, where what is right may differ by a few percent; and right ones
-    "summed", "divided twice", "unreduced", "zeroed", "of rank 0", "one missing", "one missing, groups",
-    "one bias missing", "first micro-batch", "stepped twice", "decay",
-    "by hand, attention", "divided first", "added backwards", "added in fp32", "torch DDP, convolution",
-    "fsdp, mlp", "zero1, attention", "FSDP2, groups",
-]  # fmt: skip
+    "summed",
+    "divided twice",
+    "unreduced",
+    "zeroed",
+    "of rank 0",
+    "one missing",
+    "one missing, groups",
+    "one bias missing",
+    "first micro-batch",
+    "stepped twice",
+    "decay",
+    "by hand, attention",
+    "divided first",
+    "added backwards",
+    "added in fp32",
+    "torch DDP, convolution",
+    "fsdp, mlp",
+    "zero1, attention",
+    "FSDP2, groups",
+]
 KINDS = {
     "an exact gradient of zero": [
-        "by hand, convolution", "torch DDP, groups", "FSDP2, attention", "bucketed, convolution",
-        "garbage, convolution", "garbage, attention",
+        "by hand, convolution",
+        "torch DDP, groups",
+        "FSDP2, attention",
+        "bucketed, convolution",
+        "garbage, convolution",
+        "garbage, attention",
     ],
     "one backward per step": ["overlapped", "overlapped, convolution", "overlapped, own method"],
     "names that are computed": [
-        "a step late", "stale after", "not reset", "averaged over steps", "stepped twice", "not stepped", "not sent",
-        "decay", "exchanged", "one bias missing", "last micro-batch", "scaled", "noisy", "one element",
+        "a step late",
+        "stale after",
+        "not reset",
+        "averaged over steps",
+        "stepped twice",
+        "not stepped",
+        "not sent",
+        "decay",
+        "exchanged",
+        "one bias missing",
+        "last micro-batch",
+        "scaled",
+        "noisy",
+        "one element",
     ],
     "buffers that forward reads": [
-        "by hand, running", "torch DDP, running", "buffers of rank 0 in finish", "buffers of rank 0 in forward",
+        "by hand, running",
+        "torch DDP, running",
+        "buffers of rank 0 in finish",
+        "buffers of rank 0 in forward",
     ],
-    "changed besides the training": ["frozen changed", "buffers damaged", "by hand, frozen", "torch DDP, frozen"],
+    "changed besides the training": [
+        "frozen changed",
+        "buffers damaged",
+        "by hand, frozen",
+        "torch DDP, frozen",
+    ],
     "some parameters in bf16": [
-        "summed, mixed", "divided twice, mixed", "unreduced, mixed", "zeroed, mixed", "torch DDP, mixed",
+        "summed, mixed",
+        "divided twice, mixed",
+        "unreduced, mixed",
+        "zeroed, mixed",
+        "torch DDP, mixed",
     ],
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -387,8 +465,16 @@ def a_copy(module, group):
         (no_numbers, "flat", "not a number in one process either"),
         (mlp, deadlock, r"waited 2 s \(--timeout\) in a collective that the others did not join"),
         (mlp, raises, r"failed at test_check.py:\d+ \(KeyError: 'no such layer'"),
-        (no_gradient, "flat", "every gradient is exactly zero in one process .* nothing to compare"),
-        (mlp, three_things, r"must return a callable module, or \(callable module, finish\); it returned 3 things"),
+        (
+            no_gradient,
+            "flat",
+            "every gradient is exactly zero in one process .* nothing to compare",
+        ),
+        (
+            mlp,
+            three_things,
+            r"must return a callable module, or \(callable module, finish\); it returned 3 things",
+        ),
         (mlp, a_copy, "must train the module it is given"),
         (mlp, "bucketted", "did you mean bucketed"),
         (mlp, f"{HERE}:nothing", r"--wrap .* has no function 'nothing'"),
@@ -431,7 +517,10 @@ def test_the_command_ends_with_the_verdict(capfd):
     "options, headline",
     [
         ([], "right with one backward per step; does not support accumulation: 6 of 6 tensors"),
-        (["--micro-batches", "1"], "right: 6 of 6 tensors as in one process (2 ranks × 1 micro-batch, 2 steps)"),
+        (
+            ["--micro-batches", "1"],
+            "right: 6 of 6 tensors as in one process (2 ranks × 1 micro-batch, 2 steps)",
+        ),
     ],
 )
 def test_the_command_says_that_a_wrapper_needs_one_backward(capfd, options, headline):
@@ -440,11 +529,15 @@ def test_the_command_says_that_a_wrapper_needs_one_backward(capfd, options, head
 
 
 def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
-    # In a process of its own, since pytest's own handler of crashes would be inherited by the ranks.
+    # In a process of its own, since pytest's own handler of crashes would be inherited by the
+    # ranks.
     command = ["check", f"{HERE}:mlp", "--wrap", f"{HERE}:other_order", "--timeout", "5"]
-    done = subprocess.run([sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100
+    )
     assert done.returncode != 0 and done.stdout == ""
-    said = [line for line in done.stderr.splitlines() if "loading torch" not in line]  # on a slow machine
+    # on a slow machine
+    said = [line for line in done.stderr.splitlines() if "loading torch" not in line]
     assert len(said) == 1, done.stderr
     assert "same calls in the same order" in done.stderr
     log = re.search(r"the ranks wrote: (.*)\)", done.stderr)

@@ -24,9 +24,15 @@ from tests.commands import ROOT, environment, on_terminal, shown
     "error, line",
     [
         (ValueError("--size 0: at least one"), "--size 0: at least one"),
-        (FileNotFoundError(2, "No such file or directory", "nope.json"), "nope.json: No such file or directory"),
+        (
+            FileNotFoundError(2, "No such file or directory", "nope.json"),
+            "nope.json: No such file or directory",
+        ),
         (MemoryError("batch 4 does not fit"), "batch 4 does not fit"),
-        (OSError(28, "No space", "a.txt"), "a.txt: No space: make room there, then give the same command again"),
+        (
+            OSError(28, "No space", "a.txt"),
+            "a.txt: No space: make room there, then give the same command again",
+        ),
         (KeyError("ours"), None),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), None),
     ],
@@ -35,7 +41,9 @@ def test_what_a_person_can_mend_is_a_line(error, line):
     assert message_of(error) == line
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore")])
+@pytest.mark.parametrize(
+    "error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried …\nmore")]
+)
 def test_memory_that_runs_out_is_said_with_what_helps(error):
     line = message_of(error)
     assert line.startswith("out of memory") and "--batch" in line and "\n" not in line
@@ -116,14 +124,20 @@ def test_a_rank_answers_before_it_is_in_its_group_and_one_of_them_speaks(monkeyp
         raise AssertionError("goes on")
 
     assert command._to_end("bench", imports) == 143
-    assert capsys.readouterr().err == "bench: stopped by SIGTERM after 0 s; nothing was saved\n" * (rank == "0")
+    assert capsys.readouterr().err == "bench: stopped by SIGTERM after 0 s; nothing was saved\n" * (
+        rank == "0"
+    )
 
 
 def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
-    monkeypatch.setattr(ranks, "elastic_launch", lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(
+        ranks, "elastic_launch", lambda *_: lambda *_: os.kill(os.getpid(), signal.SIGTERM)
+    )
     monkeypatch.setattr(ranks, "hand_signals_over", lambda: None)
     assert until_stopped("bench", lambda: ranks.start_ranks(["list"], 2, "gloo")) == 143
-    assert re.fullmatch(r"bench: stopped by SIGTERM after \d+ s; nothing was saved\n", capsys.readouterr().err)
+    assert re.fullmatch(
+        r"bench: stopped by SIGTERM after \d+ s; nothing was saved\n", capsys.readouterr().err
+    )
 
 
 def test_a_folder_in_which_nothing_was_saved_goes(tmp_path):
@@ -170,9 +184,13 @@ sys.exit(until_stopped("bench", {"call": in_one_call, "callback": in_a_callback}
 def sent_a_signal(number, *code):
     """What `python -c` of this says when it is ready and gets a signal, which ends it within two seconds."""
     process = subprocess.Popen(
-        [sys.executable, "-c", *code], cwd=ROOT, env=environment(), text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-c", *code],
+        cwd=ROOT,
+        env=environment(),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout.readline() == "ready\n"
     begin = time.monotonic()
     process.send_signal(number)
@@ -203,13 +221,24 @@ with ended_at_once("bench"):
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
     by = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
-    assert sent_a_signal(number, IMPORTING) == f"bench: stopped by {by} while starting; nothing was saved\n"
+    assert (
+        sent_a_signal(number, IMPORTING)
+        == f"bench: stopped by {by} while starting; nothing was saved\n"
+    )
 
 
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
     """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
-    command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
-    process, terminal = on_terminal(*command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat")
+    command = [
+        sys.executable,
+        "launch/ddp_bench.py",
+        "--nproc=2",
+        "--backend=gloo",
+        f"--out={tmp_path}",
+    ]
+    process, terminal = on_terminal(
+        *command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat"
+    )
     lines = shown(terminal)
     assert any("round 1/1000: naive" in line for line in lines)
     begin = time.monotonic()
@@ -218,13 +247,19 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     assert time.monotonic() - begin < 2
     assert (process.returncode, output) == (143, "")
     (said,) = [line for line in lines if line and "round" not in line]
-    assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith("; nothing was saved")
+    assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith(
+        "; nothing was saved"
+    )
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_loses_no_run_and_ends_in_no_traceback(tmp_path, closed):
-    command = f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
-    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    command = (
+        f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
+    )
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
     assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done
     assert (tmp_path / "train" / "a" / "report.html").is_file()

@@ -27,7 +27,8 @@ QUICK = {
     r"^make test-(commands|gpu)$": "ARGS=--collect-only",
     r"train .*--name speaks-gpu": "--size tiny --steps 4 --log-every 1 --batch 4 --dtype fp32",
     r"--name eight": "--size tiny --layers 2 --context 64 --dtype fp32 --ops torch --log-every 1",
-    r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",  # the default name is the run's before
+    # the default name is the run's before
+    r"train --ops triton": "--name triton --size tiny --steps 4 --log-every 1",
     r"(distlab|launch|launch/train\.py) train|launch/train\.py": "--size tiny --steps 4 --log-every 1",
     r"examples/train\.py": "--steps 4 --log-every 1",
     r"distlab records": "--list",
@@ -63,7 +64,9 @@ def runnable():
                 restarts = "--max-restarts 1 --name page " if "--max-restarts" in words else ""
                 text = f"python -m launch run {ours[1]} {restarts}--preset smoke"
             else:
-                text += " " + next((added for pattern, added in QUICK.items() if re.search(pattern, text)), "")
+                text += " " + next(
+                    (added for pattern, added in QUICK.items() if re.search(pattern, text)), ""
+                )
             found.setdefault(text.strip(), command.page)
     return found
 
@@ -77,29 +80,47 @@ def checkout(tmp_path_factory):
     (copy / ".venv/bin").mkdir(parents=True)
     for program in ("python", "ruff", "distlab"):
         found = Path(sys.executable).with_name(program)
-        if found.exists():  # a wrapper: a link would lose the environment that the interpreter belongs to
+        # a wrapper: a link would lose the environment that the interpreter belongs to
+        if found.exists():
             wrapper = copy / ".venv/bin" / program
             wrapper.write_text(f'#!/bin/sh\nexec {shlex.quote(str(found))} "$@"\n')
             wrapper.chmod(0o755)
     (copy / ".venv/.installed").touch()
     (copy / "my.txt").write_text((ROOT / "README.md").read_text() * 3)
     shutil.copy(ROOT / "examples/own_model.py", copy / "my_model.py")
-    own = re.search(r"```python\n(def parallelize.*?)```", (ROOT / "docs/learn/check.md").read_text(), re.DOTALL)
-    (copy / "my_code.py").write_text("# ruff: noqa\nimport torch.distributed as dist\n" + own.group(1))
+    own = re.search(
+        r"```python\n(def parallelize.*?)```", (ROOT / "docs/learn/check.md").read_text(), re.DOTALL
+    )
+    (copy / "my_code.py").write_text(
+        "# ruff: noqa\nimport torch.distributed as dist\n" + own.group(1)
+    )
     return copy
 
 
 @pytest.mark.commands
 @pytest.mark.parametrize("command", runnable())
 def test_the_command_runs(command, checkout):
-    reason = next((reason for pattern, reason in CANNOT.items() if re.search(pattern, command)), None)
+    reason = next(
+        (reason for pattern, reason in CANNOT.items() if re.search(pattern, command)), None
+    )
     if reason:
         pytest.skip(reason)
     path = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
     variables = environment() | {"PYTHONPATH": str(checkout), "PATH": path}
     result = subprocess.run(
         ["bash", "-c", command],
-        cwd=checkout, env=variables, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
-    nothing_selected = result.returncode in (2, 5) and not torch.cuda.is_available() and "no tests" in result.stdout
-    assert result.returncode == 0 or nothing_selected, f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+        cwd=checkout,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    nothing_selected = (
+        result.returncode in (2, 5)
+        and not torch.cuda.is_available()
+        and "no tests" in result.stdout
+    )
+    assert result.returncode == 0 or nothing_selected, (
+        f"{result.stdout[-3000:]}\n{result.stderr[-3000:]}"
+    )

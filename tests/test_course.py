@@ -80,17 +80,34 @@ def _rank(rank, store, fn, args):
 
 
 WRAPPERS = [  # wraps a module; is called after backward
-    (form_2025.get_ddp_individual_parameters, form_2025.ddp_individual_parameters_on_after_backward),
+    (
+        form_2025.get_ddp_individual_parameters,
+        form_2025.ddp_individual_parameters_on_after_backward,
+    ),
     (form_2026.get_ddp, form_2026.ddp_on_after_backward),
-    (lambda module: form_2024.get_ddp_bucketed(module, 0.0001), form_2024.ddp_bucketed_on_after_backward),
-    (lambda module: form_2025.get_ddp_bucketed(module, None), form_2025.ddp_bucketed_on_after_backward),
+    (
+        lambda module: form_2024.get_ddp_bucketed(module, 0.0001),
+        form_2024.ddp_bucketed_on_after_backward,
+    ),
+    (
+        lambda module: form_2025.get_ddp_bucketed(module, None),
+        form_2025.ddp_bucketed_on_after_backward,
+    ),
     (form_2026.get_fsdp, form_2026.fsdp_on_after_backward),
-    (lambda module: form_2026.get_fsdp(module, compute_dtype=torch.float16), form_2026.fsdp_on_after_backward),
+    (
+        lambda module: form_2026.get_fsdp(module, compute_dtype=torch.float16),
+        form_2026.fsdp_on_after_backward,
+    ),
 ]
 FROZEN = {"frozen": ("blocks.0.up.weight", "blocks.1.bias", "norm.weight")}
-TRAINED = [  # AdamW's ε is so large that a rounding of a gradient near zero makes no step of the rate
+# AdamW's ε is so large that a rounding of a gradient near zero makes no step of the rate
+TRAINED = [
     ({"tied": True}, torch.optim.SGD, {"lr": 0.1}),
-    (FROZEN, torch.optim.AdamW, {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1}),
+    (
+        FROZEN,
+        torch.optim.AdamW,
+        {"lr": 0.01, "betas": (0.9, 0.99), "eps": 1e-2, "weight_decay": 0.1},
+    ),
 ]
 
 
@@ -102,15 +119,26 @@ def wrapped(rank, device):
         is_fsdp = isinstance(model, FSDP)
         tolerance = {"rtol": 1e-5, "atol": 1e-6}  # sums over tokens in two orders
         if is_fsdp:
-            held, whole = (sum(parameter.numel() for parameter in each.parameters()) for each in (model, base))
+            held, whole = (
+                sum(parameter.numel() for parameter in each.parameters()) for each in (model, base)
+            )
             assert held < whole
             if model.compute_dtype is torch.float16:
-                tolerance = {"rtol": 0.01, "atol": 0.03}  # a ReLU near zero may differ; test_fsdp_models.py is exact
+                # a ReLU near zero may differ; test_fsdp_models.py is exact
+                tolerance = {"rtol": 0.01, "atol": 0.03}
         whole_optimizer = optimizer_cls(base.parameters(), **options)
-        make = optimizer_cls if is_fsdp else partial(course.get_sharded_optimizer, optimizer_cls=optimizer_cls)
+        make = (
+            optimizer_cls
+            if is_fsdp
+            else partial(course.get_sharded_optimizer, optimizer_cls=optimizer_cls)
+        )
         optimizer = make(model.parameters(), **options)
         for step in range(STEPS):
-            full = course.fsdp_gather_full_params(model) if is_fsdp else dict(model.module.named_parameters())
+            full = (
+                course.fsdp_gather_full_params(model)
+                if is_fsdp
+                else dict(model.module.named_parameters())
+            )
             for name, whole in base.named_parameters():
                 torch.testing.assert_close(full[name], whole, **tolerance)
             optimizer.zero_grad()
@@ -152,6 +180,8 @@ def test_rmsnorm_is_the_one_that_kernels_have_and_its_backward_by_hand():
     expected = torch.autograd.grad(reference.rms_norm(x, g, 1e-5), (x, g), dy)
     with torch.no_grad():  # as a student's own backward calls them
         for function, theirs in zip(
-            (form_2024.rmsnorm_backward_x_pytorch, form_2024.rmsnorm_backward_g_pytorch), expected, strict=True
+            (form_2024.rmsnorm_backward_x_pytorch, form_2024.rmsnorm_backward_g_pytorch),
+            expected,
+            strict=True,
         ):
             torch.testing.assert_close(function(dy, x, g), theirs, rtol=1e-4, atol=1e-5)

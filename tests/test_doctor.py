@@ -67,7 +67,9 @@ def test_without_torch_it_reports_instead_of_crashing(monkeypatch):
 
 
 def kernels_modules():
-    return {name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kernels"}
+    return {
+        name: module for name, module in sys.modules.items() if name.partition(".")[0] == "kernels"
+    }
 
 
 @pytest.fixture
@@ -76,8 +78,11 @@ def their_folder(monkeypatch, tmp_path):
     before = kernels_modules()
     for name in before:
         del sys.modules[name]
-    # The environment of the tests may have an editable installation of another clone, with a finder of its own.
-    finders = [finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")]
+    # The environment of the tests may have an editable installation of another clone, with a finder
+    # of its own.
+    finders = [
+        finder for finder in sys.meta_path if "Editable" not in getattr(finder, "__name__", "")
+    ]
     monkeypatch.setattr(sys, "meta_path", finders)
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
@@ -94,7 +99,10 @@ def test_modules_of_another_project_that_hide_ours_are_named(their_folder):
     (theirs / "nn").mkdir()
     (theirs / "nn" / "__init__.py").touch()
     found = distlab.foreign_kernels()
-    assert found.startswith(f"`import kernels.nn` finds the module in {theirs}") and "in all 2 modules" in found
+    assert (
+        found.startswith(f"`import kernels.nn` finds the module in {theirs}")
+        and "in all 2 modules" in found
+    )
     assert found in doctor.find_triton()[-1].found
     with pytest.warns(RuntimeWarning, match=r"rename the folder"):
         importlib.reload(distlab)
@@ -113,14 +121,19 @@ def test_another_project_s_kernels_that_hide_none_are_not_in_the_way(their_folde
         (their_folder / "kernels" / file).touch()
     assert distlab.foreign_kernels() is None
     for name in [name for name in files if name == "layer.py"]:
-        assert importlib.import_module("kernels.layer").__file__ == str(their_folder / "kernels" / name)
+        assert importlib.import_module("kernels.layer").__file__ == str(
+            their_folder / "kernels" / name
+        )
     cost = importlib.import_module("kernels.cost")
     assert cost.__file__ == str(distlab.KERNELS / "cost.py")
 
 
 def test_old_versions_are_named():
     assert doctor.package("torch", (99, 0), "").state == LIMITED
-    assert doctor.version_tuple("2.13.0+cpu") == (2, 13) and doctor.version_tuple("nightly") == (0, 0)
+    assert doctor.version_tuple("2.13.0+cpu") == (2, 13) and doctor.version_tuple("nightly") == (
+        0,
+        0,
+    )
     assert not doctor.abilities([Finding("torch", LIMITED, "1.0")])[0].runs
 
 

@@ -31,7 +31,9 @@ def on_rank(context, options):
     return train.train(train.parse(options), context)
 
 
-def test_a_run_that_changes_strategy_and_ranks_has_the_losses_of_an_uninterrupted_one(run, capsys, tmp_path):
+def test_a_run_that_changes_strategy_and_ranks_has_the_losses_of_an_uninterrupted_one(
+    run, capsys, tmp_path
+):
     whole = train.main(run("whole"))
     assert list(whole) == [*range(1, 9)] and whole[8] < whole[1] - 1.5, whole
     shown = capsys.readouterr().out
@@ -68,16 +70,25 @@ def test_the_strategies_of_one_file_are_read_in_one_sitting():
 
 def test_the_own_model_goes_through_the_bench(tmp_path):
     choice = {"factory": "examples.own_model:build", "strategies": ("local", "bucketed", "fsdp")}
-    rows = {record.variant: record.metrics for record in measured(ddp_bench.EXPERIMENT, tmp_path, **choice)}
+    rows = {
+        record.variant: record.metrics
+        for record in measured(ddp_bench.EXPERIMENT, tmp_path, **choice)
+    }
     for name in ("bucketed", "fsdp"):  # as one process over the batches of both ranks
         assert rows[name]["verdict"] == "right" and rows[name]["comm_bytes_per_step"] > 0
 
 
 def test_the_loop_of_the_readme_trains(one_rank):
-    loop = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)[1]
+    loop = re.search(
+        r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL
+    )[1]
     module, batches = nn.Linear(4, 3), [(torch.randn(2, 4), torch.tensor([0, 2]))]
     before = module.weight.clone()
-    imported = {"BucketedDDP": BucketedDDP, "AdamW": torch.optim.AdamW, "cross_entropy": nn.functional.cross_entropy}
+    imported = {
+        "BucketedDDP": BucketedDDP,
+        "AdamW": torch.optim.AdamW,
+        "cross_entropy": nn.functional.cross_entropy,
+    }
     exec(loop, imported | {"module": module, "batches": batches})
     assert not torch.equal(module.weight, before)
 
@@ -88,10 +99,18 @@ def test_the_cells_of_the_notebook_run(tmp_path):
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     code = f"names = {{'__name__': '__main__'}}\nfor cell in {sources!r}:\n    exec(cell, names)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"^(\w+) +[\d.]+ ms, (\d+) messages$", done.stdout, re.M)[:2] == [("local", "0"), ("flat", "1")]
-    assert done.stdout.splitlines()[-1] == "[3.0, 3.0, 3.0]" and (tmp_path / "outputs" / "ddp_bench").is_dir()
+    assert re.findall(r"^(\w+) +[\d.]+ ms, (\d+) messages$", done.stdout, re.M)[:2] == [
+        ("local", "0"),
+        ("flat", "1"),
+    ]
+    assert (
+        done.stdout.splitlines()[-1] == "[3.0, 3.0, 3.0]"
+        and (tmp_path / "outputs" / "ddp_bench").is_dir()
+    )
 
 
 def test_a_run_from_python_that_fails_says_why():

@@ -37,7 +37,8 @@ def test_peaks_of_the_datasheets():
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 NVL"]
+    "name",
+    ["cpu", "", "NVIDIA GeForce RTX 4090", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "NVIDIA H100 NVL"],
 )
 def test_unknown_devices_have_no_peak(name):
     assert lookup(name) is None
@@ -61,7 +62,10 @@ def figures_fit_each_other(spec):
 def test_bandwidth_grows_towards_the_core():
     for name in NAMES:
         spec = lookup(name)
-        assert spec.l2_bandwidth is None or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
+        assert (
+            spec.l2_bandwidth is None
+            or spec.hbm_bandwidth < spec.l2_bandwidth < spec.shared_bandwidth
+        )
         assert spec.shared_bandwidth > 3 * spec.hbm_bandwidth
         assert 4 * spec.registers_per_sm == 256 * hardware.KIB
         assert 1.2e9 < spec.clock < 2.1e9  # from peak and SMs: a slip of a power of ten shows

@@ -19,7 +19,16 @@ from tests.commands import ROOT
 pytest.importorskip("setuptools")  # which builds; and pip, which installs
 pytest.importorskip("pip")
 
-SOURCES = ("distlab", "kernels", "launch", "experiments", "setup.py", "pyproject.toml", "README.md", "LICENSE")
+SOURCES = (
+    "distlab",
+    "kernels",
+    "launch",
+    "experiments",
+    "setup.py",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+)
 THEIR_FILES = {
     "kernels/__init__.py": "import importlib.metadata\n__version__ = importlib.metadata.version('kernels')\n"
     "from kernels.load import get_kernel\n",
@@ -52,7 +61,9 @@ def clone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("clone")
     for name in SOURCES:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(
+                ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+            )
         else:
             shutil.copy(ROOT / name, folder)
     return folder
@@ -61,7 +72,18 @@ def clone(tmp_path_factory):
 @pytest.fixture(scope="module")
 def wheel(clone, tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-q", "-w", folder, clone)
+    run(
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-q",
+        "-w",
+        folder,
+        clone,
+    )
     [file] = folder.glob("*.whl")
     return file
 
@@ -85,7 +107,8 @@ class Environment:
         self.folder = folder
         self.python = folder / "bin" / "python"
         [packages] = folder.glob("lib/python*/site-packages")
-        # The files *.pth in a folder that is added so are not read: no editable installation comes with it.
+        # The files *.pth in a folder that is added so are not read: no editable installation comes
+        # with it.
         (packages / "base.pth").write_text(str(Path(torch.__file__).parents[1]))
 
     def pip(self, *arguments: str | Path) -> None:
@@ -105,26 +128,39 @@ class Environment:
 
 def run(*command: str | Path, cwd: Path = ROOT) -> None:
     words = [str(word) for word in command]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, timeout=120)
+    done = subprocess.run(
+        words, capture_output=True, text=True, cwd=cwd, env={"PATH": "/usr/bin:/bin"}, timeout=120
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_wheel_and_their_package_have_no_file_in_common(wheel, theirs):
     files = zipfile.ZipFile(wheel).namelist()
     assert not set(files) & set(zipfile.ZipFile(theirs).namelist())
-    expected = {f"kernels/{file.relative_to(ROOT / 'kernels')}" for file in (ROOT / "kernels").rglob("*.py")}
+    expected = {
+        f"kernels/{file.relative_to(ROOT / 'kernels')}" for file in (ROOT / "kernels").rglob("*.py")
+    }
     assert expected - set(files) == {"kernels/__init__.py"}
     assert "kernels/flash_attention/tiles.csv" in files
-    # A user's environment may have a package called launch or experiments: ours are inside of distlab.
-    assert {file.partition("/")[0] for file in files if ".dist-info" not in file} == {"distlab", "kernels"}
-    commands = {"distlab/commands/launch/train.py", "distlab/commands/experiments/lessons/ir/__init__.py"}
+    # A user's environment may have a package called launch or experiments: ours are inside of
+    # distlab.
+    assert {file.partition("/")[0] for file in files if ".dist-info" not in file} == {
+        "distlab",
+        "kernels",
+    }
+    commands = {
+        "distlab/commands/launch/train.py",
+        "distlab/commands/experiments/lessons/ir/__init__.py",
+    }
     assert commands <= set(files), commands - set(files)
 
 
 @pytest.mark.commands  # four environments and four runs of pip
 @pytest.mark.parametrize("editable", [False, True], ids=["wheel", "editable"])
 @pytest.mark.parametrize("ours_first", [False, True], ids=["theirs first", "ours first"])
-def test_both_packages_work_in_one_environment(clone, wheel, theirs, tmp_path, editable, ours_first):
+def test_both_packages_work_in_one_environment(
+    clone, wheel, theirs, tmp_path, editable, ours_first
+):
     """Until one is uninstalled, after which the other works."""
     environment = Environment(tmp_path / "environment")
     ours = ["-e", clone] if editable else [wheel]
@@ -167,7 +203,9 @@ def test_both_packages_work_in_two_folders_of_the_path(wheel, theirs, tmp_path, 
     for folder, file in zip(folders, (theirs, wheel), strict=True):
         zipfile.ZipFile(file).extractall(folder)
     environment = Environment(tmp_path / "environment")
-    environment.check("import distlab\n" + OURS_WORKS + THEIRS_WORKS, *folders[:: 1 if in_front else -1])
+    environment.check(
+        "import distlab\n" + OURS_WORKS + THEIRS_WORKS, *folders[:: 1 if in_front else -1]
+    )
 
 
 def test_the_kernels_are_loaded_once(wheel, theirs, tmp_path):

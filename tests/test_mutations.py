@@ -16,7 +16,9 @@ def test_its_text_stands_in_the_tree_once(mutation):
     assert text.count(mutation.find) == 1 and mutation.replacement != mutation.find
     if mutation.file.endswith(".py"):
         compile(text.replace(mutation.find, mutation.replacement), mutation.file, "exec")
-    files = [argument.split("::")[0] for argument in mutation.tests if argument.startswith("tests/")]
+    files = [
+        argument.split("::")[0] for argument in mutation.tests if argument.startswith("tests/")
+    ]
     assert files and all((ROOT / file).exists() for file in files)
 
 
@@ -25,35 +27,60 @@ def test_names_are_unique():
 
 
 LEAST = {  # whoever rewrites the target of a mutation ports it: no number falls
-    "attention": 11, "averaging": 25, "axes": 10, "buckets": 6, "commands": 17, "data": 18, "experiments": 9,
-    "guards": 41, "kernels": 17, "measuring": 61, "optimizer": 20, "pipelines": 10, "reports": 31, "resume": 29,
-    "schedule": 5, "sharding": 30, "simulation": 13, "theory": 40,
-}  # fmt: skip
+    "attention": 11,
+    "averaging": 25,
+    "axes": 10,
+    "buckets": 6,
+    "commands": 17,
+    "data": 18,
+    "experiments": 9,
+    "guards": 41,
+    "kernels": 17,
+    "measuring": 61,
+    "optimizer": 20,
+    "pipelines": 10,
+    "reports": 31,
+    "resume": 29,
+    "schedule": 5,
+    "sharding": 30,
+    "simulation": 13,
+    "theory": 40,
+}
 
 
 def test_no_category_loses_a_mutation():
     counts = Counter(mutation.category for mutation in MUTATIONS)
     assert counts.keys() == LEAST.keys()
-    assert not [f"{name}: {counts[name]} of {least}" for name, least in LEAST.items() if counts[name] < least]
+    assert not [
+        f"{name}: {counts[name]} of {least}"
+        for name, least in LEAST.items()
+        if counts[name] < least
+    ]
 
 
 FILE = "value = 1\n"
 TEST = "from code_under_test import value\n\ndef test_value():\n    assert value == 1\n"
 
 
-@pytest.mark.parametrize("replacement, code", [("value = 2", 0), ("value = 1 ", 1)], ids=["seen", "not-seen"])
+@pytest.mark.parametrize(
+    "replacement, code", [("value = 2", 0), ("value = 1 ", 1)], ids=["seen", "not-seen"]
+)
 def test_the_command_tells_survivors(monkeypatch, tmp_path, capsys, replacement, code):
     def copy_tree(target):
         target.mkdir()
         (target / "code_under_test.py").write_text(FILE)
         (target / "test_it.py").write_text(TEST)
 
-    mutation = Mutation("a value", "data", "code_under_test.py", "value = 1", replacement, ("test_it.py",))
+    mutation = Mutation(
+        "a value", "data", "code_under_test.py", "value = 1", replacement, ("test_it.py",)
+    )
     monkeypatch.setattr(mutations, "MUTATIONS", (mutation,))
     monkeypatch.setattr(mutations, "copy_tree", copy_tree)
     assert mutations.main([]) == code
     said = capsys.readouterr().out
-    assert ("1 of 1 killed" in said) == (code == 0) and bool(re.search("SURVIVED", said)) == (code == 1)
+    assert ("1 of 1 killed" in said) == (code == 0) and bool(re.search("SURVIVED", said)) == (
+        code == 1
+    )
     assert mutations.main(["--list"]) == 0 and "a value" in capsys.readouterr().out
     assert mutations.main(["--only", "nothing"]) == 2
 

@@ -7,7 +7,15 @@ import shlex
 import pytest
 
 from distlab.options import given
-from distlab.report.docs_tables import code_of, definition, embed, pictures_of, records_of, redrawn, table_of
+from distlab.report.docs_tables import (
+    code_of,
+    definition,
+    embed,
+    pictures_of,
+    records_of,
+    redrawn,
+    table_of,
+)
 from launch import check as check_command
 from launch import runs, sample, trainer
 from launch.__main__ import COMMANDS, view_of
@@ -17,7 +25,12 @@ from tests.pages import Command, commands_of, fenced_lines, pages
 
 PAGES = pages()
 # What a page leaves to the reader.
-FILLED_IN = {r"local,<name>,": "local,naive,", r"run NAME": "run ddp_bench", r" MACHINE": " cpu", r" …$": ""}
+FILLED_IN = {
+    r"local,<name>,": "local,naive,",
+    r"run NAME": "run ddp_bench",
+    r" MACHINE": " cpu",
+    r" …$": "",
+}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -97,8 +110,12 @@ def check(command):
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE), where
     for place, word in enumerate(words):
-        if re.fullmatch(r"(tests|launch|experiments|examples|distlab|kernels|records)/[\w/-]*\.\w+", word):
-            assert (ROOT / word).exists() or words[place - 1] in ("--table", "--out"), f"{where}: {word}"
+        if re.fullmatch(
+            r"(tests|launch|experiments|examples|distlab|kernels|records)/[\w/-]*\.\w+", word
+        ):
+            assert (ROOT / word).exists() or words[place - 1] in ("--table", "--out"), (
+                f"{where}: {word}"
+            )
         if word == "-m" and words[place + 1].split(".")[0] in ("tests", "launch", "distlab"):
             module = ROOT / words[place + 1].replace(".", "/")
             assert module.with_suffix(".py").exists() or (module / "__main__.py").exists(), where
@@ -150,4 +167,6 @@ def test_every_experiment_answers_a_question():
 def test_drawings_are_of_the_code_as_it_is():
     drawn = runpy.run_path(str(ROOT / "docs/drawings.py"))
     for name, rows in drawn["DRAWINGS"].items():
-        assert (ROOT / f"docs/images/drawn_{name}.svg").read_text(encoding="utf-8") == drawn["svg"](rows()), name
+        assert (ROOT / f"docs/images/drawn_{name}.svg").read_text(encoding="utf-8") == drawn["svg"](
+            rows()
+        ), name

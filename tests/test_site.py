@@ -24,8 +24,19 @@ pytestmark = pytest.mark.skipif(
 def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site")
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
-    built = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=quiet, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "mkdocs",
+        "build",
+        "--strict",
+        "--quiet",
+        "--site-dir",
+        str(folder),
+    ]
+    built = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env=quiet, check=False
+    )
     assert (built.returncode, built.stdout, built.stderr) == (0, "", "")
     return folder
 
@@ -45,12 +56,17 @@ def test_no_link_is_dead_and_nothing_is_fetched(site):
             target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
             target = target / "index.html" if target.is_dir() else target
             there = target.exists() and (
-                not parts.fragment or target.suffix != ".html"
-                or re.search(rf'id="{re.escape(unquote(parts.fragment))}"', pages[target]) is not None
-            )  # fmt: skip
+                not parts.fragment
+                or target.suffix != ".html"
+                or re.search(rf'id="{re.escape(unquote(parts.fragment))}"', pages[target])
+                is not None
+            )
             if not there and not parts.fragment.startswith("__"):  # of the theme's code blocks
                 dead.append(f"{path.relative_to(site)}: {link}")
-    assert not dead and not [link for link in outside if "canonical" not in link], (dead[:20], outside[:5])
+    assert not dead and not [link for link in outside if "canonical" not in link], (
+        dead[:20],
+        outside[:5],
+    )
 
 
 def test_every_public_name_has_its_signature(site):
@@ -59,7 +75,9 @@ def test_every_public_name_has_its_signature(site):
         text = (site / "reference" / f"{package}.html").read_text(encoding="utf-8")
         for name in names.split():
             assert f'id="{module}.{name}"' in text, f"{module}.{name}"
-    inherited = re.findall(r'id="(distlab\.parallel\.\w+\.no_sync)"', (site / "reference/parallel.html").read_text())
+    inherited = re.findall(
+        r'id="(distlab\.parallel\.\w+\.no_sync)"', (site / "reference/parallel.html").read_text()
+    )
     assert inherited == ["distlab.parallel.ParallelModel.no_sync"]
 
 
@@ -70,14 +88,32 @@ SEARCH = """<script>addEventListener("load", () => setTimeout(() => {
 }, 1500))</script></body>"""
 
 
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+@pytest.mark.skipif(
+    chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH"
+)
 def test_the_search_finds_from_a_file(site, tmp_path):
     page = site / "searched.html"
-    page.write_text((site / "index.html").read_text(encoding="utf-8").replace("</body>", SEARCH), encoding="utf-8")
+    page.write_text(
+        (site / "index.html").read_text(encoding="utf-8").replace("</body>", SEARCH),
+        encoding="utf-8",
+    )
     shown = subprocess.run(
-        [chromium(), "--headless", "--no-sandbox", "--disable-gpu", "--dump-dom", f"--user-data-dir={tmp_path}",
-         "--virtual-time-budget=20000", page.as_uri()],
-        capture_output=True, text=True, timeout=90, check=False,
-    ).stdout  # fmt: skip
+        [
+            chromium(),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            "--dump-dom",
+            f"--user-data-dir={tmp_path}",
+            "--virtual-time-budget=20000",
+            page.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    ).stdout
     page.unlink()
-    assert re.search(r'href="[^"]*reference/parallel\.html[^"]*" class="md-search-result__link"', shown)
+    assert re.search(
+        r'href="[^"]*reference/parallel\.html[^"]*" class="md-search-result__link"', shown
+    )

@@ -56,7 +56,9 @@ def pids(ranks):
 
 def test_a_rank_s_traceback_reaches_the_test_and_the_ranks_serve_the_next():
     before = pids(3)
-    with pytest.raises(RanksFailed, match=r"rank 1[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'this one'"):
+    with pytest.raises(
+        RanksFailed, match=r"rank 1[\s\S]*fail_on_rank_1[\s\S]*KeyError: 'this one'"
+    ):
         run_ranks(fail_on_rank_1, 2)
     assert pids(3) == before
 
@@ -199,19 +201,24 @@ def test_a_script_without_a_guard_is_told_what_to_do(tmp_path):
     assert 'under `if __name__ == "__main__":`' in last and done.stderr.count("Traceback") == 1
 
 
-@pytest.mark.parametrize("attributes", [{}, {"__file__": "<stdin>"}], ids=["prompt", "script through a pipe"])
+@pytest.mark.parametrize(
+    "attributes", [{}, {"__file__": "<stdin>"}], ids=["prompt", "script through a pipe"]
+)
 def test_a_function_of_a_notebook_or_a_prompt_is_refused_with_the_remedy(monkeypatch, attributes):
     main = ModuleType("__main__")
     vars(main).update(attributes)
     monkeypatch.setitem(sys.modules, "__main__", main)
     monkeypatch.setattr(square, "__module__", "__main__")
     with pytest.raises(
-        TypeError, match=r"cannot import square from a notebook or a prompt: write it to a file .*%%wr"
+        TypeError,
+        match=r"cannot import square from a notebook or a prompt: write it to a file .*%%wr",
     ):
         run_ranks(square, 2, 0)
 
 
-def test_a_function_that_was_imported_from_a_file_runs_on_ranks_of_a_script_through_a_pipe(monkeypatch):
+def test_a_function_that_was_imported_from_a_file_runs_on_ranks_of_a_script_through_a_pipe(
+    monkeypatch,
+):
     main = ModuleType("__main__")
     main.__file__ = "<stdin>"
     monkeypatch.setitem(sys.modules, "__main__", main)
@@ -228,7 +235,11 @@ def test_ranks_run_a_file_as_it_is_now(monkeypatch, tmp_path):
     text = "from edited_below import number\n\ndef edited(context):\n    return 10 * number"
     (tmp_path / "edited.py").write_text(text)
     found = []
-    for name, change in (("edited.py", ""), ("edited_below.py", "number = 2"), ("edited.py", f"{text} + 5")):
+    for name, change in (
+        ("edited.py", ""),
+        ("edited_below.py", "number = 2"),
+        ("edited.py", f"{text} + 5"),
+    ):
         (tmp_path / name).write_text(change or text)
         os.utime(tmp_path / name, ns=(0, len(found) * 10**9))
         importlib.invalidate_caches()
@@ -277,9 +288,13 @@ if __name__ == "__main__":
 def test_an_interrupt_ends_the_ranks_in_one_line_and_the_next_call_starts_new_ones(tmp_path):
     (tmp_path / "script.py").write_text(INTERRUPTED)
     done = subprocess.run(
-        [sys.executable, "script.py"], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True,
-        text=True, start_new_session=True,
-    )  # fmt: skip
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        start_new_session=True,
+    )
     assert (done.stdout.splitlines(), done.stderr) == (
         ["run_ranks was interrupted, and its 2 ranks are ended", "[0, 1]"],
         "",
@@ -339,9 +354,13 @@ def test_no_model():
 def test_pytest_shows_the_cause_and_no_source_of_the_library(tmp_path):
     (tmp_path / "test_mine.py").write_text(A_TEST_OF_THE_USER_S)
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"], cwd=tmp_path,
-        env=environment() | {"COLUMNS": "200"}, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_mine.py"],
+        cwd=tmp_path,
+        env=environment() | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     parts = re.split(r"^_+ (test_\w+) _+$", done.stdout, flags=re.MULTILINE)
     shown = dict(zip(parts[1::2], parts[2::2], strict=True))
     assert len(shown) == 5, done.stdout
@@ -352,8 +371,14 @@ def test_pytest_shows_the_cause_and_no_source_of_the_library(tmp_path):
     assert first.endswith("RanksFailed: rank 1: ValueError: my bug")
     assert "TypeError: run_ranks needs an importable function" in shown["test_a_local_function"]
     assert "AttributeError" not in shown["test_a_local_function"]
-    assert "WRONG: 2 of 2 tensors differ from one process (2 ranks × 1 micro-batch" in shown["test_gradients"]
+    assert (
+        "WRONG: 2 of 2 tensors differ from one process (2 ranks × 1 micro-batch"
+        in shown["test_gradients"]
+    )
     assert "Verdict(" not in done.stdout
     assert "the process died, exit code -6 (SIGABRT), as gloo ends a process" in shown["test_abort"]
-    assert "So nothing was compared with one process, and the model may be right or wrong" in shown["test_abort"]
+    assert (
+        "So nothing was compared with one process, and the model may be right or wrong"
+        in shown["test_abort"]
+    )
     assert "ValueError" in shown["test_no_model"]

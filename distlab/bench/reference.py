@@ -59,7 +59,11 @@ def parameter_difference(
     _, strategy_model, optimizer = variant.build(model, context.group, optimizer_cls, options)
     train = TrainStep(strategy_model, optimizer, candidate.loss_fn, max_grad_norm=max_grad_norm)
     axes = variant.layout.axes(context.group)
-    groups = optimizer_cls.split(reference) if hasattr(optimizer_cls, "split") else reference.parameters()
+    groups = (
+        optimizer_cls.split(reference)
+        if hasattr(optimizer_cls, "split")
+        else reference.parameters()
+    )
     reference_optimizer = optimizer_cls(groups, **options)
     for number in range(steps):
         batches = shared_batches(candidate, axes, context, number)
@@ -71,7 +75,9 @@ def parameter_difference(
     expected = dict(reference.named_parameters())
     mine = strategy_model.full_state_dict()
     # torch's maximum keeps a NaN, which Python's would lose in a comparison.
-    difference = torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
+    difference = (
+        torch.stack([(mine[name] - expected[name]).abs().max() for name in expected]).max().item()
+    )
     strategy_model.close(restore=False)
     differences = collectives.gather_objects(difference, context.group)
     return max(math.inf if math.isnan(value) else value for value in differences)
@@ -131,7 +137,11 @@ def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContex
 
 
 def relative_errors(
-    loss: float, expected_loss: float, gradients: Sequence[Tensor], expected: Sequence[Tensor], scale: float = 1.0
+    loss: float,
+    expected_loss: float,
+    gradients: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    scale: float = 1.0,
 ) -> dict[str, float]:
     """`loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖ over all parameters."""
     difference = norm = 0.0

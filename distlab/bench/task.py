@@ -42,7 +42,11 @@ from distlab.parallel import Strategy
 from distlab.train.step import LossFunction, next_token_loss
 
 BATCHES = 4  # different ones, used one after the other
-NOT_THE_USERS = (Path(__file__).parents[1], *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")))  # folders
+# folders
+NOT_THE_USERS = (
+    Path(__file__).parents[1],
+    *map(sysconfig.get_path, ("stdlib", "purelib", "platlib")),
+)
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,11 @@ class OwnModel(Options):
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
         """Raise ValueError for options of the lab's Transformer beside `--model`."""
-        of_ours = ("size", *(each.name for each in fields(ModelChanges) if each.name != "compile"), "checkpointing")
+        of_ours = (
+            "size",
+            *(each.name for each in fields(ModelChanges) if each.name != "compile"),
+            "checkpointing",
+        )
         idle = [name for name in of_ours if name in given]
         if given.get("factory") and idle:
             raise ValueError(
@@ -95,7 +103,9 @@ def check_name(name: str, flag: str = "--model") -> None:
     """Raise ValueError unless this, given by `flag`, has the form `package.module:function`."""
     module, _, function = name.partition(":")
     if not module or not function.isidentifier():
-        raise ValueError(f"{flag} {name}: give package.module:function, such as my_package.my_module:build")
+        raise ValueError(
+            f"{flag} {name}: give package.module:function, such as my_package.my_module:build"
+        )
 
 
 @lru_cache(maxsize=8)
@@ -128,7 +138,9 @@ def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossF
         found = factory()
     good = isinstance(found, tuple) and len(found) == 3 and isinstance(found[0], nn.Module)
     if not good or not all(map(callable, found[1:])):
-        kinds = ", ".join(type(each).__name__ for each in (found if isinstance(found, tuple) else (found,)))
+        kinds = ", ".join(
+            type(each).__name__ for each in (found if isinstance(found, tuple) else (found,))
+        )
         raise ValueError(
             f"--model {name}: build() must return (module, batch, loss): an nn.Module, batch(size, generator) and "
             f"loss(model, batch); it returned {kinds}"
@@ -148,7 +160,9 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
     def batches(rank: int, step: int, device: torch.device) -> list[Any]:
         key = int(np.random.SeedSequence((seed, rank, step)).generate_state(1)[0])
         examples = batch(batch_size, torch.Generator().manual_seed(key))
-        return [(key, tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, examples))]
+        return [
+            (key, tree_map(lambda each: each.to(device) if hasattr(each, "to") else each, examples))
+        ]
 
     def loss_fn(model: nn.Module, keyed: tuple[int, Any]) -> Tensor:
         key, examples = keyed
@@ -161,7 +175,9 @@ def own_task(name: str, batch_size: int, seed: int = 0) -> Task:
 @lru_cache(maxsize=8)
 def num_parameters(name: str) -> int:
     """Trainable parameters of a user's model."""
-    return sum(parameter.numel() for parameter in made(name)[0].parameters() if parameter.requires_grad)
+    return sum(
+        parameter.numel() for parameter in made(name)[0].parameters() if parameter.requires_grad
+    )
 
 
 def refusal(strategy: Strategy, unused: Sequence[frozenset[str]]) -> str | None:
@@ -201,7 +217,9 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
             loss = task.loss_fn(module, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.requires_grad:
             what = (
-                f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+                f"a tensor of shape {tuple(loss.shape)}"
+                if isinstance(loss, Tensor)
+                else type(loss).__name__
             )
             raise ValueError(
                 f"--model {name}: loss(model, batch) must return a scalar tensor with a gradient, not {what}"
@@ -224,8 +242,11 @@ def blamed(name: str, what: str, flag: str = "--model") -> Iterator[None]:
         places = [
             f" at {Path(each.filename).name}:{each.lineno}"
             for each in traceback.extract_tb(error.__traceback__)
-            if Path(each.filename).is_file() and not any(map(Path(each.filename).is_relative_to, NOT_THE_USERS))
+            if Path(each.filename).is_file()
+            and not any(map(Path(each.filename).is_relative_to, NOT_THE_USERS))
         ]
         said = (str(error).strip().splitlines() or [""])[0]
         place = places[-1] if places else ""
-        raise ValueError(f"{flag} {name}: {what} failed{place} ({type(error).__name__}: {said})") from error
+        raise ValueError(
+            f"{flag} {name}: {what} failed{place} ({type(error).__name__}: {said})"
+        ) from error

@@ -80,13 +80,23 @@ class Variant:
     optimizer_options: Mapping[str, Any] = field(default_factory=lambda: {"fused": True})
 
     def build(
-        self, source: ModelConfig | nn.Module, group: dist.ProcessGroup, *optimizer: Any, **more: Any
+        self,
+        source: ModelConfig | nn.Module,
+        group: dist.ProcessGroup,
+        *optimizer: Any,
+        **more: Any,
     ) -> Training:
         """`build_training` with this row's strategy, bucket and shard sizes and layout."""
         return build_training(
-            source, self.strategy, group, *optimizer,
-            bucket_size_mb=self.bucket_size_mb, shard_size=self.shard_size, layout=self.layout, **more,
-        )  # fmt: skip
+            source,
+            self.strategy,
+            group,
+            *optimizer,
+            bucket_size_mb=self.bucket_size_mb,
+            shard_size=self.shard_size,
+            layout=self.layout,
+            **more,
+        )
 
 
 def variants(
@@ -113,7 +123,10 @@ def variants(
             rows.append(Variant(name, strategy, size, shard_size))
     return rows + [
         replace(
-            row, name=f"{row.name}-{layout}", layout=layout, micro_batches=micro_batches if layout.pipeline > 1 else 1
+            row,
+            name=f"{row.name}-{layout}",
+            layout=layout,
+            micro_batches=micro_batches if layout.pipeline > 1 else 1,
         )
         for layout in map(Layout.parse, layouts)
         for row in rows
@@ -126,7 +139,9 @@ class BenchOptions(ModelOptions):
     """The model and the data that a benchmark steps. Raises ValueError for a value that is not allowed."""
 
     factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
-    ops: str = option("torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES)
+    ops: str = option(
+        "torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES
+    )
     batch: int = option(4, "sequences per rank", least=1)
     seed: int = option(0, "of parameters and data", **SEED)
 
@@ -151,7 +166,8 @@ class BenchOptions(ModelOptions):
                 try:
                     with closing(Trial(context, self, row)) as trial:
                         trial()
-                except Exception as error:  # alike on every rank: it is about the model's structure and dtypes
+                except Exception as error:
+                    # alike on every rank: it is about the model's structure and dtypes
                     if not is_out_of_memory(error):
                         said = (str(error).splitlines() or [type(error).__name__])[0]
                         reason = f"{row.strategy.name} cannot train it: {said}"
@@ -164,18 +180,27 @@ class BenchOptions(ModelOptions):
         """What a step under this strategy, or less of one, asks of the machine; `more` replaces fields of it."""
         return replace(
             PlannedStep(
-                self.model(), self.batch, strategy, self.dtype, checkpointing=self.checkpointing,
-                compiled=self.compile != "off", mode=mode,
+                self.model(),
+                self.batch,
+                strategy,
+                self.dtype,
+                checkpointing=self.checkpointing,
+                compiled=self.compile != "off",
+                mode=mode,
             ),
             **more,
-        )  # fmt: skip
+        )
 
     def facts(self, context: RankContext) -> dict[str, Any]:
         """What a record's configuration holds of the model and the ranks, beside the options."""
         model = self.model()
         sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
         if self.factory is not None:
-            sizes = {"num_parameters": num_parameters(self.factory), "context": None, "size": self.factory}
+            sizes = {
+                "num_parameters": num_parameters(self.factory),
+                "context": None,
+                "size": self.factory,
+            }
         return sizes | {"world_size": context.world_size, "backend": context.backend}
 
     def workbench(self, context: RankContext, rows: Sequence[Variant]) -> Workbench:
@@ -196,7 +221,8 @@ class BenchOptions(ModelOptions):
             for row in rows
         ]
         if self.factory is not None:
-            planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]  # nobody knows what it takes
+            # nobody knows what it takes
+            planned = [replace(plan, model=preset("tiny"), batch=1) for plan in planned]
         require(planned, context.device, context, some=context.device.type == "cuda")
         return Workbench(context, self)
 
@@ -214,7 +240,11 @@ class CompiledRun(NamedTuple):
 
     def metrics(self) -> dict[str, int | bool]:
         """Return the fields of a record's metrics; `ran_eager` is True for a row whose name is wrong."""
-        return {"compiled_calls": self.calls, "compiled_parts": self.parts, "ran_eager": self.calls < self.parts}
+        return {
+            "compiled_calls": self.calls,
+            "compiled_parts": self.parts,
+            "ran_eager": self.calls < self.parts,
+        }
 
 
 class Trial:
@@ -248,24 +278,39 @@ class Trial:
         # A small rate: hundreds of steps on the same few batches must not let the loss run away.
         self.module, self.model, self.optimizer = variant.build(
             self.shape if options.factory is None else task.build(options.seed, context.device),
-            context.group, variant.optimizer_cls, {"lr": 1e-5, **variant.optimizer_options},
-            seed=options.seed, device=context.device, compile=options.compile,
+            context.group,
+            variant.optimizer_cls,
+            {"lr": 1e-5, **variant.optimizer_options},
+            seed=options.seed,
+            device=context.device,
+            compile=options.compile,
             checkpointing=settled(options.planned(variant.strategy.name), context),
             compute_dtype=DTYPES[options.dtype],
-        )  # fmt: skip
-        self._loss = task.loss_fn if options.factory is not None else loss_function(self.shape, variant.layout)
-        if options.factory is not None and self.model.casts_parameters:  # a user's inputs have a dtype of their own
+        )
+        self._loss = (
+            task.loss_fn
+            if options.factory is not None
+            else loss_function(self.shape, variant.layout)
+        )
+        # a user's inputs have a dtype of their own
+        if options.factory is not None and self.model.casts_parameters:
             self._loss = under_autocast(task.loss_fn, context.device, DTYPES[options.dtype])
         self._scaler = LossScaler() if scaled else None
         self._train = TrainStep(
-            self.model, self.optimizer, self._loss_of_step, scaler=self._scaler, context=context,
+            self.model,
+            self.optimizer,
+            self._loss_of_step,
+            scaler=self._scaler,
+            context=context,
             mark=lambda phase: self._mark(phase.removeprefix("forward_")),
-        )  # fmt: skip
+        )
         self._batches, self._calls = synthetic_batches(context, options, variant.layout), 0
         self._starved = False
         self.last_loss: Tensor | None = None
 
-    def __call__(self, mode: str = "step", mark: Callable[[str], None] = lambda phase: None) -> None:
+    def __call__(
+        self, mode: str = "step", mark: Callable[[str], None] = lambda phase: None
+    ) -> None:
         """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward` (synchronisation included),
         `optimizer` as each ends. Forward and backward of a pipeline, which alternate, are all backward.
         """
@@ -279,7 +324,8 @@ class Trial:
                 self._part(mode, batch)
         except (RuntimeError, MemoryError) as error:
             if is_out_of_memory(error):
-                # Where others had room and a strategy has collectives left in backward, they wait until the timeout.
+                # Where others had room and a strategy has collectives left in backward, they wait
+                # until the timeout.
                 if not self._starved:
                     why = str(error).split(". ")[0]
                     print(
@@ -288,7 +334,8 @@ class Trial:
                         flush=True,
                     )
                 self._starved = True
-                self.model.finish_gradient_synchronization()  # complete what was begun: all ranks have sent the same
+                # complete what was begun: all ranks have sent the same
+                self.model.finish_gradient_synchronization()
             raise
 
     def _part(self, mode: str, batch: Batch) -> None:
@@ -328,16 +375,27 @@ class Trial:
         seen = compiled_calls(partial(self, mode), self.settle)
         ran = seen.regions
         if self.options.compile == "blocks" and seen.lookups > seen.regions:
-            ran = 0  # our blocks have no graph breaks, so a frame without a graph is a block that ran eager
-        runs = collectives.gather_objects(CompiledRun(ran, modules * self._parts), self.context.group)
+            # our blocks have no graph breaks, so a frame without a graph is a block that ran eager
+            ran = 0
+        runs = collectives.gather_objects(
+            CompiledRun(ran, modules * self._parts), self.context.group
+        )
         return min(runs, key=lambda run: run.calls / max(run.parts, 1))
 
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
         profile_steps(
-            partial(self, "step", Phases().mark), steps=steps, warmup=warmup, queued=True, operators=False, path=path,
-            rank=self.context.rank, world_size=self.context.world_size, device=self.context.device, finish=self.settle,
-        )  # fmt: skip
+            partial(self, "step", Phases().mark),
+            steps=steps,
+            warmup=warmup,
+            queued=True,
+            operators=False,
+            path=path,
+            rank=self.context.rank,
+            world_size=self.context.world_size,
+            device=self.context.device,
+            finish=self.settle,
+        )
 
     def settle(self) -> None:
         """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
@@ -360,7 +418,9 @@ def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
         sizes = (shape.vocab_size, batch, shape.context_length)
         return [SyntheticTokens(*sizes, seed=seed, rank=rank, device=device).batch(step)]
 
-    return Task(lambda seed, device: TransformerLM(shape, device=device, seed=seed), batches, loss_in_head)
+    return Task(
+        lambda seed, device: TransformerLM(shape, device=device, seed=seed), batches, loss_in_head
+    )
 
 
 def synthetic_batches(
@@ -378,7 +438,10 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
         return task.batches(context.rank, step, context.device)
     first = axes.batch_rank * ranks
     members = (task.batches(member, step, context.device) for member in range(first, first + ranks))
-    return [axes.share(tuple(map(torch.cat, zip(*batches, strict=True)))) for batches in zip(*members, strict=True)]
+    return [
+        axes.share(tuple(map(torch.cat, zip(*batches, strict=True))))
+        for batches in zip(*members, strict=True)
+    ]
 
 
 @dataclass
@@ -403,7 +466,10 @@ class Timing:
         for phase, samples in self.phases.items():
             times |= percentile_metrics(phase, samples)
         compiled = min(self.compiled).metrics() if self.compiled else {}
-        times |= {"peak_alloc_bytes": self.peak_alloc_bytes, "step_samples_ms": [*self.phases["step"]]}
+        times |= {
+            "peak_alloc_bytes": self.peak_alloc_bytes,
+            "step_samples_ms": [*self.phases["step"]],
+        }
         return times | compiled
 
 
@@ -436,9 +502,12 @@ class Workbench:
         round, with the times so far.
         """
         timings = {variant.name: Timing() for variant in rows}
-        # Dynamo would compile a second shape of a block with dynamic sizes, and the ninth not at all.
+        # Dynamo would compile a second shape of a block with dynamic sizes, and the ninth not at
+        # all.
         shapes = {(row.options, row.layout, row.micro_batches) for row in rows}
-        compiles_anew = len(shapes) > 1 and any((row.options or self.options).compile != "off" for row in rows)
+        compiles_anew = len(shapes) > 1 and any(
+            (row.options or self.options).compile != "off" for row in rows
+        )
         calls = {}
         for variant in rows:
             timing = timings[variant.name]
@@ -449,7 +518,13 @@ class Workbench:
         return timings
 
     def _time_block(
-        self, variant: Variant, warmup: int, steps: int, timing: Timing, inspect: Inspect, compiles_anew: bool
+        self,
+        variant: Variant,
+        warmup: int,
+        steps: int,
+        timing: Timing,
+        inspect: Inspect,
+        compiles_anew: bool,
     ) -> None:
         if timing.out_of_memory:
             return
@@ -480,7 +555,9 @@ class Workbench:
                 return  # its memory is not the step's
             timing.out_of_memory = False
         if memory.peak_alloc_bytes is not None:
-            timing.peak_alloc_bytes = max(memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes or 0)
+            timing.peak_alloc_bytes = max(
+                memory.peak_alloc_bytes + outside, timing.peak_alloc_bytes or 0
+            )
         self._add_samples(timing, samples)
 
     def _add_samples(self, timing: Timing, samples: list[dict[str, float]]) -> None:

@@ -17,7 +17,8 @@ from torch.distributed import ProcessGroup
 from distlab.bench.task import factory_of
 from distlab.parallel import ParallelModel, Strategy
 
-FINISH = "finish_gradient_synchronization"  # the method that the trainer calls after the last backward
+# the method that the trainer calls after the last backward
+FINISH = "finish_gradient_synchronization"
 
 
 class UserWrapper(ParallelModel):
@@ -91,7 +92,9 @@ def _call_and_finish(made: Any) -> tuple[Callable[..., Any], Callable[[], Any], 
             finish = _nothing
             told = f"none: the wrapper returned a {type(call).__name__} without {FINISH}()"
     if not callable(call) or not callable(finish):
-        kinds = ", ".join(type(each).__name__ for each in (made if isinstance(made, tuple) else (made,)))
+        kinds = ", ".join(
+            type(each).__name__ for each in (made if isinstance(made, tuple) else (made,))
+        )
         raise ValueError(f"{expected}; it returned {kinds}")
     return call, finish, told
 

@@ -78,14 +78,20 @@ class Checkpointer:
         lock: RunLock | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ):
-        self.folder, self.context, self.lock, self.progress = CheckpointFolder(folder), context, lock, progress
+        self.folder, self.context, self.lock, self.progress = (
+            CheckpointFolder(folder),
+            context,
+            lock,
+            progress,
+        )
         self.keep, self.asynchronous, self.threads = keep, asynchronous, threads
         self.last_saved: int | None = None  # the newest step known to be complete
         self._known_good: set[int] = set()  # steps written or checked here
         # No collective of training may come between the writer thread's own.
         timeout = timedelta(seconds=context.timeout_s)
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        self._host = torch.empty(0, dtype=torch.uint8)  # snapshots go through it; kept from one to the next
+        # snapshots go through it; kept from one to the next
+        self._host = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         if model is not None:
@@ -99,7 +105,13 @@ class Checkpointer:
     # -- saving --------------------------------------------------------------------------------------------
 
     def save(
-        self, step: int, model: ParallelModel, optimizer: Optimizer, *, strategy: str, extra: Mapping[str, Any]
+        self,
+        step: int,
+        model: ParallelModel,
+        optimizer: Optimizer,
+        *,
+        strategy: str,
+        extra: Mapping[str, Any],
     ) -> None:
         """Begin to write what is true after `step` steps.
 
@@ -165,7 +177,9 @@ class Checkpointer:
         if self._host.numel() < sum(sizes):
             self._host = host_memory(sum(sizes), pinned=device.type == "cuda")
         staged = []
-        for shard, values, place in zip(shards, sources, self._host[: sum(sizes)].split(sizes), strict=True):
+        for shard, values, place in zip(
+            shards, sources, self._host[: sum(sizes)].split(sizes), strict=True
+        ):
             copy = place[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
             staged.append(replace(shard, tensor=copy))
         if device.type != "cuda":
@@ -200,13 +214,17 @@ class Checkpointer:
             dist.destroy_process_group(self._group)
             self._group = None
 
-    def _write_behind(self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable) -> None:
+    def _write_behind(
+        self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable
+    ) -> None:
         try:
             self._write(step, shards, content, ready)
         except BaseException as error:  # raised again by wait()
             self._failure = error
 
-    def _write(self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable) -> None:
+    def _write(
+        self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable
+    ) -> None:
         folder = self.folder.temporary_path_of(step)
 
         def write_mine() -> tuple[dict[str, dict[str, Any]], tensors.Index]:
@@ -214,11 +232,15 @@ class Checkpointer:
                 torch.cuda.set_device(self.context.device)  # per thread
             ready()
             if not folder.is_dir():
-                raise FileNotFoundError(f"{folder} is not visible here: use a file system that all machines share")
+                raise FileNotFoundError(
+                    f"{folder} is not visible here: use a file system that all machines share"
+                )
             return tensors.write(folder, self.context.rank, shards, self.threads)
 
         def complete() -> None:
-            content["files"] = {name: entry for files, _ in written for name, entry in files.items()}
+            content["files"] = {
+                name: entry for files, _ in written for name, entry in files.items()
+            }
             content["tensors"] = tensors.merged([index for _, index in written])
             self._own_folder().commit(step, content)
 
@@ -233,8 +255,14 @@ class Checkpointer:
                     shutil.rmtree(self._own_folder().temporary_path_of(step), ignore_errors=True)
             if not isinstance(error, (OSError, ValueError)):  # of a collective: another rank died
                 raise
-            last = "there is none before it" if self.last_saved is None else f"step {self.last_saved} is intact"
-            raise CheckpointError(f"the checkpoint of step {step} could not be written ({error}); {last}") from None
+            last = (
+                "there is none before it"
+                if self.last_saved is None
+                else f"step {self.last_saved} is intact"
+            )
+            raise CheckpointError(
+                f"the checkpoint of step {step} could not be written ({error}); {last}"
+            ) from None
         self.last_saved = step
         self._known_good.add(step)
         self._on_main(lambda: self._own_folder().prune(self.keep, self._known_good))
@@ -316,7 +344,9 @@ class Checkpointer:
         def checked() -> list[dict[str, Any]]:
             tensors.refuse_other_model(stored, everything)
             if stored.content["optimizer"] != name:
-                raise ValueError(f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}")
+                raise ValueError(
+                    f"{stored.path} holds the state of {stored.content['optimizer']}, not of {name}"
+                )
             return train_state.stored_options(stored.content["groups"], groups, frozen)
 
         options = self._alike(checked)
@@ -355,7 +385,9 @@ class Checkpointer:
                 problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
         problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
         if problems:
-            raise next((p for p in problems if isinstance(p, Exception)), None) or CheckpointError("; ".join(problems))
+            raise next((p for p in problems if isinstance(p, Exception)), None) or CheckpointError(
+                "; ".join(problems)
+            )
         return result
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
@@ -372,5 +404,3 @@ def host_memory(count: int, *, pinned: bool) -> Tensor:
         torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory
-
-

@@ -46,8 +46,18 @@ MOST_DIMENSIONS = 64
 MOST_BOXES = 1024  # of a tensor: ranks that share matrices, times the ranges that each of them has
 LARGEST_GENERATOR = 2**16  # numbers of a random generator's state; torch's on the CPU has 5,056
 # dtype → bytes per element
-DTYPES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int16": 2, "int8": 1,
-          "uint8": 1, "bool": 1}  # fmt: skip
+DTYPES = {
+    "float64": 8,
+    "float32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
+    "int8": 1,
+    "uint8": 1,
+    "bool": 1,
+}
 
 
 class CheckpointError(OSError):
@@ -91,7 +101,9 @@ class CheckpointFolder:
     def steps(self) -> list[int]:
         """Steps that have a checkpoint of a final name, newest first; nothing is opened."""
         names = [entry.name for entry in self.path.iterdir()] if self.path.is_dir() else []
-        return sorted((int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True)
+        return sorted(
+            (int(match[1]) for name in names if (match := _NAME.fullmatch(name))), reverse=True
+        )
 
     def path_of(self, step: int) -> Path:
         """Return the folder of a complete checkpoint of that step."""
@@ -159,7 +171,8 @@ class CheckpointFolder:
         kept, deleted = 0, []
         for step in self.steps():
             if kept == keep:
-                # Renamed first: a deletion that is cut short must not leave half a checkpoint under its name.
+                # Renamed first: a deletion that is cut short must not leave half a checkpoint under
+                # its name.
                 doomed = self.path / f".tmp-deleted-{self.path_of(step).name}"
                 self.path_of(step).rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)
@@ -181,11 +194,15 @@ class CheckpointFolder:
         try:
             size = _size_of(marker)
             if size > LARGEST_MARKER:
-                raise Damaged(f"{marker} has {size} bytes, and no marker has more than {LARGEST_MARKER}")
+                raise Damaged(
+                    f"{marker} has {size} bytes, and no marker has more than {LARGEST_MARKER}"
+                )
             content = json.loads(marker.read_text(encoding="utf-8"))
             intact = isinstance(content, dict) and content.pop("digest", None) == digest_of(content)
         except OSError as error:
-            raise Damaged(f"{marker}: {error.strerror or error}: the checkpoint was not completed") from None
+            raise Damaged(
+                f"{marker}: {error.strerror or error}: the checkpoint was not completed"
+            ) from None
         except Damaged:
             raise
         except (ValueError, RecursionError):
@@ -196,7 +213,9 @@ class CheckpointFolder:
         if version != FORMAT:
             what = "start over with --fresh, or use the version that wrote it"
             what = "update distlab" if version > FORMAT else what
-            raise OtherFormat(f"{path} has checkpoint format {version}, this version reads {FORMAT}: {what}")
+            raise OtherFormat(
+                f"{path} has checkpoint format {version}, this version reads {FORMAT}: {what}"
+            )
         if not intact:
             raise Damaged(f"{marker} was altered: its own checksum does not match")
         try:
@@ -273,7 +292,9 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     whole = isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}
     _require(whole, f"what it says of {key} is no shape, dtype and parts")
     shape, dtype, parts = entry["shape"], entry["dtype"], entry["parts"]
-    _require(isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}")
+    _require(
+        isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}"
+    )
     _require(len(shape) <= MOST_DIMENSIONS, f"{key} has {len(shape)} dimensions")
     known = isinstance(dtype, str) and dtype in DTYPES
     _require(known, f"the dtype of {key} is {dtype!r}; allowed: {', '.join(DTYPES)}")
@@ -284,7 +305,10 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     for start, count, name, _, *cut in parts:
         box = tuple(map(tuple, cut[0])) if cut else tuple((0, size) for size in shape)
         _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")
-        _require(start == covered.get(box, 0), f"{key} has a hole or an overlap at element {covered.get(box, 0)}")
+        _require(
+            start == covered.get(box, 0),
+            f"{key} has a hole or an overlap at element {covered.get(box, 0)}",
+        )
         covered[box] = start + count
     for box, elements in covered.items():
         size = math.prod(last - first for first, last in box)
@@ -321,7 +345,10 @@ def _check_places(files: Content, tensors: Content) -> None:
         for _, count, name, offset, *_ in entry["parts"]
     ]
     for name, offset, size, key in sorted(places):
-        _require(offset == ends[name], f"{name} has a gap or an overlap at byte {ends[name]}, before {key}")
+        _require(
+            offset == ends[name],
+            f"{name} has a gap or an overlap at byte {ends[name]}, before {key}",
+        )
         ends[name] += size
     for name, end in ends.items():
         size = files[name]["bytes"]
@@ -343,8 +370,12 @@ def _is_part(value: Any, shape: Sequence[int]) -> bool:
 def _is_box(value: Any, shape: Sequence[int]) -> bool:
     if not (isinstance(value, list) and len(value) == len(shape)):
         return False
-    pairs = all(isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value)
-    return pairs and all(first < last <= size for (first, last), size in zip(value, shape, strict=True))
+    pairs = all(
+        isinstance(each, list) and len(each) == 2 and all(map(_is_count, each)) for each in value
+    )
+    return pairs and all(
+        first < last <= size for (first, last), size in zip(value, shape, strict=True)
+    )
 
 
 def _is_count(value: Any) -> bool:
@@ -362,7 +393,11 @@ def _is_group(value: Any) -> bool:
 
 def _is_file(value: Any) -> bool:
     digest = value.get("sha256") if isinstance(value, dict) else None
-    return isinstance(digest, str) and bool(_SHA256.fullmatch(digest)) and _is_count(value.get("bytes"))
+    return (
+        isinstance(digest, str)
+        and bool(_SHA256.fullmatch(digest))
+        and _is_count(value.get("bytes"))
+    )
 
 
 _FORMS = {
@@ -371,7 +406,10 @@ _FORMS = {
     "strategy": (_is_text, "a name"),
     "torch": (_is_text, "a version"),
     "optimizer": (_is_text, "a name"),
-    "groups": (lambda v: isinstance(v, list) and v and all(map(_is_group, v)), "a list of parameter groups"),
+    "groups": (
+        lambda v: isinstance(v, list) and v and all(map(_is_group, v)),
+        "a list of parameter groups",
+    ),
     "extra": (lambda v: isinstance(v, dict), "a table"),
     "files": (lambda v: isinstance(v, dict) and v, "a table of files"),
     "tensors": (lambda v: isinstance(v, dict) and v, "a table of tensors"),

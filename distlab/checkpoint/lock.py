@@ -67,7 +67,9 @@ class Holder:
         """Describe this process, now."""
         since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         pid = os.getpid()
-        return Holder(socket.gethostname(), _machine(), pid, _start_of(pid), since, uuid.uuid4().hex)
+        return Holder(
+            socket.gethostname(), _machine(), pid, _start_of(pid), since, uuid.uuid4().hex
+        )
 
     @staticmethod
     def parse(content: bytes) -> "Holder | None":
@@ -133,7 +135,8 @@ class RunLock:
         try:
             os.write(file, self._content)
             os.fsync(file)
-            # The lock read above may have been released and taken again meanwhile: then this file follows nothing.
+            # The lock read above may have been released and taken again meanwhile: then this file
+            # follows nothing.
             taken = self._is_mine()
         finally:
             if not taken:
@@ -195,7 +198,11 @@ class RunLock:
                 self._watched = (content, touched, time.monotonic())
             if touched == self._watched[1]:
                 return time.monotonic() - self._watched[2] >= self.stale_s
-        who = f"process {holder.pid} on {holder.host}, since {holder.since}" if holder else "another process"
+        who = (
+            f"process {holder.pid} on {holder.host}, since {holder.since}"
+            if holder
+            else "another process"
+        )
         raise FolderIsHeld(
             f"{self.folder} is being written by another run ({who}): wait until it ends, or end it, or give this run "
             "another --name"
@@ -232,7 +239,9 @@ def hold(
         if answer:
             break
         if attempt == 0:
-            progress(f"{folder} has the lock of a run on another machine: waiting for a sign of life")
+            progress(
+                f"{folder} has the lock of a run on another machine: waiting for a sign of life"
+            )
         time.sleep(POLL_S)
     try:
         yield lock
@@ -266,5 +275,6 @@ def _start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    state, *rest = stat.rpartition(")")[2].split()  # the name before it may hold spaces and brackets
+    # the name before it may hold spaces and brackets
+    state, *rest = stat.rpartition(")")[2].split()
     return -1 if state in "ZX" else int(rest[18])

@@ -30,7 +30,9 @@ Index = dict[str, dict[str, Any]]
 Kind = tuple[tuple[int, ...], torch.dtype]  # shape of the whole, dtype
 
 
-def write(folder: Path, rank: int, shards: Sequence[Shard], threads: int) -> tuple[dict[str, dict[str, Any]], Index]:
+def write(
+    folder: Path, rank: int, shards: Sequence[Shard], threads: int
+) -> tuple[dict[str, dict[str, Any]], Index]:
     """Write this rank's shards, which lie on the host, each thread a file, and flush them to the disk.
 
     Returns:
@@ -60,11 +62,15 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
                 parts.append([start, held.stop - held.start, path.name, at])
                 if shard.cut is not None:
                     parts[-1].append([list(each) for each in box])
-            indices.append({shard.name: {
-                "shape": list(shard.shape),
-                "dtype": str(shard.values.dtype).removeprefix("torch."),
-                "parts": parts,
-            }})  # fmt: skip
+            indices.append(
+                {
+                    shard.name: {
+                        "shape": list(shard.shape),
+                        "dtype": str(shard.values.dtype).removeprefix("torch."),
+                        "parts": parts,
+                    }
+                }
+            )
             append(file, data)
             digest.update(data)
             offset += data.nbytes
@@ -91,7 +97,9 @@ def merged(indices: Sequence[Index]) -> Index:
 def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
     """(shape, dtype) of every stored tensor."""
     index = stored.content["tensors"]
-    return {key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()}
+    return {
+        key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()
+    }
 
 
 def read(stored: Stored, shards: Sequence[Shard]) -> None:
@@ -111,7 +119,9 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
                     for here, index in _shared(box, begin, wanted.numel(), there, start, count):
                         first, last = int(index.min()), int(index.max()) + 1
                         values = _values(stored, shard.name, name, offset, first, last)
-                        wanted[torch.from_numpy(here).to(wanted.device)] = values[index - first].to(wanted)
+                        wanted[torch.from_numpy(here).to(wanted.device)] = values[index - first].to(
+                            wanted
+                        )
                     continue
                 first, last = max(start, begin), min(start + count, begin + wanted.numel())
                 if first < last:
@@ -126,9 +136,13 @@ def _shared(box: Box, begin: int, wanted: int, there: Box, start: int, count: in
         here = np.arange(first, min(first + AT_ONCE, wanted))
         places = [
             place + low - other
-            for place, (low, _), (other, _) in zip(np.unravel_index(begin + here, sizes), box, there, strict=True)
+            for place, (low, _), (other, _) in zip(
+                np.unravel_index(begin + here, sizes), box, there, strict=True
+            )
         ]
-        inside = np.logical_and.reduce([(p >= 0) & (p < n) for p, n in zip(places, sizes_there, strict=True)])
+        inside = np.logical_and.reduce(
+            [(p >= 0) & (p < n) for p, n in zip(places, sizes_there, strict=True)]
+        )
         here = here[inside]
         index = np.ravel_multi_index([place[inside] for place in places], sizes_there) - start
         within = (index >= 0) & (index < count)
@@ -136,7 +150,9 @@ def _shared(box: Box, begin: int, wanted: int, there: Box, start: int, count: in
             yield here[within], index[within]
 
 
-def _values(stored: Stored, key: str, file_name: str, offset: int, first: int, last: int) -> torch.Tensor:
+def _values(
+    stored: Stored, key: str, file_name: str, offset: int, first: int, last: int
+) -> torch.Tensor:
     """Elements of a part, which begins at this byte."""
     dtype = getattr(torch, stored.content["tensors"][key]["dtype"])
     values = torch.empty(last - first, dtype=dtype)
@@ -165,12 +181,18 @@ def refuse_other_model(stored: Stored, model: Sequence[tuple[str, Kind]]) -> Non
     found = shapes_and_dtypes(stored).items()
     theirs = {key.removeprefix("model/"): kind for key, kind in found if key.startswith("model/")}
     differences = [
-        f"{name} is missing there" if name not in theirs
-        else f"{name} exists only there" if name not in mine
-        else f"{name} has shape {theirs[name][0]} there and {mine[name][0]} here" if theirs[name][0] != mine[name][0]
+        f"{name} is missing there"
+        if name not in theirs
+        else f"{name} exists only there"
+        if name not in mine
+        else f"{name} has shape {theirs[name][0]} there and {mine[name][0]} here"
+        if theirs[name][0] != mine[name][0]
         else f"{name} has {theirs[name][1]} there and {mine[name][1]} here"
-        for name in mine | theirs if mine.get(name) != theirs.get(name)
-    ]  # fmt: skip
+        for name in mine | theirs
+        if mine.get(name) != theirs.get(name)
+    ]
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
-        raise ValueError(f"{stored.path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}")
+        raise ValueError(
+            f"{stored.path} is a checkpoint of another model: {'; '.join(differences[:5])}{more}"
+        )

@@ -24,8 +24,12 @@ NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable", "pla
 
 def model_state(model: ParallelModel) -> list[Shard]:
     """Every parameter and persistent buffer."""
-    held = [model.located(shard).like(f"model/{shard.name}", shard.tensor) for shard in model.shards()]
-    return held + [whole(f"model/{name}", buffer) for name, buffer in _persistent_buffers(model.module)]
+    held = [
+        model.located(shard).like(f"model/{shard.name}", shard.tensor) for shard in model.shards()
+    ]
+    return held + [
+        whole(f"model/{name}", buffer) for name, buffer in _persistent_buffers(model.module)
+    ]
 
 
 def refuse_unstorable_model(model: ParallelModel) -> None:
@@ -88,7 +92,9 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
 
 
 def empty_optimizer_state(
-    model: ParallelModel, optimizer: Optimizer, stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    model: ParallelModel,
+    optimizer: Optimizer,
+    stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[Shard]]:
     """State tensors to be filled for what this rank steps, and the shards that fill them.
 
@@ -183,14 +189,18 @@ def stored_options(
             live = storable(group[name], _option(name, number)) if name in group else None
             if name not in saved or name not in group or _kind(saved[name]) != _kind(live):
                 there, here = (repr(g[name]) if name in g else "missing" for g in (saved, group))
-                raise ValueError(f"the stored optimizer's option '{name}' is {there}, and {here} here")
+                raise ValueError(
+                    f"the stored optimizer's option '{name}' is {there}, and {here} here"
+                )
             restored[name] = _restored(saved[name], group[name])
         options.append(restored)
     return options
 
 
 def _pair_groups(
-    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], frozen: Collection[str]
+    saved_groups: Sequence[Mapping[str, Any]],
+    groups: Sequence[Mapping[str, Any]],
+    frozen: Collection[str],
 ) -> list[tuple[Mapping[str, Any] | None, Mapping[str, Any]]]:
     """Return the stored group of each group; None for one without trained parameters that the checkpoint lacks.
 
@@ -234,7 +244,10 @@ def _pair_groups(
     others_there = [number for number in range(len(saved_groups)) if number not in partner.values()]
     if len(others_here) == len(others_there):
         partner |= dict(zip(others_here, others_there, strict=True))
-    return [(saved_groups[partner[n]] if n in partner else None, group) for n, group in enumerate(groups)]
+    return [
+        (saved_groups[partner[n]] if n in partner else None, group)
+        for n, group in enumerate(groups)
+    ]
 
 
 def storable_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -338,7 +351,9 @@ def _kind(value: Any) -> Any:
         return [_kind(item) for item in value]
     if isinstance(value, dict):
         return {key: _kind(item) for key, item in value.items()}
-    return "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
+    return (
+        "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
+    )
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -388,7 +403,9 @@ def restore_generators(saved: Mapping[str, Tensor]) -> None:
     try:
         if "python" in saved:
             version, *words, gauss = saved["python"].tolist()
-            random.setstate((int(version), tuple(map(int, words)), None if gauss != gauss else gauss))
+            random.setstate(
+                (int(version), tuple(map(int, words)), None if gauss != gauss else gauss)
+            )
         if "numpy" in saved:
             *keys, position, has_gauss, cached = saved["numpy"].tolist()
             key_array = np.array(keys, dtype=np.uint32)

@@ -24,15 +24,19 @@ from distlab.comm.wait_diagnostics import wait, waiting
 
 T = TypeVar("T")
 
-# A group's own methods, because the functions of torch.distributed around them take microseconds of every call for
-# checks. torch 2.13 renamed these; torch 2.11 has only the old names.
-_all_gather_single = getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
-_reduce_scatter_single = getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
+# A group's own methods, because the functions of torch.distributed around them take microseconds of
+# every call for checks. torch 2.13 renamed these; torch 2.11 has only the old names.
+_all_gather_single = (
+    getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
+)
+_reduce_scatter_single = (
+    getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
+)
 
 COALESCED_BYTES = 25 * 2**20
 
-# Dtypes that gloo and NCCL know. A broadcast and an all-gather only copy, so they send tensors of any other dtype
-# (float8, uint16, …) as bytes.
+# Dtypes that gloo and NCCL know. A broadcast and an all-gather only copy, so they send tensors of
+# any other dtype (float8, uint16, …) as bytes.
 SENDABLE = {
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.complex128, torch.complex64),
@@ -175,7 +179,10 @@ def all_to_all(
 def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Send `input` `(n,)` to the next rank of the group; `output` `(n,)` is what the one before has sent."""
     rank, ranks = group.rank(), group.size()
-    to, come = ([output.numel() * (other == (rank + step) % ranks) for other in range(ranks)] for step in (1, -1))
+    to, come = (
+        [output.numel() * (other == (rank + step) % ranks) for other in range(ranks)]
+        for step in (1, -1)
+    )
     return all_to_all(output, input, group, come, to)
 
 
@@ -207,7 +214,9 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
 
 
 @torch.no_grad()
-def broadcast_coalesced(tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0) -> "Coalesced":
+def broadcast_coalesced(
+    tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0
+) -> "Coalesced":
     """Overwrite all tensors by those of rank `source` through few large messages; returns at once.
 
     Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES` (a larger tensor has its own), so
@@ -230,7 +239,9 @@ def broadcast_coalesced(tensors: Sequence[Tensor], group: ProcessGroup, *, sourc
 class Coalesced:
     """Messages in flight that carry several tensors each."""
 
-    def __init__(self, sent: list[tuple[list[Tensor], Tensor, Work]], group: ProcessGroup, is_source: bool):
+    def __init__(
+        self, sent: list[tuple[list[Tensor], Tensor, Work]], group: ProcessGroup, is_source: bool
+    ):
         self._sent = sent
         self._group = group
         self._is_source = is_source
@@ -264,7 +275,9 @@ def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) 
     return sum_over_ranks(float(condition), device, group) == group.size()
 
 
-def if_it_fits(action: Callable[[], T], device: torch.device, group: ProcessGroup, times: int = 1) -> T | None:
+def if_it_fits(
+    action: Callable[[], T], device: torch.device, group: ProcessGroup, times: int = 1
+) -> T | None:
     """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
 
     A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for it in theirs.
@@ -296,10 +309,14 @@ def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """Return the sum of a number over the ranks, in float64. Blocks."""
-    return float(sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item())
+    return float(
+        sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item()
+    )
 
 
-def _prepare(tensor: Tensor, group: ProcessGroup, prescaled: bool) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
+def _prepare(
+    tensor: Tensor, group: ProcessGroup, prescaled: bool
+) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
     """Divide where the backend cannot average; returns what to send, and the reduction that then yields the mean.
 
     On gloo what is sent is an alias with a version counter of its own, since what is written here is no edit of the

@@ -71,7 +71,8 @@ class RankEnvironment:
     local_world_size: int
     restarts: int = 0  # how often torchrun has restarted this job's ranks
     max_restarts: int = 0  # how often it would
-    has_agent: bool = False  # whether torchrun's agent started this process, not somebody who set the variables
+    # whether torchrun's agent started this process, not somebody who set the variables
+    has_agent: bool = False
 
     @staticmethod
     def read() -> "RankEnvironment":
@@ -84,7 +85,9 @@ class RankEnvironment:
         launched = "RANK" in os.environ
         if launched != ("WORLD_SIZE" in os.environ):
             there, missing = ("RANK", "WORLD_SIZE") if launched else ("WORLD_SIZE", "RANK")
-            raise ValueError(f"{there}={os.environ[there]} is set and {missing} is not: {_START_OR_UNSET}")
+            raise ValueError(
+                f"{there}={os.environ[there]} is set and {missing} is not: {_START_OR_UNSET}"
+            )
         world_size = _number("WORLD_SIZE", 1, least=1)
         rank = _number("RANK", 0, below=("WORLD_SIZE", world_size))
         local_world_size = _number("LOCAL_WORLD_SIZE", world_size, least=1)
@@ -103,7 +106,9 @@ class RankEnvironment:
 _START_OR_UNSET = "start ranks with torchrun, which sets both, or unset it"
 
 
-def _number(name: str, default: int, *, least: int = 0, below: tuple[str, int] | None = None) -> int:
+def _number(
+    name: str, default: int, *, least: int = 0, below: tuple[str, int] | None = None
+) -> int:
     """The whole number in an environment variable, which must lie in its range; what torchrun sets does."""
     text = os.environ.get(name)
     if text is None:
@@ -115,7 +120,9 @@ def _number(name: str, default: int, *, least: int = 0, below: tuple[str, int] |
             f"{name}={text!r} is no whole number: start ranks with torchrun, which sets it, or unset it"
         ) from None
     if value < least:
-        raise ValueError(f"{name}={value} must be at least {least}: start ranks with torchrun, or mend it")
+        raise ValueError(
+            f"{name}={value} must be at least {least}: start ranks with torchrun, or mend it"
+        )
     if below is not None and value >= below[1]:
         raise ValueError(
             f"{name}={value} must be below {below[0]}={below[1]}: ranks count from 0 to {below[1] - 1}"
@@ -141,13 +148,21 @@ def choose_device(
         backend = "nccl" if gpus and device is None else "gloo"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    allowed = ["cpu", *(f"cuda:{gpu}" for gpu in range(gpus))] if backend == "gloo" else [f"cuda:{local_rank}"]
+    allowed = (
+        ["cpu", *(f"cuda:{gpu}" for gpu in range(gpus))]
+        if backend == "gloo"
+        else [f"cuda:{local_rank}"]
+    )
     if device not in (None, *allowed):
-        raise ValueError(f"device={device!r} of local rank {local_rank} on {backend}; allowed: {', '.join(allowed)}")
+        raise ValueError(
+            f"device={device!r} of local rank {local_rank} on {backend}; allowed: {', '.join(allowed)}"
+        )
     if backend == "gloo":
         return backend, torch.device(device or "cpu")
     if not dist.is_nccl_available() or gpus == 0:
-        raise ValueError("backend='nccl' needs an NVIDIA GPU and there is none here; use backend='gloo'")
+        raise ValueError(
+            "backend='nccl' needs an NVIDIA GPU and there is none here; use backend='gloo'"
+        )
     if local_world_size > gpus:
         raise ValueError(
             f"{local_world_size} NCCL ranks on a host with {gpus} GPU(s): NCCL needs one GPU per rank; "
@@ -200,17 +215,19 @@ def rank_context(
 
     options = None
     if chosen.type == "cuda":
-        # Streams that share one of the driver's queues wait for each other; eight queues, its default, are too few
-        # for computation, NCCL and copy engines. Read when CUDA starts.
+        # Streams that share one of the driver's queues wait for each other; eight queues, its
+        # default, are too few for computation, NCCL and copy engines. Read when CUDA starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(chosen)
-        # Gathered parameters and activations of long sequences fit into no gap of each other: without segments that
-        # grow, 138 GiB were not enough for tensors of 126. A user's own settings stay.
+        # Gathered parameters and activations of long sequences fit into no gap of each other:
+        # without segments that grow, 138 GiB were not enough for tensors of 126. A user's own
+        # settings stay.
         if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if backend == "nccl":
-        # Communication kernels must get onto SMs that computation keeps busy: a high-priority stream
-        # lets a bucket start when the next thread block retires instead of when the queue drains.
+        # Communication kernels must get onto SMs that computation keeps busy: a high-priority
+        # stream lets a bucket start when the next thread block retires instead of when the queue
+        # drains.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout  # options given by hand are taken as they are, their timeout too
     dist.init_process_group(
@@ -228,15 +245,22 @@ def rank_context(
         watch.start()
     try:
         if backend == "gloo":
-            # Each rank connects to all others. One that has done so and leaves again at once would close its
-            # connections under a rank that is still making its own.
+            # Each rank connects to all others. One that has done so and leaves again at once would
+            # close its connections under a rank that is still making its own.
             dist.barrier()
         yield RankContext(
-            place.rank, place.local_rank, place.world_size, chosen, backend, dist.group.WORLD, timeout_s
+            place.rank,
+            place.local_rank,
+            place.world_size,
+            chosen,
+            backend,
+            dist.group.WORLD,
+            timeout_s,
         )
     finally:
-        # So that the process can exit with the code it means to: a gloo work object that is destroyed during the
-        # interpreter's shutdown aborts the process (exit code −6), hence the collection of garbage before it.
+        # So that the process can exit with the code it means to: a gloo work object that is
+        # destroyed during the interpreter's shutdown aborts the process (exit code −6), hence the
+        # collection of garbage before it.
         over.set()
         if backend == "nccl":
             watch.join()
@@ -266,7 +290,8 @@ def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
         ValueError: an address or a port that cannot be one.
         OSError: the port is in use, nobody answers there, or not all ranks came within the timeout.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent serves it already
+    # torchrun's agent serves it already
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return next(rendezvous("env://", timeout=timeout))[0]
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
     if missing:

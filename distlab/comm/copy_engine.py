@@ -32,15 +32,19 @@ from distlab.comm import collectives
 ALIGNMENT = 512  # bytes, of each tensor's beginning
 _rendezvous_count = 0  # of this process, in any group
 
-# An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its copies.
+# An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its
+# copies.
 _library = torch.library.Library("distlab", "DEF")
-_library.define("all_reduce_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()")
+_library.define(
+    "all_reduce_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()"
+)
 
 
 @torch.library.impl(_library, "all_reduce_mean_by_copy", "CompositeExplicitAutograd")
 def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int) -> None:
     """Rank `rank`'s part: chunk `rank` of the mean of all replicas `(N·n,)`, given to all. `staging`: `(N−1, ≥ n)`."""
-    from kernels.average import average_into  # imports Triton, which not every user of this package has
+    # imports Triton, which not every user of this package has
+    from kernels.average import average_into
 
     count = len(replicas)
     own, *theirs = (replicas[(rank + step) % count].chunk(count)[rank] for step in range(count))
@@ -70,7 +74,11 @@ class CopyEngineAllReduce:
     """
 
     def __init__(
-        self, numels: Sequence[int], dtypes: Sequence[torch.dtype], device: torch.device, group: ProcessGroup
+        self,
+        numels: Sequence[int],
+        dtypes: Sequence[torch.dtype],
+        device: torch.device,
+        group: ProcessGroup,
     ):
         check_copy_engines(device, group)
         sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
@@ -150,11 +158,13 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
     """
     counts = collectives.gather_objects(_rendezvous_count, group)
     for _ in range(max(counts) - _rendezvous_count):
-        # NCCL would split the communicator of all ranks for it, and wait for them; only the group's store is needed.
+        # NCCL would split the communicator of all ranks for it, and wait for them; only the group's
+        # store is needed.
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         _rendezvous(_allocated(1, device), alone, uuid.uuid4().hex)
         dist.destroy_process_group(alone)
-    torch.cuda.empty_cache()  # the driver, which is asked, does not see what the caching allocator holds in reserve
+    # the driver, which is asked, does not see what the caching allocator holds in reserve
+    torch.cuda.empty_cache()
     memory = collectives.if_it_fits(lambda: _allocated(num_bytes, device), device, group)
     if memory is None:  # nobody waits in a rendezvous for a rank that has no room
         raise torch.OutOfMemoryError(f"no room for {num_bytes / 2**30:.1f} GiB of symmetric memory")
@@ -172,8 +182,9 @@ def _rendezvous(memory: Tensor, group: ProcessGroup, unique: str) -> Any:
     """One rendezvous of a group's ranks, which agree on a name that no group of this process ever had."""
     from torch.distributed import _symmetric_memory as symmetric
 
-    # torch remembers the store of a group by the group's name for the life of the process, and would look for the
-    # peers of a later group of the same name (the default group, left and joined again) in the wrong one.
+    # torch remembers the store of a group by the group's name for the life of the process, and
+    # would look for the peers of a later group of the same name (the default group, left and joined
+    # again) in the wrong one.
     global _rendezvous_count
     _rendezvous_count += 1
     name = f"copy-engine-{unique}"

@@ -31,9 +31,15 @@ def all_reduces(context: RankContext, count: int, ctas: int | None = None) -> It
         options = dist.ProcessGroupNCCL.Options()
         options.config.min_ctas = options.config.max_ctas = ctas
         ranks = dist.get_process_group_ranks(group)
-        group = dist.new_group(ranks, backend="nccl", pg_options=options, use_local_synchronization=True)
+        group = dist.new_group(
+            ranks, backend="nccl", pg_options=options, use_local_synchronization=True
+        )
     tensors = [torch.zeros(count, device=context.device) for _ in range(2)]
-    yield Messages(tensors, tensors, lambda k: collectives.all_reduce_mean(tensors[k % 2], group, prescaled=True))
+    yield Messages(
+        tensors,
+        tensors,
+        lambda k: collectives.all_reduce_mean(tensors[k % 2], group, prescaled=True),
+    )
     if ctas is not None:
         dist.destroy_process_group(group)
 
@@ -80,6 +86,8 @@ def copied_all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
     received = [torch.empty(0, device=context.device) for _ in range(2)]
 
     def send(k: int) -> Arriving:
-        return Arriving(torch.ops.symm_mem._low_contention_all_gather(parts[k % 2], name), received[k % 2])
+        return Arriving(
+            torch.ops.symm_mem._low_contention_all_gather(parts[k % 2], name), received[k % 2]
+        )
 
     yield Messages(parts, received, send)

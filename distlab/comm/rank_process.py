@@ -20,7 +20,9 @@ SILENCE_S = 10.0  # between two lines of progress where nobody looks on
 CLEAR = "\033[K"  # a terminal's line, from the cursor on
 
 
-def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str) -> int:
+def run_rank(
+    work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str
+) -> int:
     """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code.
 
     Returns:
@@ -33,7 +35,8 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    gc.freeze()  # no collection, ours between variants or Python's own, looks through all of torch again
+    # no collection, ours between variants or Python's own, looks through all of torch again
+    gc.freeze()
 
     def work_in_context() -> int:
         try:
@@ -57,7 +60,8 @@ def run_rank(work: Callable[[RankContext], int], *, backend: str | None, timeout
                 return 1
             if (message := message_of(error)) is None:
                 raise
-            print(f"{name}: error: {message}", file=sys.stderr, flush=True)  # no group yet to agree on who says it
+            # no group yet to agree on who says it
+            print(f"{name}: error: {message}", file=sys.stderr, flush=True)
             return USAGE_ERROR
 
     return until_stopped(name, work_in_context, speaks=place.rank == 0)
@@ -149,7 +153,12 @@ def leave_process(code: int) -> NoReturn:
 def is_lost_peer(error: Exception) -> bool:
     """Whether torch or gloo, which raises plain RuntimeErrors, says that another rank is gone."""
     signs = (
-        *("Connection closed by peer", "Connection reset by peer", "Timed out waiting", "timed out"),
+        *(
+            "Connection closed by peer",
+            "Connection reset by peer",
+            "Timed out waiting",
+            "timed out",
+        ),
         "Application timeout caused pair closure",
     )
     known = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

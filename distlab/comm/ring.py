@@ -34,7 +34,8 @@ def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
     rank, ranks = group.rank(), group.size()
     chunks = _equal_chunks(input, output, ranks)
     partial, arriving = chunks[(rank - 1) % ranks].clone(), torch.empty_like(output)
-    for done in range(ranks - 1):  # after the last round the partial sum is that of the own chunk, and complete
+    # after the last round the partial sum is that of the own chunk, and complete
+    for done in range(ranks - 1):
         _pass_on(partial, arriving, group)
         arriving += chunks[(rank - done - 2) % ranks]
         partial, arriving = arriving, partial
@@ -70,7 +71,10 @@ def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> None:
     rank, ranks = group.rank(), group.size()
     transfers = [
         P2POp(kind, tensor, group=group, group_peer=peer % ranks)
-        for kind, tensor, peer in ((dist.isend, outgoing, rank + 1), (dist.irecv, incoming, rank - 1))
+        for kind, tensor, peer in (
+            (dist.isend, outgoing, rank + 1),
+            (dist.irecv, incoming, rank - 1),
+        )
         if tensor.numel()  # sender and receiver of a chunk agree on its size
     ]
     for work in dist.batch_isend_irecv(transfers) if transfers else []:

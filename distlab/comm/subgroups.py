@@ -105,7 +105,9 @@ def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) ->
     if mesh is None:
         return MeshGroups(world, None, world)
     if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"mesh={mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, such as {_EXAMPLE}")
+        raise TypeError(
+            f"mesh={mesh!r}: give a torch.distributed.device_mesh.DeviceMesh, such as {_EXAMPLE}"
+        )
     if mesh.ndim != 2:
         raise ValueError(
             f"mesh has {mesh.ndim} dimension(s): give two, (replicas, ranks that share a model), such as {_EXAMPLE}; "
@@ -121,12 +123,19 @@ def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) ->
             f"{sorted(ranks)}: give a mesh of all of them, or the process_group of the mesh's ranks"
         )
     replicate, shard = mesh.get_group(0), mesh.get_group(1)
-    return MeshGroups(world, replicate if replicate.size() > 1 else None, world if replicate.size() == 1 else shard)
+    return MeshGroups(
+        world,
+        replicate if replicate.size() > 1 else None,
+        world if replicate.size() == 1 else shard,
+    )
 
 
 _EXAMPLE = 'init_device_mesh("cuda", (hosts, gpus_per_host))'
-# By group and shard size or partition; None where it is the group itself, which would then never be let go.
-_known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" = WeakKeyDictionary()
+# By group and shard size or partition; None where it is the group itself, which would then never be
+# let go.
+_known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" = (
+    WeakKeyDictionary()
+)
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
@@ -151,7 +160,9 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
     size = _ranks_of_a_host(group) if shard_size is None else shard_size
     if size < 1 or len(ranks) % size:
         allowed = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
-        raise ValueError(f"shard_size={size} does not divide the {len(ranks)} ranks; allowed: {allowed}")
+        raise ValueError(
+            f"shard_size={size} does not divide the {len(ranks)} ranks; allowed: {allowed}"
+        )
     rows = [ranks[first : first + size] for first in range(0, len(ranks), size)]
     backend, made = dist.get_backend(group), _known.setdefault(group, {})
     if size not in made:
@@ -194,7 +205,10 @@ def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[Proce
         backend = dist.get_backend(group)
         options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
         groups = [_new_group(part, backend, getattr(options, "_timeout", None)) for part in parts]
-        made[key] = [each if dist.get_rank() in part else None for each, part in zip(groups, parts, strict=True)]
+        made[key] = [
+            each if dist.get_rank() in part else None
+            for each, part in zip(groups, parts, strict=True)
+        ]
     return made[key]
 
 
@@ -211,6 +225,7 @@ def _ranks_of_a_host(group: ProcessGroup) -> int:
 def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
     options = None
     if backend == "nccl":
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # as the job's own group
+        # as the job's own group
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)

@@ -32,7 +32,9 @@ def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], OneLevel | Message]
     In two levels where there are two: with one group, or groups of one rank, all ranks are one level.
     """
     if groups.replicate is None or groups.shard.size() == 1:
-        return lambda tensor: OneLevel(collectives.all_reduce_mean(tensor, groups.world), groups.world)
+        return lambda tensor: OneLevel(
+            collectives.all_reduce_mean(tensor, groups.world), groups.world
+        )
     return TwoLevelAllReduce(groups).start
 
 
@@ -73,7 +75,8 @@ class Message:
     """One tensor that is being averaged; `wait()` has the meaning of `Work.wait()`."""
 
     def __init__(self, tensor: Tensor, groups: MeshGroups, advance_all: Callable[[], None]):
-        # `.data`: the later steps write it under a version counter of their own, as the first collective alone would.
+        # `.data`: the later steps write it under a version counter of their own, as the first
+        # collective alone would.
         self._flat, self._advance_all = tensor.data.view(-1), advance_all
         self._steps_left = 3
         self._steps = self._plan(groups)

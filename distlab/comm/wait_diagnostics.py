@@ -27,7 +27,8 @@ from torch.distributed import ProcessGroup, Store, Work
 LONG_WAIT = timedelta(seconds=0.5)
 GRACE_S = 1.0  # in which others notice a failure too; longer than a long wait
 LEFT = "left"  # in place of a count, by a rank that needs the others no more
-NCCL_GRACE_S = 4.0  # there each rank counts from when its host began the collective, and looks once a second
+# there each rank counts from when its host began the collective, and looks once a second
+NCCL_GRACE_S = 4.0
 
 
 def wait(work: Work, group: ProcessGroup, what: str) -> None:
@@ -44,7 +45,8 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
         return
     try:
         work.wait(LONG_WAIT)
-    except RuntimeError:  # it lasts, if only until this moment, or it has failed, and then so does the next wait
+    except RuntimeError:
+        # it lasts, if only until this moment, or it has failed, and then so does the next wait
         with waiting(group, what):
             work.wait()
 
@@ -81,12 +83,21 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
         silent = silent + 1 if heard == before != LEFT else 0
         lost = None
         if silent > timeout_s:
-            lost = (f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was "
-                    "stopped, or its host is out of reach")
+            lost = (
+                f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was "
+                "stopped, or its host is out of reach"
+            )
         for group in list(dist.distributed_c10d._world.pg_map):
-            if group.name() == "nccl" and group._get_backend(device).get_error() != ErrorType.SUCCESS:
-                error = RuntimeError("a collective on NCCL failed or timed out (its watchdog's message names it)")
-                lost = _explained(error, group, _Wait(group.group_name, "in a collective"), NCCL_GRACE_S)
+            if (
+                group.name() == "nccl"
+                and group._get_backend(device).get_error() != ErrorType.SUCCESS
+            ):
+                error = RuntimeError(
+                    "a collective on NCCL failed or timed out (its watchdog's message names it)"
+                )
+                lost = _explained(
+                    error, group, _Wait(group.group_name, "in a collective"), NCCL_GRACE_S
+                )
         if lost:
             print(lost, file=sys.stderr, flush=True)
             os._exit(1)
@@ -129,7 +140,9 @@ class _Wait(NamedTuple):
         return f"{self.what}, as collective {self.number} of the group; here it is collective {other.number}"
 
 
-def _explained(error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: float = GRACE_S) -> RuntimeError:
+def _explained(
+    error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: float = GRACE_S
+) -> RuntimeError:
     """Return the error of a collective with the ranks that did not come to it. Takes up to `grace_s`."""
     _say(here)
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
@@ -143,10 +156,14 @@ def _explained(error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: f
         time.sleep(0.02)
     absent = [rank for rank in others if rank not in said]
     elsewhere = [
-        f"rank {rank} waits elsewhere ({place.seen_from(here)})" for rank, place in said.items() if place != here
+        f"rank {rank} waits elsewhere ({place.seen_from(here)})"
+        for rank, place in said.items()
+        if place != here
     ]
     if absent:
-        it, has, sits, own = ("it", "has", "is", "its") if len(absent) == 1 else ("they", "have", "are", "their")
+        it, has, sits, own = (
+            ("it", "has", "is", "its") if len(absent) == 1 else ("they", "have", "are", "their")
+        )
         found = (
             f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not come: {it} {has} fewer "
             f"batches than the others, {sits} stuck in code between two steps, or {has} ended (if by an error, {own} "

@@ -27,9 +27,12 @@ from torch.distributed import ProcessGroup
 from distlab.comm import RankContext, collectives, ring
 from distlab.measure.clock import Call, PhaseTimer, measure, slowest_rank
 
-# Each from what this rank contributes to its result, which are one tensor where the collective works in place.
+# Each from what this rank contributes to its result, which are one tensor where the collective
+# works in place.
 _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
-    "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(whole, group, prescaled=True).wait(),
+    "all_reduce": lambda whole, _, group: collectives.all_reduce_mean(
+        whole, group, prescaled=True
+    ).wait(),
     "all_gather": lambda part, whole, group: collectives.all_gather(whole, part, group).wait(),
     "reduce_scatter": lambda whole, part, group: collectives.reduce_scatter_mean(
         part, whole, group, prescaled=True
@@ -38,7 +41,9 @@ _CALLS: dict[str, Callable[[Tensor, Tensor, ProcessGroup], object]] = {
     "reduce": lambda whole, _, group: collectives.reduce(whole, group).wait(),
     "gather": lambda part, whole, group: collectives.gather(whole, part, group).wait(),
     "scatter": lambda whole, part, group: collectives.scatter(part, whole, group).wait(),
-    "all_to_all": lambda sent, received, group: collectives.all_to_all(received, sent, group).wait(),
+    "all_to_all": lambda sent, received, group: collectives.all_to_all(
+        received, sent, group
+    ).wait(),
     "ring_all_reduce": lambda whole, _, group: ring.all_reduce(whole, group),
     "ring_all_gather": lambda part, whole, group: ring.all_gather(whole, part, group),
     "ring_reduce_scatter": lambda whole, part, group: ring.reduce_scatter(part, whole, group),
@@ -59,7 +64,9 @@ def traffic(operation: str, ranks: int) -> float:
         ValueError: an unknown operation.
     """
     if operation not in OPERATIONS:
-        raise ValueError(f"operation {operation!r} is unknown; choose among {', '.join(OPERATIONS)}")
+        raise ValueError(
+            f"operation {operation!r} is unknown; choose among {', '.join(OPERATIONS)}"
+        )
     if ranks == 1:
         return 0.0
     if operation in ("broadcast", "reduce"):
@@ -108,7 +115,9 @@ def time_collective(
     call, source, result, pattern, expected = _case(context, operation, chunk)
     source.copy_(pattern())
     call()
-    error = max(collectives.gather_objects((result - expected()).abs_().max().item(), context.group))
+    error = max(
+        collectives.gather_objects((result - expected()).abs_().max().item(), context.group)
+    )
     source.copy_(pattern()).mul_(TINY)
     (first,) = _slowest(measure(call, warmup=warmup, repeats=1, device=context.device), context)
     count = min(repeats, max(LEAST_REPEATS, int(budget_s * 1e3 / max(first, 1e-6))))
@@ -135,7 +144,11 @@ def _case(
     received = own if kind in ("reduce_scatter", "scatter") else everything
     source = torch.empty(chunk if sent == own else ranks * chunk, device=device)
     in_place = kind in ("all_reduce", "broadcast", "reduce")
-    result = source if in_place else torch.zeros(chunk if received == own else ranks * chunk, device=device)
+    result = (
+        source
+        if in_place
+        else torch.zeros(chunk if received == own else ranks * chunk, device=device)
+    )
 
     def values(share: slice) -> Tensor:
         return torch.arange(ranks * chunk, device=device, dtype=torch.float32)[share] % 251
@@ -148,10 +161,19 @@ def _case(
             return found
         if kind in ("all_gather", "gather", "all_to_all"):  # the k-th part is rank k's
             return found.add_(torch.arange(ranks, device=device).repeat_interleave(chunk))
-        averages = operation in ("all_reduce", "reduce_scatter") and collectives.averages_in_reduction(device, group)
+        averages = operation in (
+            "all_reduce",
+            "reduce_scatter",
+        ) and collectives.averages_in_reduction(device, group)
         return found.mul_(ranks).add_(ranks * (ranks - 1) / 2).mul_(1 / ranks if averages else 1.0)
 
-    return lambda: _CALLS[operation](source, result, group), source, result, lambda: values(sent).add_(rank), expected
+    return (
+        lambda: _CALLS[operation](source, result, group),
+        source,
+        result,
+        lambda: values(sent).add_(rank),
+        expected,
+    )
 
 
 def disturb(

@@ -40,9 +40,7 @@ def synchronize(device: Device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(
-    fn: Call, *, warmup: int, repeats: int, device: Device
-) -> list[float]:
+def measure(fn: Call, *, warmup: int, repeats: int, device: Device) -> list[float]:
     """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
 
     On CUDA the calls are queued without waiting in between, as in training: a duration is the time between
@@ -103,7 +101,9 @@ class PhaseTimer:
         Raises ValueError before `start()`, and for a phase named `step`.
         """
         if not self._marks:
-            raise ValueError(f"mark({phase!r}) before start(): call start() at the beginning of each step")
+            raise ValueError(
+                f"mark({phase!r}) before start(): call start() at the beginning of each step"
+            )
         if not phase or phase == "step":
             raise ValueError(f"a phase cannot be named {phase!r}: 'step' is the sum of all phases")
         self._marks[-1].append((phase, instant(self.device)))

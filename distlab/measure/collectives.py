@@ -13,10 +13,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# Dispatcher name, without the endings of its variants → (the field's name, index of the argument that is the payload).
-# The payload of an all-gather is its full output and that of a reduce-scatter its full input: the side on which all
-# ranks' data lies. Both sides are among the arguments, and only one is counted. For the same reason gather, scatter and
-# all-to-all count what this rank contributes, receives and contributes.
+# Dispatcher name, without the endings of its variants → (the field's name, index of the argument
+# that is the payload). The payload of an all-gather is its full output and that of a reduce-scatter
+# its full input: the side on which all ranks' data lies. Both sides are among the arguments, and
+# only one is counted. For the same reason gather, scatter and all-to-all count what this rank
+# contributes, receives and contributes.
 _PAYLOADS = {
     "c10d::allreduce": ("all_reduce", 0),
     "c10d::allgather": ("all_gather", 0),
@@ -34,8 +35,8 @@ _PAYLOADS = {
     "c10d::send": ("send", 0),
     "c10d::recv": ("recv", 0),
     "c10d::recv_any_source": ("recv", 0),
-    # The functional collectives (torch.compile, DTensor) do not pass through c10d's operators again. Their result
-    # is returned, so the payload of an all-gather (None) is what comes back.
+    # The functional collectives (torch.compile, DTensor) do not pass through c10d's operators
+    # again. Their result is returned, so the payload of an all-gather (None) is what comes back.
     "_c10d_functional::all_reduce": ("all_reduce", 0),
     "_c10d_functional::all_gather_into_tensor": ("all_gather", None),
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
@@ -110,7 +111,9 @@ class CollectiveRecorder(TorchDispatchMode):
         return result
 
     def _record(self, name: str, args: tuple, result: Any) -> None:
-        op, side = _PAYLOADS.get(name.rstrip("_").removesuffix("_coalesced").removesuffix("_out"), (None, None))
+        op, side = _PAYLOADS.get(
+            name.rstrip("_").removesuffix("_coalesced").removesuffix("_out"), (None, None)
+        )
         payload = [] if op is None else tensors_in(result if side is None else args[side])
         if name.startswith("distlab::"):
             payload = payload[:1]
@@ -125,5 +128,8 @@ class CollectiveRecorder(TorchDispatchMode):
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """List the tensors of a value: a tensor, or lists, tuples, dictionaries and dataclasses of them, in order."""
-    leaves = [getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf for leaf in tree_leaves(value)]
+    leaves = [
+        getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf
+        for leaf in tree_leaves(value)
+    ]
     return [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]

@@ -17,8 +17,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from distlab.measure.collectives import tensors_in
 from distlab.measure.trace.kernels import category
 
-# Operations per element of the largest tensor that takes part. What is not listed is 1 if it computes element by
-# element or reduces, and 0 if it only moves data.
+# Operations per element of the largest tensor that takes part. What is not listed is 1 if it
+# computes element by element or reduces, and 0 if it only moves data.
 _PER_ELEMENT = {
     "_softmax": 5,  # maximum, difference, exp, sum, quotient
     "_log_softmax": 5,
@@ -78,15 +78,27 @@ def _operations(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     name = func._schema.name.partition("::")[2]
     if name.startswith("_scaled_dot_product"):  # torch lists no formula for the one of CPUs
         shapes = [tensor.shape for tensor in args[:4] if isinstance(tensor, Tensor)]
-        return sdpa_backward_flop_count(*shapes) if "backward" in name else sdpa_flop_count(*shapes[:3])
+        return (
+            sdpa_backward_flop_count(*shapes)
+            if "backward" in name
+            else sdpa_flop_count(*shapes[:3])
+        )
     per_element = _PER_ELEMENT.get(name)
     if per_element is None:
         plain = name.removeprefix("_foreach_").rstrip("_")
-        moves = func.namespace not in ("aten", _KERNELS) or plain in ("copy", "fill", "zero", "clone")
-        counts = torch.Tag.pointwise in func.tags or plain in _REDUCTIONS or name.startswith("_foreach_")
+        moves = func.namespace not in ("aten", _KERNELS) or plain in (
+            "copy",
+            "fill",
+            "zero",
+            "clone",
+        )
+        counts = (
+            torch.Tag.pointwise in func.tags or plain in _REDUCTIONS or name.startswith("_foreach_")
+        )
         if moves or not counts:
             return 0
         per_element = 1
-    if name.startswith(("_fused_adam", "_foreach_")):  # lists of tensors; the first is the parameters
+    # lists of tensors; the first is the parameters
+    if name.startswith(("_fused_adam", "_foreach_")):
         return per_element * sum(tensor.numel() for tensor in tensors_in(args[0]))
     return per_element * max((tensor.numel() for tensor in tensors_in((args, result))), default=0)

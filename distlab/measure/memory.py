@@ -139,7 +139,9 @@ def saved_for_backward(
         name → its saved tensors, the largest first; `OUTSIDE` holds what was saved elsewhere: embedding, norm, head
         and loss. Under activation checkpointing a block's input counts and what is recomputed does not.
     """
-    own = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    own = {
+        tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]
+    }
     seen = set()
     found = defaultdict(list)
     kept = []  # storages stay alive, so that no address is used twice
@@ -163,18 +165,40 @@ def saved_for_backward(
             undo.callback(after.remove)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             kept.append(forward())
-    return {name: sorted(found[name], key=lambda saved: -saved.bytes) for name in [*blocks, OUTSIDE]}
+    return {
+        name: sorted(found[name], key=lambda saved: -saved.bytes) for name in [*blocks, OUTSIDE]
+    }
 
 
-_VIEWS = ("View", "UnsafeView", "T", "Transpose", "Permute", "Expand", "Squeeze", "Unsqueeze", "Unbind", "Split",
-          "SplitWithSizes", "Reshape", "ReshapeAlias", "Alias", "AsStrided", "Select", "Slice")  # fmt: skip
+_VIEWS = (
+    "View",
+    "UnsafeView",
+    "T",
+    "Transpose",
+    "Permute",
+    "Expand",
+    "Squeeze",
+    "Unsqueeze",
+    "Unbind",
+    "Split",
+    "SplitWithSizes",
+    "Reshape",
+    "ReshapeAlias",
+    "Alias",
+    "AsStrided",
+    "Select",
+    "Slice",
+)
 
 
 def _maker(tensor: Tensor) -> str:
     node, cast = tensor.grad_fn, ""
     if node is None:
         return "leaf" if tensor.requires_grad else "detached"
-    while (kind := node.name().rstrip("0123456789").removesuffix("Backward")) in (*_VIEWS, "ToCopy"):
+    while (kind := node.name().rstrip("0123456789").removesuffix("Backward")) in (
+        *_VIEWS,
+        "ToCopy",
+    ):
         cast = " (cast)" if kind == "ToCopy" else cast
         following = [inner for inner, _ in node.next_functions if inner is not None]
         if not following:
@@ -187,6 +211,8 @@ def _maker(tensor: Tensor) -> str:
 def gradient_bytes(blocks: Mapping[str, nn.Module]) -> dict[str, int]:
     """Bytes of the gradients of each block's parameters, those without a gradient left out."""
     return {
-        name: sum(p.grad.numel() * p.grad.element_size() for p in block.parameters() if p.grad is not None)
+        name: sum(
+            p.grad.numel() * p.grad.element_size() for p in block.parameters() if p.grad is not None
+        )
         for name, block in blocks.items()
     }

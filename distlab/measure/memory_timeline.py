@@ -32,7 +32,14 @@ from torch.profiler import profile, record_function
 from distlab.files import AnyPath
 from distlab.measure.clock import Device, synchronize
 from distlab.measure.memory import parameters_of, storage_bytes
-from distlab.measure.trace.capture import PHASES, STEP, Entry, Phases, activities_on, read_trace_file
+from distlab.measure.trace.capture import (
+    PHASES,
+    STEP,
+    Entry,
+    Phases,
+    activities_on,
+    read_trace_file,
+)
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
 CATEGORIES = ("before", "parameters", "optimizer state", "gradients", "activations", "temporary")
@@ -84,7 +91,9 @@ class MemoryTimeline:
             if block.end_ms < self.step_ms:
                 changes[block.end_ms][block.category] -= block.bytes
         times = sorted(changes)
-        return times, {name: list(accumulate(changes[at][name] for at in times)) for name in CATEGORIES}
+        return times, {
+            name: list(accumulate(changes[at][name] for at in times)) for name in CATEGORIES
+        }
 
     def peak(self) -> tuple[float, dict[str, int]]:
         """Return the moment (ms) at which most is held, and how much of each category then."""
@@ -96,7 +105,9 @@ class MemoryTimeline:
     def largest(self, count: int) -> list[Allocation]:
         """Return the largest blocks that are held at the peak, those of before left out."""
         moment = self.peak()[0]
-        mine = [b for b in self.allocations if b.phase != "before" and b.start_ms <= moment < b.end_ms]
+        mine = [
+            b for b in self.allocations if b.phase != "before" and b.start_ms <= moment < b.end_ms
+        ]
         return sorted(mine, key=lambda block: -block.bytes)[:count]
 
 
@@ -136,7 +147,9 @@ def record_memory(
             gradients = (p.grad for p in parameters_of(model, optimizer) if p.grad is not None)
             held.after_backward = _addresses(gradients, "gradients")
 
-    with profile(activities=activities_on(device), profile_memory=True, acc_events=True) as profiler:
+    with profile(
+        activities=activities_on(device), profile_memory=True, acc_events=True
+    ) as profiler:
         with record_function(STEP), phases.step():
             step(mark)
         synchronize(device)
@@ -153,8 +166,12 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
     """
     events = read_trace_file(path)["traceEvents"]
     wanted = 1 if torch.device(device).type == "cuda" else 0  # c10::DeviceType
-    changes = [e for e in events if e.get("name") == _MEMORY and e["args"].get("Device Type") == wanted]
-    spans = [e for e in events if e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation")]
+    changes = [
+        e for e in events if e.get("name") == _MEMORY and e["args"].get("Device Type") == wanted
+    ]
+    spans = [
+        e for e in events if e.get("ph") == "X" and e.get("cat") in ("cpu_op", "user_annotation")
+    ]
     steps = [e for e in spans if e["name"] == STEP]
     if not changes or not steps:
         raise ValueError(
@@ -170,7 +187,9 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
     }
     # Gradients that are views of buckets lie in memory that was there before.
     allocated = {event["args"]["Addr"] for event in changes if event["args"]["Bytes"] > 0}
-    buckets = {address: block for address, block in held.after_backward.items() if address not in allocated}
+    buckets = {
+        address: block for address, block in held.after_backward.items() if address not in allocated
+    }
     held = Holdings(buckets | held.start, held.after_backward, held.end)
     origins = _origins(spans, changes)
     blocks = []
@@ -179,7 +198,9 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
             category = held.start[address][1] if address in held.start else "before"
             blocks.append(Allocation(size, 0.0, end, category, "before", "held before the step"))
             continue
-        phase = next((name for name, (low, high) in moments.items() if low <= start <= high), OUTSIDE)
+        phase = next(
+            (name for name, (low, high) in moments.items() if low <= start <= high), OUTSIDE
+        )
         # An address counts for the block that holds it at the moment.
         backward_end = moments.get("backward", (0.0, -1.0))[1]
         if address in held.after_backward and start <= backward_end <= end:
@@ -187,7 +208,9 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
         elif address in held.end and end >= length:
             category = "optimizer state"
         else:
-            category = "activations" if phase == "forward" and end > moments["forward"][1] else "temporary"
+            category = (
+                "activations" if phase == "forward" and end > moments["forward"][1] else "temporary"
+            )
         blocks.append(Allocation(size, start, end, category, phase, origins[id(event)]))
     blocks.sort(key=lambda block: block.start_ms)
     return MemoryTimeline(tuple(blocks), length, moments)
@@ -205,7 +228,8 @@ def _lifetimes(
     for event in changes:
         size, address = event["args"]["Bytes"], event["args"]["Addr"]
         moment = min(max((event["ts"] - begin) / 1e3, 0.0), length)
-        if address in open_blocks:  # freed, or unseen: the CPU's allocator reports no free of older blocks
+        # freed, or unseen: the CPU's allocator reports no free of older blocks
+        if address in open_blocks:
             first, bytes_, start = open_blocks.pop(address)
             yield first, address, bytes_, start, moment
         elif size <= 0:
@@ -213,7 +237,8 @@ def _lifetimes(
             yield None, address, -size, 0.0, moment
         if size > 0:
             open_blocks[address] = (event, size, moment)
-    # What CUDA's allocator held before the first event, beyond what is known by address. The CPU's counts from zero.
+    # What CUDA's allocator held before the first event, beyond what is known by address. The CPU's
+    # counts from zero.
     first = changes[0]["args"]
     if first["Device Type"] == 1:
         rest = first["Total Allocated"] - first["Bytes"] - known - unknown_freed
@@ -227,7 +252,9 @@ def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, 
     """id of an allocation's event → the innermost named range and operator around it on its thread."""
     origins = {}
     inside = defaultdict(list)  # per thread, the spans that are open
-    for event in sorted([*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))):
+    for event in sorted(
+        [*spans, *allocations], key=lambda e: (e["ts"], e["name"] == _MEMORY, -e.get("dur", 0))
+    ):
         stack = inside[event["tid"]]
         while stack and stack[-1]["ts"] + stack[-1]["dur"] < event["ts"]:
             stack.pop()
@@ -235,7 +262,10 @@ def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, 
             stack.append(event)
             continue
         around = [span for span in reversed(stack) if span["ts"] + span["dur"] >= event["ts"]]
-        names = [[s["name"] for s in around if s["cat"] == kind] for kind in ("user_annotation", "cpu_op")]
+        names = [
+            [s["name"] for s in around if s["cat"] == kind]
+            for kind in ("user_annotation", "cpu_op")
+        ]
         parts = [name for name in names[0] if not name.startswith(_RANGE_PREFIX)]
         operators = [readable(name) for name in names[1] if "::empty" not in name]
         origins[id(event)] = ": ".join([*parts[:1], *operators[:1]]) or "unknown"

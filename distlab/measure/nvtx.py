@@ -41,8 +41,14 @@ from distlab.measure.collectives import tensors_in
 
 # Functions of the seam, and which argument is the payload (the side on which all ranks' data lies).
 MESSAGES = {
-    "all_reduce_mean": 0, "reduce_scatter_mean": 1, "all_gather": 0, "broadcast": 0,
-    "all_reduce": 0, "reduce_scatter_sum": 1, "all_to_all": 1, "rotate": 1,
+    "all_reduce_mean": 0,
+    "reduce_scatter_mean": 1,
+    "all_gather": 0,
+    "broadcast": 0,
+    "all_reduce": 0,
+    "reduce_scatter_sum": 1,
+    "all_to_all": 1,
+    "rotate": 1,
 }
 _MATMULS = ("matmul", "__matmul__", "bmm")
 
@@ -125,7 +131,9 @@ def named_ranges(
             _put_ranges_around_ops(module, name, ranges, undo)
         _put_ranges_around_messages(model, ranges, undo)
         if optimizer is not None:
-            undo.callback(optimizer.register_step_pre_hook(lambda *_: emit.push("optimizer")).remove)
+            undo.callback(
+                optimizer.register_step_pre_hook(lambda *_: emit.push("optimizer")).remove
+            )
             undo.callback(optimizer.register_step_post_hook(lambda *_: emit.pop()).remove)
         yield
 
@@ -136,7 +144,8 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         words = path.split(".")
         # `_orig_mod` from torch.compile(module); asking for its class would import all of dynamo.
         if "_orig_mod" not in words and not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            yield ".".join(word for word in words if word != "module"), module  # `module` in a wrapper around the model
+            # `module` in a wrapper around the model
+            yield ".".join(word for word in words if word != "module"), module
 
 
 class _Ranges:
@@ -163,7 +172,9 @@ class _Ranges:
         self.emit.pop()
 
     def _mark(self) -> None:
-        self._marks.append((torch.autograd._get_sequence_nr(), self._open[-1] if self._open else ""))
+        self._marks.append(
+            (torch.autograd._get_sequence_nr(), self._open[-1] if self._open else "")
+        )
 
     def around(self, module: nn.Module, name: str, is_root: bool) -> list[Any]:
         """Hooks that make each call of `module` a range; the root's also start a step and name its backward."""
@@ -197,7 +208,8 @@ class _Ranges:
             todo += [following for following, _ in node.next_functions]
             place = bisect.bisect_right(starts, node._sequence_nr()) - 1
             name = self._marks[place][1] if place >= 0 else ""
-            if name:  # AccumulateGrad nodes, with the highest of all numbers, lie behind the last mark
+            # AccumulateGrad nodes, with the highest of all numbers, lie behind the last mark
+            if name:
                 node.register_prehook(lambda *_, name=name: self.emit.push(f"{name} backward"))
                 node.register_hook(lambda *_: self.emit.pop())
 
@@ -211,14 +223,20 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
     def wrapped(field: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             path = f"{name}/{field}"
-            with _range(ranges, path), _AttentionParts(path, ranges) if field == "attention" else nullcontext():
+            with (
+                _range(ranges, path),
+                _AttentionParts(path, ranges) if field == "attention" else nullcontext(),
+            ):
                 return function(*args, **kwargs)
 
         return call
 
-    usual = {field.name: field.default for field in dataclasses.fields(ops)}  # what does next to nothing, or nothing
+    # what does next to nothing, or nothing
+    usual = {field.name: field.default for field in dataclasses.fields(ops)}
     own = {field: function for field, function in vars(ops).items() if function is not usual[field]}
-    named = {field: wrapped(field, function) for field, function in own.items() if callable(function)}
+    named = {
+        field: wrapped(field, function) for field, function in own.items() if callable(function)
+    }
     undo.enter_context(mock.patch.object(module, "ops", dataclasses.replace(ops, **named)))
 
 
@@ -264,8 +282,11 @@ def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitSta
         return call
 
     for name in MESSAGES:
-        undo.enter_context(mock.patch.object(collectives, name, wrapped(name, getattr(collectives, name))))
+        undo.enter_context(
+            mock.patch.object(collectives, name, wrapped(name, getattr(collectives, name)))
+        )
     finish = "finish_gradient_synchronization"
     if hasattr(model, finish):
-        named = _range(ranges.emit, finish)(getattr(model, finish))  # as a decorator: a range at each call
+        # as a decorator: a range at each call
+        named = _range(ranges.emit, finish)(getattr(model, finish))
         undo.enter_context(mock.patch.object(model, finish, named))

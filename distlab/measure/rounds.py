@@ -56,7 +56,9 @@ def interleave(
     return found
 
 
-def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], rounds: int) -> dict[K, dict[str, Any]]:
+def sample_rounds(
+    calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], rounds: int
+) -> dict[K, dict[str, Any]]:
     """Metrics of each of `calls`, which give the times of one round by clock, called in interleaved rounds.
 
     Returns:
@@ -64,7 +66,9 @@ def sample_rounds(calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], ro
         where a call failed.
     """
     found = {}
-    for name, times in interleave({name: partial(attempt, call) for name, call in calls.items()}, rounds).items():
+    for name, times in interleave(
+        {name: partial(attempt, call) for name, call in calls.items()}, rounds
+    ).items():
         found[name] = next((dict(one) for one in times if one["status"] != "ok"), {})
         for clock in [clock for clock in times[0] if clock != "status"] if not found[name] else ():
             samples = [statistics.median(one[clock]) for one in times]

@@ -60,7 +60,9 @@ def unpaired_ratio(a: Samples, b: Samples) -> Ratio:
     """
     first, second = (_positive(samples, "unpaired_ratio") for samples in (a, b))
     generator = np.random.default_rng(0)  # the same resamples in every run
-    return _ratio(first, second, *(samples[_picks(len(samples), generator)] for samples in (first, second)))
+    return _ratio(
+        first, second, *(samples[_picks(len(samples), generator)] for samples in (first, second))
+    )
 
 
 def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
@@ -71,7 +73,9 @@ def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
 def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: np.ndarray) -> Ratio:
     """Return the ratio of two medians, with the interval that those of their resamples, one a row, make."""
     tail = (100 - CONFIDENCE_PCT) / 2
-    low, high = np.percentile(np.median(firsts, axis=1) / np.median(seconds, axis=1), [tail, 100 - tail])
+    low, high = np.percentile(
+        np.median(firsts, axis=1) / np.median(seconds, axis=1), [tail, 100 - tail]
+    )
     return Ratio(float(np.median(first) / np.median(second)), float(low), float(high))
 
 
@@ -100,7 +104,9 @@ def _positive(samples: Samples, who: str) -> np.ndarray:
 def _checked(samples: Samples, least: int, who: str) -> np.ndarray:
     values = np.asarray(samples, dtype=np.float64)
     if values.ndim != 1 or len(values) < least:
-        raise ValueError(f"{who} needs at least {least} samples, got {values.size}: time more repetitions")
+        raise ValueError(
+            f"{who} needs at least {least} samples, got {values.size}: time more repetitions"
+        )
     if not np.isfinite(values).all():
         raise ValueError(f"{who} got a sample that is not a finite number")
     return values

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from distlab.cli_errors import is_out_of_memory as is_out_of_memory
 
-# A GPU works on while the host does not wait. A CPU has done its work when a call returns, and what its samples miss
-# is the time of other processes.
+# A GPU works on while the host does not wait. A CPU has done its work when a call returns, and what
+# its samples miss is the time of other processes.
 LEAST_COVERED = {"cuda": 0.90, "cpu": 0.10}
 MOST_COVERED = 1.05
 MOST_OF_PEAK = 1.02  # the peak is at the boost clock; a cool GPU stays a little above its datasheet
@@ -26,7 +26,9 @@ class Implausible(ValueError):
     """A measurement that cannot be what it claims to be."""
 
 
-def check_clock(samples_ms: Sequence[float], wall_ms: float, device: torch.device | str = "cuda") -> float:
+def check_clock(
+    samples_ms: Sequence[float], wall_ms: float, device: torch.device | str = "cuda"
+) -> float:
     """Return the share of the wall clock that the samples add up to.
 
     Args:
@@ -57,7 +59,9 @@ def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -
         Implausible: naming what is wrong.
     """
     if not bool(loss.detach().isfinite().all()):
-        raise Implausible(f"the loss is {loss.item()}: timing NaNs says nothing about a model that trains")
+        raise Implausible(
+            f"the loss is {loss.item()}: timing NaNs says nothing about a model that trains"
+        )
     if gradients is None:
         return
     norms = [torch.linalg.vector_norm(g.detach().float()) for g in gradients if g is not None]

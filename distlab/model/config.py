@@ -17,13 +17,16 @@ ATTENTION_CHOICES = ("naive", "sdpa", "flash", "auto")
 OPS_CHOICES = ("torch", "triton", "auto")
 COMPILE_CHOICES = ("off", "model", "blocks")
 
-# What is kept of a block: its input alone; beside it attention's output with the log-sum-exp; the output projection's
-# result; queries, keys and values before rotation; SwiGLU's gate and up, each with those before; or all of it.
+# What is kept of a block: its input alone; beside it attention's output with the log-sum-exp; the
+# output projection's result; queries, keys and values before rotation; SwiGLU's gate and up, each
+# with those before; or all of it.
 KEPT = ("block", "attention", "output", "qkv", "gate-up", "none")
-# Beside these, outside of their order, attention's output and every other matmul's result (torchtitan's policy "op").
+# Beside these, outside of their order, attention's output and every other matmul's result
+# (torchtitan's policy "op").
 RECOMPUTATION = (*KEPT, "selective")
 
-LOGITS_AT_ONCE = 2 * 2**30  # bytes of a sequence's logits in fp32, above which the loss is computed in the head
+# bytes of a sequence's logits in fp32, above which the loss is computed in the head
+LOGITS_AT_ONCE = 2 * 2**30
 LOGITS_CHUNK = 512 * 2**20  # bytes of logits that then exist at a time
 
 Checkpointing = bool | int | str
@@ -45,12 +48,18 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
         return ((choice if choice in RECOMPUTATION else "block") if group else "none",) * num_layers
     parts = [part.partition(":") for part in choice.split(",")]
     counts = [int(count) if count.isdecimal() else 0 for _, _, count in parts]
-    if any(level not in RECOMPUTATION for level, *_ in parts) or 0 in counts or sum(counts) != num_layers:
+    if (
+        any(level not in RECOMPUTATION for level, *_ in parts)
+        or 0 in counts
+        or sum(counts) != num_layers
+    ):
         raise ValueError(
             f"checkpointing {choice!r}: give LEVEL:BLOCKS, several with commas, whose numbers add up to the "
             f"{num_layers} blocks of the model; levels are {', '.join(RECOMPUTATION)}"
         )
-    return tuple(level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count))
+    return tuple(
+        level for (level, *_), count in zip(parts, counts, strict=True) for _ in range(count)
+    )
 
 
 def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, ...]:
@@ -148,12 +157,16 @@ class ModelConfig:
         for name in ("rope_theta", "norm_eps"):
             value = getattr(self, name)
             if not value > 0:
-                raise ValueError(f"{name}={value!r}: must be positive; leave it out for the default")
+                raise ValueError(
+                    f"{name}={value!r}: must be positive; leave it out for the default"
+                )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout!r}: must lie in [0, 1); give 0 for none")
         for name, allowed in (("attention", ATTENTION_CHOICES), ("ops", OPS_CHOICES)):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: choose one of {', '.join(allowed)}"
+                )
 
     @property
     def head_dim(self) -> int:
@@ -181,7 +194,10 @@ class ModelConfig:
 
     def sizes(self, batch: int) -> dict[str, int]:
         """What the functions of `distlab.theory.flops` take, for a step of `batch` sequences."""
-        known = {name: getattr(self, name) for name in ("vocab_size", "d_model", "d_ff", "num_layers", "kv_width")}
+        known = {
+            name: getattr(self, name)
+            for name in ("vocab_size", "d_model", "d_ff", "num_layers", "kv_width")
+        }
         return known | {"batch": batch, "context": self.context_length}
 
     @property
@@ -198,7 +214,8 @@ class ModelConfig:
 
 
 PRESETS: dict[str, ModelConfig] = {
-    # About 80 ms per training step (batch 4, AdamW) on one CPU core; the others are meant for a GPU.
+    # About 80 ms per training step (batch 4, AdamW) on one CPU core; the others are meant for a
+    # GPU.
     "tiny": ModelConfig(128, 512, 4, 4, context_length=64),
     "small": ModelConfig(768, 3072, 12, 12),
     "medium": ModelConfig(1024, 4096, 24, 16),
@@ -206,22 +223,46 @@ PRESETS: dict[str, ModelConfig] = {
     "xl": ModelConfig(2560, 10240, 32, 32),
     "10B": ModelConfig(4608, 12288, 50, 36),
     "gpt2-xl": ModelConfig(1600, 6400, 48, 25),
-    # Of the 2026 leaderboard of the course (8.1 billion parameters), and of Llama 3 (Grattafiori et al. 2024, table 3).
+    # Of the 2026 leaderboard of the course (8.1 billion parameters), and of Llama 3 (Grattafiori et
+    # al. 2024, table 3).
     "8B": ModelConfig(4096, 11008, 34, 32, vocab_size=151_936, context_length=32_768),
     "llama-8B": ModelConfig(
-        4096, 14336, 32, 32, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+        4096,
+        14336,
+        32,
+        32,
+        num_kv_heads=8,
+        vocab_size=128_256,
+        context_length=8192,
+        rope_theta=500_000.0,
     ),
     "llama-70B": ModelConfig(
-        8192, 28672, 80, 64, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+        8192,
+        28672,
+        80,
+        64,
+        num_kv_heads=8,
+        vocab_size=128_256,
+        context_length=8192,
+        rope_theta=500_000.0,
     ),
     "llama-405B": ModelConfig(
-        16_384, 53_248, 126, 128, num_kv_heads=8, vocab_size=128_256, context_length=8192, rope_theta=500_000.0
+        16_384,
+        53_248,
+        126,
+        128,
+        num_kv_heads=8,
+        vocab_size=128_256,
+        context_length=8192,
+        rope_theta=500_000.0,
     ),
-    # Llama 2 (Touvron et al. 2023), and models for plans of many hosts. GPT-3's two matrices of d × 4d have the
-    # parameters and FLOPs of three of d × 8d/3.
+    # Llama 2 (Touvron et al. 2023), and models for plans of many hosts. GPT-3's two matrices of d ×
+    # 4d have the parameters and FLOPs of three of d × 8d/3.
     "llama2-7B": ModelConfig(4096, 11008, 32, 32, vocab_size=32_000, context_length=4096),
     "llama2-13B": ModelConfig(5120, 13824, 40, 40, vocab_size=32_000, context_length=4096),
-    "100B": ModelConfig(10_240, 27_648, 92, 80, num_kv_heads=8, vocab_size=128_256, context_length=8192),
+    "100B": ModelConfig(
+        10_240, 27_648, 92, 80, num_kv_heads=8, vocab_size=128_256, context_length=8192
+    ),
     "gpt3-175B": ModelConfig(
         12_288, 32_768, 96, 96, vocab_size=51_200, context_length=2048, tie_embeddings=True
     ),
@@ -240,7 +281,9 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     for key in overrides:
         if key not in known:
             raise ValueError(f"model option {unknown(key, known)}")
-    return replace(PRESETS[name], **{key: value for key, value in overrides.items() if value is not None})
+    return replace(
+        PRESETS[name], **{key: value for key, value in overrides.items() if value is not None}
+    )
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
@@ -249,7 +292,9 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
     Raises:
         ValueError: an unknown field, a missing one, or a value out of range.
     """
-    given = {("context_length" if name == "context" else name): value for name, value in sizes.items()}
+    given = {
+        ("context_length" if name == "context" else name): value for name, value in sizes.items()
+    }
     known = [field.name for field in fields(ModelConfig)]
     missing = [name for name in known[:5] if name not in given]
     unknown = [name for name in given if name not in known]
@@ -280,19 +325,30 @@ class ModelChanges(Options):
     heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
     kv_heads: int | None = option(None, "heads of keys and values (default: the preset's)", least=1)
     attention: str = option(
-        "sdpa", "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster", choices=ATTENTION_CHOICES
+        "sdpa",
+        "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster",
+        choices=ATTENTION_CHOICES,
     )
     ops: str = option(
-        "torch", "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each", choices=OPS_CHOICES
+        "torch",
+        "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each",
+        choices=OPS_CHOICES,
     )
-    compile: str = option("off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES)
+    compile: str = option(
+        "off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES
+    )
 
     def dimensions(self) -> dict[str, int]:
         """Fields of `ModelConfig` that were given."""
         given = {
-            "context_length": self.context, "vocab_size": self.vocab, "d_model": self.d_model, "d_ff": self.d_ff,
-            "num_layers": self.layers, "num_heads": self.heads, "num_kv_heads": self.kv_heads,
-        }  # fmt: skip
+            "context_length": self.context,
+            "vocab_size": self.vocab,
+            "d_model": self.d_model,
+            "d_ff": self.d_ff,
+            "num_layers": self.layers,
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+        }
         return {name: value for name, value in given.items() if value is not None}
 
     def changed(self, base: ModelConfig) -> ModelConfig:

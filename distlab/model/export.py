@@ -39,7 +39,11 @@ def export(model: TransformerLM, folder: Path) -> None:
         header[name] = {"dtype": "F32", "shape": tensor.shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of eight bytes
-    parts = [len(text).to_bytes(8, "little"), text, *(tensor.numpy() for tensor in tensors.values())]
+    parts = [
+        len(text).to_bytes(8, "little"),
+        text,
+        *(tensor.numpy() for tensor in tensors.values()),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "model.safetensors").open("wb") as file:
         file.writelines(parts)
@@ -50,9 +54,15 @@ def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
     """Llama's name → tensor, in fp32 on the CPU."""
     found = {}
     for name, parameter in model.named_parameters():
-        *block, layer = name.removesuffix(".weight").split(".", 2 if name.startswith("blocks.") else 0)
+        *block, layer = name.removesuffix(".weight").split(
+            ".", 2 if name.startswith("blocks.") else 0
+        )
         names, prefix = LLAMA[layer].split(), f"model.layers.{block[1]}." if block else ""
-        rows = [len(parameter)] if len(names) == 1 else [model.config.d_model, *2 * [model.config.kv_width]]
+        rows = (
+            [len(parameter)]
+            if len(names) == 1
+            else [model.config.d_model, *2 * [model.config.kv_width]]
+        )
         parts = parameter.detach().float().cpu().split(rows)
         found |= {f"{prefix}{llama}.weight": part for llama, part in zip(names, parts, strict=True)}
     return found
@@ -61,10 +71,17 @@ def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
 def llama_config(config: ModelConfig) -> dict[str, object]:
     """What transformers needs to know of the model; no token is special."""
     return {
-        "model_type": "llama", "bos_token_id": None, "eos_token_id": None,
-        "hidden_size": config.d_model, "intermediate_size": config.d_ff, "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads, "num_key_value_heads": config.kv_heads,
-        "vocab_size": config.vocab_size, "max_position_embeddings": config.context_length,
-        "rope_theta": config.rope_theta, "rms_norm_eps": config.norm_eps,
+        "model_type": "llama",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.kv_heads,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.context_length,
+        "rope_theta": config.rope_theta,
+        "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
-    }  # fmt: skip
+    }

@@ -19,7 +19,8 @@ from torch import Tensor
 from distlab.model.config import LOGITS_AT_ONCE, LOGITS_CHUNK, OPS_CHOICES, ModelConfig
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]  # q_BHTD, k_BKTD, v_BKTD → out_BHTD
-PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # takes a weight, and what makes its gradient
+# takes a weight, and what makes its gradient
+PutOff = Callable[[Tensor, Callable[[], Tensor]], None]
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     scores_BHTT = q_BHTD @ k_BHTD.transpose(-2, -1) / math.sqrt(D)
     future_TT = torch.ones(T, T, dtype=torch.bool, device=q_BHTD.device).triu(diagonal=1)
     scores_BHTT = scores_BHTT.masked_fill(future_TT, float("-inf"))
-    weights_BHTT = scores_BHTT.softmax(dim=-1, dtype=torch.promote_types(scores_BHTT.dtype, torch.float32))
+    weights_BHTT = scores_BHTT.softmax(
+        dim=-1, dtype=torch.promote_types(scores_BHTT.dtype, torch.float32)
+    )
     return weights_BHTT.to(v_BHTD.dtype) @ v_BHTD
 
 
@@ -94,14 +97,16 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
     fused kernel takes one dtype; the kernels of `ops="triton"` and compiled code multiply by it as it is.
     """
     out_dtype = _autocast_dtype(x)
-    # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16 inputs.
+    # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16
+    # inputs.
     if x.dtype != weight_d.dtype:
         common = torch.promote_types(x.dtype, weight_d.dtype)
         narrower = common == weight_d.dtype and out_dtype == x.dtype
         if narrower and on_gpu(x) and not torch.compiler.is_compiling():
             if torch.is_autocast_enabled(x.device.type):
                 return _MixedRMSNorm.apply(x, weight_d, eps)
-            common = x.dtype  # casting x, and its gradient, would cost three passes; 2 % of FSDP's step
+            # casting x, and its gradient, would cost three passes; 2 % of FSDP's step
+            common = x.dtype
         x, weight_d = x.to(common), weight_d.to(common)
     return F.rms_norm(x, weight_d.shape, weight_d, eps).to(out_dtype)
 
@@ -139,7 +144,8 @@ def attention_parts() -> tuple[Callable, Callable]:
     from kernels.flash_attention import part_backward, part_forward
 
     return tuple(
-        lambda q, *args, part=part: part(q, *args, plain=not on_gpu(q)) for part in (part_forward, part_backward)
+        lambda q, *args, part=part: part(q, *args, plain=not on_gpu(q))
+        for part in (part_forward, part_backward)
     )
 
 
@@ -163,7 +169,9 @@ def _refuse_create_graph(what: str) -> None:
         )
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight_d: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight_d: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
     """`rms_norm` of x + residual, and that sum."""
     total = residual + x
     return rms_norm(total, weight_d, eps), total
@@ -273,7 +281,9 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
         Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a pair.
     """
     # Plain multiplications: a matmul would be rounded to bf16 under autocast.
-    exponents = torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
+    exponents = (
+        torch.arange(0, head_dim, 2, device=positions_T.device, dtype=torch.float32) / head_dim
+    )
     angles = positions_T[:, None] * (theta**-exponents)[None, :]
     cos, sin = angles.cos(), angles.sin()
     return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
@@ -293,8 +303,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Returns:
         The shape and dtype of x; computed in fp32.
     """
-    # Rolling by half a head puts each element's partner in its place: five kernels, where turning the halves
-    # apart takes eight, and as many less in backward. In eager mode launches are what this costs.
+    # Rolling by half a head puts each element's partner in its place: five kernels, where turning
+    # the halves apart takes eight, and as many less in backward. In eager mode launches are what
+    # this costs.
     return (x * cos + x.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
 
 
@@ -305,7 +316,9 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     computed by another of its methods would go around them.
     """
     logits = logits_BTV.flatten(0, -2)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten())
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets_BT.flatten()
+    )
 
 
 def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
@@ -321,7 +334,9 @@ def _flash_attention() -> Attention:
         from kernels._dispatch import interpreted
         from kernels.flash_attention import flash_attention
     except ImportError as error:
-        raise ValueError(f"attention='flash' needs Triton ({error}); install it, or choose sdpa") from error
+        raise ValueError(
+            f"attention='flash' needs Triton ({error}); install it, or choose sdpa"
+        ) from error
     if not (torch.cuda.is_available() or interpreted()):
         raise ValueError(
             "attention='flash' needs a CUDA device and there is none; choose sdpa or naive "
@@ -357,8 +372,8 @@ def _triton_ops(attention: Attention) -> Ops:
     return Ops(attention, rmsnorm.rms_norm, rmsnorm.add_rms_norm, swiglu.swiglu, rope.rope, *losses)
 
 
-# Operations whose launches torch.compile replaces by its own: fused with what stands around them they cost nothing.
-# Measured by `distlab run model_comparison`, see docs/results/kernels.md.
+# Operations whose launches torch.compile replaces by its own: fused with what stands around them
+# they cost nothing. Measured by `distlab run model_comparison`, see docs/results/kernels.md.
 INDUCTORS = ("rms_norm", "add_rms_norm", "swiglu", "rope")
 
 
@@ -374,7 +389,8 @@ def _auto(name: str, ours: Callable, torchs: Callable) -> Callable:
     return operation
 
 
-LEAST_PAIRS = 2**28  # of query and key, over batch and heads: below, a call of ours is bound by the host
+# of query and key, over batch and heads: below, a call of ours is bound by the host
+LEAST_PAIRS = 2**28
 
 
 def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) -> str:
@@ -385,7 +401,9 @@ def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) 
     """
     batch, heads, length, head_dim = shape
     served = head_dim in (64, 80, 96, 128, 192, 256) and dtype in (torch.float16, torch.bfloat16)
-    return "flash" if hopper and served and batch * heads * length * length >= LEAST_PAIRS else "sdpa"
+    return (
+        "flash" if hopper and served and batch * heads * length * length >= LEAST_PAIRS else "sdpa"
+    )
 
 
 def _on_hopper() -> bool:
@@ -431,17 +449,33 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
     Raises:
         ValueError: no such implementation, or one that cannot run here; the message says what to choose.
     """
-    attentions = {"naive": lambda: naive_attention, "sdpa": lambda: sdpa, "flash": _flash_attention,
-                  "auto": _auto_attention}  # fmt: skip
-    for name, value, allowed in (("attention", attention, tuple(attentions)), ("ops", ops, OPS_CHOICES)):
+    attentions = {
+        "naive": lambda: naive_attention,
+        "sdpa": lambda: sdpa,
+        "flash": _flash_attention,
+        "auto": _auto_attention,
+    }
+    for name, value, allowed in (
+        ("attention", attention, tuple(attentions)),
+        ("ops", ops, OPS_CHOICES),
+    ):
         if value not in allowed:
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(allowed)}")
     function = attentions[attention]()
-    torchs = Ops(function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy)
+    torchs = Ops(
+        function, rms_norm, add_rms_norm, swiglu, rope, cross_entropy, linear_cross_entropy
+    )
     if ops == "torch":
         return torchs
     ours = _triton_ops(function)
     if ops == "triton":
         return ours
-    names = [field.name for field in fields(Ops) if field.default is MISSING and field.name != "attention"]
-    return Ops(function, **{name: _auto(name, getattr(ours, name), getattr(torchs, name)) for name in names})
+    names = [
+        field.name
+        for field in fields(Ops)
+        if field.default is MISSING and field.name != "attention"
+    ]
+    return Ops(
+        function,
+        **{name: _auto(name, getattr(ours, name), getattr(torchs, name)) for name in names},
+    )

@@ -98,7 +98,8 @@ class RMSNorm(nn.Module):
     With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
     """
 
-    takes_mixed_dtypes = True  # for FSDP: the fp32 weight may meet inputs in another dtype, which the outputs keep
+    # for FSDP: the fp32 weight may meet inputs in another dtype, which the outputs keep
+    takes_mixed_dtypes = True
 
     def __init__(self, width: int, eps: float, ops: Ops, **factory) -> None:
         super().__init__()
@@ -117,17 +118,22 @@ class Attention(nn.Module):
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
-        self.num_heads, self.kv_heads, self.head_dim = config.num_heads, config.kv_heads, config.head_dim
+        self.num_heads, self.kv_heads, self.head_dim = (
+            config.num_heads,
+            config.kv_heads,
+            config.head_dim,
+        )
         self.ops = ops
         self.qkv = Linear(config.d_model, config.d_model + 2 * config.kv_width, **factory)
         self.output = Linear(config.d_model, config.d_model, **factory)
 
     def forward(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         qkv_BTHD = self.qkv(self.ops.enter(x_BTd)).unflatten(-1, (-1, self.head_dim))
-        K = qkv_BTHD.shape[2] // (self.num_heads // self.kv_heads + 2)  # of this rank, where several share the heads
+        # of this rank, where several share the heads
+        K = qkv_BTHD.shape[2] // (self.num_heads // self.kv_heads + 2)
         H = qkv_BTHD.shape[2] - 2 * K
-        # Queries and keys are rotated together: half the launches. Splitting once keeps backward at one
-        # concatenation.
+        # Queries and keys are rotated together: half the launches. Splitting once keeps backward at
+        # one concatenation.
         qk_BHTD, v_BKTD = qkv_BTHD.transpose(1, 2).split([H + K, K], dim=1)
         q_BHTD, k_BKTD = self.ops.rope(qk_BHTD, cos, sin).split([H, K], dim=1)
         out_BHTD = self.ops.attention(q_BHTD, k_BKTD, v_BKTD)
@@ -169,7 +175,9 @@ class Block(nn.Module):
             return self._layer(x_BTd, cos, sin)
         how = {} if keep == "block" else {"context_fn": partial(contexts, keep)}
         draws = self.dropout.p > 0
-        return checkpoint(self._layer, x_BTd, cos, sin, use_reentrant=False, preserve_rng_state=draws, **how)
+        return checkpoint(
+            self._layer, x_BTd, cos, sin, use_reentrant=False, preserve_rng_state=draws, **how
+        )
 
     def _layer(self, x_BTd: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         branch_BTd = self.dropout(self.attention(self.attention_norm(x_BTd), cos, sin))
@@ -271,7 +279,9 @@ class TransformerLM(nn.Module):
         world size or rank; CPU and CUDA generators differ from each other. On meta nothing happens. Where a rank keeps
         some blocks, the values of the others are drawn and dropped.
         """
-        held = {name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()}
+        held = {
+            name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()
+        }
         device, dtype = (getattr(next(iter(held.values())), kind) for kind in ("device", "dtype"))
         if device.type == "meta":
             return
@@ -282,9 +292,15 @@ class TransformerLM(nn.Module):
                 if name in held:
                     held[name].fill_(1.0)
             else:
-                parameter = held[name] if name in held else torch.empty(shape, dtype=dtype, device=device)
-                writes_residual = name.endswith(("attention.output.weight", "feed_forward.w2.weight"))
-                parameter.normal_(0.0, residual_std if writes_residual else 0.02, generator=generator)
+                parameter = (
+                    held[name] if name in held else torch.empty(shape, dtype=dtype, device=device)
+                )
+                writes_residual = name.endswith(
+                    ("attention.output.weight", "feed_forward.w2.weight")
+                )
+                parameter.normal_(
+                    0.0, residual_std if writes_residual else 0.02, generator=generator
+                )
 
     def splits(self) -> dict[str, Split]:
         """How ranks can share the matrices: by name, of a tied one once; the vectors stay whole."""
@@ -321,7 +337,8 @@ class TransformerLM(nn.Module):
                 "tie_embeddings to False"
             )
         for number in set(range(self.config.num_layers)) - numbers:
-            del self.blocks._modules[str(number)]  # not `del self.blocks[number]`, which numbers the others anew
+            # not `del self.blocks[number]`, which numbers the others anew
+            del self.blocks._modules[str(number)]
         if not first:
             self.embedding = None
         if not last:
@@ -357,7 +374,8 @@ class TransformerLM(nn.Module):
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn, recurse: bool = True):
-        # Leaving meta (`to_empty`) makes a new Parameter per owner, which would silently untie the head.
+        # Leaving meta (`to_empty`) makes a new Parameter per owner, which would silently untie the
+        # head.
         super()._apply(fn, recurse)
         self._tie()
         return self
@@ -372,5 +390,7 @@ def _run_blocks(
             x_BTd = block(x_BTd, cos, sin, keep if group else "none")
         return x_BTd
     for start in range(0, len(blocks), group):
-        x_BTd = checkpoint(_run_blocks, blocks[start : start + group], 0, x_BTd, cos, sin, use_reentrant=False)
+        x_BTd = checkpoint(
+            _run_blocks, blocks[start : start + group], 0, x_BTd, cos, sin, use_reentrant=False
+        )
     return x_BTd

@@ -185,7 +185,9 @@ class Strategy:
             if by_torch:
                 pipeline = TorchPipeline(axes.pipeline, module, layout.schedule, layout.stages)
             else:
-                pipeline = Pipeline(axes.pipeline, module, layout.schedule, layout.stages, layout.tensor)
+                pipeline = Pipeline(
+                    axes.pipeline, module, layout.schedule, layout.stages, layout.tensor
+                )
                 pipeline.connect(axes.pipelines, group)
         if axes.context is not None and not by_torch:
             share_sequences(module, axes.context, parts, layout.attention)
@@ -201,7 +203,9 @@ class Strategy:
             options["compute_dtype"] = compute_dtype
         if any(parameter.is_meta for parameter in module.parameters()):
             if device is None:
-                raise ValueError("the module lies on meta and has no values: give device=… to make them there")
+                raise ValueError(
+                    "the module lies on meta and has no values: give device=… to make them there"
+                )
             init = init or reset_parameters
             if cuts:
                 init = partial(initialize_cut, cuts=cuts, init=init)
@@ -210,7 +214,9 @@ class Strategy:
             else:
                 materialize(module, torch.device(device), init)
         elif init is not None or device is not None:
-            raise ValueError("init and device are for a module built on meta; this one has its values")
+            raise ValueError(
+                "init and device are for a module built on meta; this one has its values"
+            )
         if by_torch and pipeline is None:
             options |= parallelize_by_torch(module, axes)
         model = self.wrap(module, process_group=axes.data, **options)
@@ -244,7 +250,9 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
 def _sharded(
     model: BucketedDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
 ) -> ShardedOptimizer:
-    return ShardedOptimizer(params or model.parameters(), optimizer_cls, model.process_group, **options)
+    return ShardedOptimizer(
+        params or model.parameters(), optimizer_cls, model.process_group, **options
+    )
 
 
 _UNITS = {"updates": "slices", "may_leave_unused": False, "casts_parameters": True}
@@ -252,34 +260,123 @@ _GATHERED = {"materializes": True, "may_keep_gathered": True}
 STRATEGIES: dict[str, Strategy] = {
     strategy.name: strategy
     for strategy in (
-        Strategy("local", _local, "nothing", synchronizes=False, trains=False,
-                 does="no communication: the reference"),
-        Strategy("naive", NaiveDDP, "gradients", after_backward=True, does="all-reduce each gradient at the end"),
-        Strategy("flat", FlatDDP, "all", after_backward=True, does="one all-reduce of all at the end"),
+        Strategy(
+            "local",
+            _local,
+            "nothing",
+            synchronizes=False,
+            trains=False,
+            does="no communication: the reference",
+        ),
+        Strategy(
+            "naive",
+            NaiveDDP,
+            "gradients",
+            after_backward=True,
+            does="all-reduce each gradient at the end",
+        ),
+        Strategy(
+            "flat", FlatDDP, "all", after_backward=True, does="one all-reduce of all at the end"
+        ),
         Strategy("overlap", OverlapDDP, "gradients", does="each gradient, during backward"),
-        Strategy("bucketed", BucketedDDP, "buckets", has_buckets=True, does="buckets of them, during backward"),
-        Strategy("bucketed-two-level", BucketedDDP, "buckets", has_buckets=True, takes_mesh=True, takes_layout=False,
-                 does="buckets, within hosts, then between"),
-        Strategy("bucketed-dma", CopyEngineDDP, "buckets", has_buckets=True, pads_buckets=True, needs_gpu=True,
-                 does="buckets, moved by copy engines"),
-        Strategy("sharded-optimizer", BucketedDDP, "buckets", _sharded, has_buckets=True, updates="owned",
-                 does="each rank updates some parameters"),
-        Strategy("zero1", BucketedDDP, "buckets", ZeroOptimizer, has_buckets=True, updates="slices",
-                 does="ZeRO-1: each updates 1/N of all"),
+        Strategy(
+            "bucketed",
+            BucketedDDP,
+            "buckets",
+            has_buckets=True,
+            does="buckets of them, during backward",
+        ),
+        Strategy(
+            "bucketed-two-level",
+            BucketedDDP,
+            "buckets",
+            has_buckets=True,
+            takes_mesh=True,
+            takes_layout=False,
+            does="buckets, within hosts, then between",
+        ),
+        Strategy(
+            "bucketed-dma",
+            CopyEngineDDP,
+            "buckets",
+            has_buckets=True,
+            pads_buckets=True,
+            needs_gpu=True,
+            does="buckets, moved by copy engines",
+        ),
+        Strategy(
+            "sharded-optimizer",
+            BucketedDDP,
+            "buckets",
+            _sharded,
+            has_buckets=True,
+            updates="owned",
+            does="each rank updates some parameters",
+        ),
+        Strategy(
+            "zero1",
+            BucketedDDP,
+            "buckets",
+            ZeroOptimizer,
+            has_buckets=True,
+            updates="slices",
+            does="ZeRO-1: each updates 1/N of all",
+        ),
         Strategy("fsdp", FSDP, "units", **_UNITS, **_GATHERED, does="parameters sharded, too"),
-        Strategy("hsdp", FSDP, "units", **_UNITS, **_GATHERED, takes_mesh=True, takes_layout=False,
-                 does="sharded within hosts, else copies"),
-        Strategy("torch-ddp", TorchDDP, "buckets", may_leave_unused=False, is_peer=True, takes_layout=False,
-                 does="torch DDP, as it comes"),
-        Strategy("torch-ddp-tuned", tuned_torch_ddp, "buckets", has_buckets=True, may_leave_unused=False, is_peer=True,
-                 takes_layout=False, does="torch DDP, its options tuned"),
+        Strategy(
+            "hsdp",
+            FSDP,
+            "units",
+            **_UNITS,
+            **_GATHERED,
+            takes_mesh=True,
+            takes_layout=False,
+            does="sharded within hosts, else copies",
+        ),
+        Strategy(
+            "torch-ddp",
+            TorchDDP,
+            "buckets",
+            may_leave_unused=False,
+            is_peer=True,
+            takes_layout=False,
+            does="torch DDP, as it comes",
+        ),
+        Strategy(
+            "torch-ddp-tuned",
+            tuned_torch_ddp,
+            "buckets",
+            has_buckets=True,
+            may_leave_unused=False,
+            is_peer=True,
+            takes_layout=False,
+            does="torch DDP, its options tuned",
+        ),
         # ZeroRedundancyOptimizer keeps its state where no checkpoint could find it.
-        Strategy("torch-zero", tuned_torch_ddp, "buckets", torch_zero, has_buckets=True, updates="owned",
-                 may_leave_unused=False, trains=False, is_peer=True, takes_layout=False,
-                 does="torch's ZeroRedundancyOptimizer"),
+        Strategy(
+            "torch-zero",
+            tuned_torch_ddp,
+            "buckets",
+            torch_zero,
+            has_buckets=True,
+            updates="owned",
+            may_leave_unused=False,
+            trains=False,
+            is_peer=True,
+            takes_layout=False,
+            does="torch's ZeroRedundancyOptimizer",
+        ),
         Strategy("fsdp2", TorchFSDP2, "units", **_UNITS, is_peer=True, does="torch's fully_shard"),
-        Strategy("torch-hsdp", TorchFSDP2, "units", **_UNITS, is_peer=True, takes_mesh=True, takes_layout=False,
-                 does="torch's fully_shard on a mesh"),
+        Strategy(
+            "torch-hsdp",
+            TorchFSDP2,
+            "units",
+            **_UNITS,
+            is_peer=True,
+            takes_mesh=True,
+            takes_layout=False,
+            does="torch's fully_shard on a mesh",
+        ),
     )
 }
 
@@ -316,7 +413,9 @@ def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
     names = list(strategies)
     known = [STRATEGIES[name] for name in names if name in STRATEGIES]
     if "bucket_size_mb" in given and known and not any(each.has_buckets for each in known):
-        taking = ", ".join(name for name, each in STRATEGIES.items() if each.has_buckets and each.trains)
+        taking = ", ".join(
+            name for name, each in STRATEGIES.items() if each.has_buckets and each.trains
+        )
         raise ValueError(
             f"--bucket-size-mb {given['bucket_size_mb']:g} is for strategies with buckets, and {', '.join(names)} "
             f"has none: leave it out, or choose one of {taking}"

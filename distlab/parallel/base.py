@@ -19,7 +19,13 @@ from torch.optim import Optimizer
 from distlab.comm import collectives
 from distlab.parallel import order
 from distlab.parallel.agreement import agree_on_call
-from distlab.parallel.full_state import Place, by_own_names, entries_of, places_of_rest, refuse_other_state
+from distlab.parallel.full_state import (
+    Place,
+    by_own_names,
+    entries_of,
+    places_of_rest,
+    refuse_other_state,
+)
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
 from distlab.parallel.tensor_parallel import gather_cuts
@@ -121,7 +127,9 @@ class ParallelModel(nn.Module, ABC):
             ValueError: a `norm_type` other than 2.
         """
         if norm_type != 2.0:
-            raise ValueError(f"norm_type={norm_type}: only the 2-norm is computed, so leave it out or give 2.0")
+            raise ValueError(
+                f"norm_type={norm_type}: only the 2-norm is computed, so leave it out or give 2.0"
+            )
         gradients = self.gradients()
         norm = self._norm_of(gradients)
         held = [gradient for part in gradients for gradient in part]
@@ -157,7 +165,9 @@ class ParallelModel(nn.Module, ABC):
         """Over all ranks of the data strategy, each element once."""
         total = square_sum(replicated, self.device)
         if self.shards_gradients:
-            agree_on_call(self.process_group, f"clip_grad_norm_() or grad_norm() of {type(self).__name__}")
+            agree_on_call(
+                self.process_group, f"clip_grad_norm_() or grad_norm() of {type(self).__name__}"
+            )
             # Over all ranks, not over a shard group: replicas must not differ in the last bit.
             squares = collectives.sum_tensor(square_sum(sharded, self.device), self.process_group)
             total = (squares if self.replicas == 1 else squares / self.replicas) + total
@@ -180,7 +190,8 @@ class ParallelModel(nn.Module, ABC):
         if shard.replicated and self.process_group is not None:
             which, holders = self.process_group.rank(), self.process_group.size()
         cut = self.cuts.get(shard.name)
-        if self.tensor_group is not None and cut is None:  # every rank of the tensor-parallel group has these as well
+        # every rank of the tensor-parallel group has these as well
+        if self.tensor_group is not None and cut is None:
             which = which * self.tensor_group.size() + self.tensor_group.rank()
             holders *= self.tensor_group.size()
         shape = shard.shape if cut is None else cut.shape
@@ -190,7 +201,11 @@ class ParallelModel(nn.Module, ABC):
         """What the ranks of a pipeline have of something, in the order of ranks. A collective."""
         if self.pipeline is None:
             return values
-        return [each for rank in collectives.gather_objects(values, self.pipeline.group) for each in rank]
+        return [
+            each
+            for rank in collectives.gather_objects(values, self.pipeline.group)
+            for each in rank
+        ]
 
     def shards_changed(self) -> None:
         """Call it on every rank after a step or a load has changed the shards."""
@@ -235,10 +250,14 @@ class ParallelModel(nn.Module, ABC):
             state = gather_cuts(state, self.cuts, self.tensor_group)
         if self.pipeline is None:
             return state
-        on_host = [(name, value.cpu() if isinstance(value, Tensor) else value) for name, value in state.items()]
+        on_host = [
+            (name, value.cpu() if isinstance(value, Tensor) else value)
+            for name, value in state.items()
+        ]
         everyones = self.of_all_stages(on_host)
         return {
-            name: value.to(self.device) if isinstance(value, Tensor) else value for name, value in everyones
+            name: value.to(self.device) if isinstance(value, Tensor) else value
+            for name, value in everyones
         }
 
     @torch.no_grad()
@@ -275,7 +294,9 @@ class ParallelModel(nn.Module, ABC):
         names: dict[nn.Parameter, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
             names.setdefault(parameter, []).append(plain_name(name))
-        return [Place(found, parameter.shape, parameter.copy_) for parameter, found in names.items()]
+        return [
+            Place(found, parameter.shape, parameter.copy_) for parameter, found in names.items()
+        ]
 
     def full_parameters(self) -> dict[str, Tensor]:
         """Return the parameters alone, whole over the data-parallel ranks, by their names in the wrapped module.
@@ -339,7 +360,8 @@ class LocalOptimizer(Optimizer, ABC):
         optimizer_cls: type[Optimizer],
         options: dict[str, Any],
     ):
-        self.local: Optimizer | None = None  # torch's constructor calls our add_param_group before it exists
+        # torch's constructor calls our add_param_group before it exists
+        self.local: Optimizer | None = None
         super().__init__(params, dict(options))
         self._take([parameter for group in self.param_groups for parameter in group["params"]])
         self.local = optimizer_cls([self._mine(group) for group in self.param_groups], **options)
@@ -410,7 +432,9 @@ def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
 
 
 def load_shards(
-    optimizer: Optimizer, groups: Sequence[Mapping[str, Any]], state: Mapping[Tensor, Mapping[str, Any]]
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
     """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps. No communication.
 

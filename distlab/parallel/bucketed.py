@@ -18,14 +18,19 @@ seen to arrive (here: reversed registration order throughout); and a parameter u
 there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
 """
 
-
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.parallel.base import Gradients
-from distlab.parallel.buckets import BucketPlan, GradientBucket, check_bucket_size, plan_of, withdraw_targets
+from distlab.parallel.buckets import (
+    BucketPlan,
+    GradientBucket,
+    check_bucket_size,
+    plan_of,
+    withdraw_targets,
+)
 from distlab.parallel.data_parallel import DataParallel
 from distlab.parallel.exchange import AllReduce, Exchange
 from distlab.parallel.placement import Whole
@@ -75,7 +80,9 @@ class BucketedDDP(DataParallel):
         self.buckets, self._place = [], {}  # whose memory goes before other memory comes
         self.unsent.clear()
         self.exchange, self.shards_gradients = exchange, exchange.shards_gradients
-        self.plan: tuple[BucketPlan, ...] = plan_of(self.trainable, self.bucket_size_mb, **exchange.layout)
+        self.plan: tuple[BucketPlan, ...] = plan_of(
+            self.trainable, self.bucket_size_mb, **exchange.layout
+        )
         self._used = None if self.plan[0].has_flags else self._flags_apart()
         for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan), strict=True):
             self.buckets.append(GradientBucket(plan, self.trainable, buffer))

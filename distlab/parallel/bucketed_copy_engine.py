@@ -27,5 +27,7 @@ class CopyEngineDDP(BucketedDDP):
 
     def _exchange(self) -> Exchange:
         if self.mesh is not None:
-            raise ValueError("CopyEngineDDP works within one host: leave mesh out, or take BucketedDDP")
+            raise ValueError(
+                "CopyEngineDDP works within one host: leave mesh out, or take BucketedDDP"
+            )
         return CopyEngine(self.process_group, self.device)

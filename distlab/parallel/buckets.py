@@ -120,7 +120,10 @@ def plan_of(
     parameters: Sequence[Tensor], bucket_size_mb: float | None, **options: Any
 ) -> tuple[BucketPlan, ...]:
     """`plan_buckets` of these parameters; `options` are its other arguments."""
-    numels, dtypes = [parameter.numel() for parameter in parameters], [parameter.dtype for parameter in parameters]
+    numels, dtypes = (
+        [parameter.numel() for parameter in parameters],
+        [parameter.dtype for parameter in parameters],
+    )
     return plan_buckets(numels, dtypes, bucket_size_mb, **options)
 
 
@@ -145,7 +148,9 @@ class UsedFlags:
 
     def write(self) -> Tensor:
         """Write 1 for every parameter that has a gradient here, else 0; returns the flags, to be averaged."""
-        self.unused = [index for index, parameter in enumerate(self._parameters) if parameter.grad is None]
+        self.unused = [
+            index for index, parameter in enumerate(self._parameters) if parameter.grad is None
+        ]
         self.flags.fill_(1.0)
         for index in self.unused:
             self.flags[index] = 0
@@ -174,13 +179,16 @@ class GradientBucket:
         views: each parameter's part of the buffer.
     """
 
-    def __init__(self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None):
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None
+    ):
         self.plan = plan
         self.parameters = [parameters[index] for index in plan.indices]
         if buffer is None:
             buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
         self.buffer = buffer
-        # `.data`: each with a version counter of its own, so that changes of one gradient can be told from the rest.
+        # `.data`: each with a version counter of its own, so that changes of one gradient can be
+        # told from the rest.
         self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
         flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
         self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
@@ -192,7 +200,8 @@ class GradientBucket:
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad
         in_bucket = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
-        if not in_bucket or gradient.storage_offset() != view.storage_offset():  # else written or accumulated there
+        # else written or accumulated there
+        if not in_bucket or gradient.storage_offset() != view.storage_offset():
             view.copy_(gradient)
         parameter.grad = view
 

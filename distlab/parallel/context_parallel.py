@@ -42,7 +42,9 @@ class Parts(NamedTuple):
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[
+        [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor, Tensor]
+    ]
 
 
 def zigzag_chunks(ranks: int) -> list[tuple[int, int]]:
@@ -99,7 +101,9 @@ class SequenceParallel(Protocol):
     def replace_ops(self, **operations: Callable) -> None: ...
 
 
-def share_sequences(model: nn.Module, group: ProcessGroup, parts: Parts, how: str = "gathered") -> None:
+def share_sequences(
+    model: nn.Module, group: ProcessGroup, parts: Parts, how: str = "gathered"
+) -> None:
     """Let a model's attention and positions be those of a rank that has a part of every sequence.
 
     Args:
@@ -111,11 +115,17 @@ def share_sequences(model: nn.Module, group: ProcessGroup, parts: Parts, how: st
         ValueError: another `how`.
     """
     if not hasattr(model, "replace_ops"):
-        raise TypeError(f"context parallelism: {type(model).__name__} has no replace_ops(attention=…, positions=…)")
+        raise TypeError(
+            f"context parallelism: {type(model).__name__} has no replace_ops(attention=…, positions=…)"
+        )
     if how not in HOW:
         raise ValueError(f"context attention {how!r}: choose one of {', '.join(HOW)}")
     zigzag = ZigZag(group)
-    attention = {"gathered": gathered_attention, "ulysses": ulysses_attention, "ring": ring_attention}[how]
+    attention = {
+        "gathered": gathered_attention,
+        "ulysses": ulysses_attention,
+        "ring": ring_attention,
+    }[how]
     model.replace_ops(attention=attention(zigzag, parts), positions=zigzag.positions)
 
 
@@ -214,11 +224,18 @@ class Ring(Function):
         q, k, v, out, lse = ctx.saved_tensors
         zigzag = ctx.zigzag
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)  # of the keys that are here
+        # of the keys that are here
+        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)
         moving = None
         for source, kv in _travelling(torch.stack((k, v)), zigzag):
             rows, keys, causal = _seen(source, zigzag.rank, q.shape[2])
-            given = (q[:, :, rows], *kv[:, :, :, keys], out[:, :, rows], lse[:, :, rows], do[:, :, rows])
+            given = (
+                q[:, :, rows],
+                *kv[:, :, :, keys],
+                out[:, :, rows],
+                lse[:, :, rows],
+                do[:, :, rows],
+            )
             dq_part, *dkv_part = ctx.parts.backward(*given, causal)
             dq[:, :, rows] += dq_part
             if moving is not None:

@@ -62,7 +62,11 @@ class DataParallel(Guarded):
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
     ):
         super().__init__()
         self.module, self.mesh = module, mesh
@@ -73,14 +77,19 @@ class DataParallel(Guarded):
         self.trainable = [parameter for _, parameter in self.named]
         self.device = self.trainable[0].device
         named = module.named_parameters()
-        self.frozen = [(name, parameter) for name, parameter in named if not parameter.requires_grad]
+        self.frozen = [
+            (name, parameter) for name, parameter in named if not parameter.requires_grad
+        ]
         collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         self.unsent: deque[Any] = deque()
         self._used: UsedFlags | None = self._flags_apart()  # None: they ride inside the messages
-        self._averaged: dict[nn.Parameter, Tensor] = {}  # until finish; also of what this rank did not use
+        # until finish; also of what this rank did not use
+        self._averaged: dict[nn.Parameter, Tensor] = {}
         self.guard = GradientGuard(self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, weakref.ref(self), index))
+            parameter.register_post_accumulate_grad_hook(
+                partial(_on_gradient, weakref.ref(self), index)
+            )
             for index, parameter in enumerate(self.trainable)
         ]
 

@@ -103,7 +103,8 @@ class ReduceScatter(Exchange):
         super().__init__(group)
         self.layout = {"world_size": group.size(), "has_flags": False}
         self._in_place = collectives.shards_in_place(device, group)
-        self._slices: dict[GradientBucket, tuple[Tensor, Tensor]] = {}  # of the mean: in the bucket, and as it arrives
+        # of the mean: in the bucket, and as it arrives
+        self._slices: dict[GradientBucket, tuple[Tensor, Tensor]] = {}
 
     def start(self, bucket: GradientBucket) -> None:
         """See `Exchange.start`."""

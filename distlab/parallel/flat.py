@@ -23,10 +23,16 @@ class FlatDDP(DataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
     ):
         super().__init__(module, mesh=mesh, process_group=process_group)
-        self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
+        self._buckets = [
+            GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)
+        ]
         self._used = None  # the buckets carry the flags
 
     def _synchronize(self) -> None:

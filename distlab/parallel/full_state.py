@@ -88,11 +88,19 @@ def by_own_names(state_dict: Mapping[str, Any], expected: set[str]) -> dict[str,
     """
     named = {plain_name(name): value for name, value in state_dict.items()}
     # A module may have a child that is called `module`: then some names are known as they are.
-    is_of_wrapper = named and all(name.startswith(PREFIX) for name in named) and not expected & named.keys()
-    return {name.removeprefix(PREFIX): value for name, value in named.items()} if is_of_wrapper else named
+    is_of_wrapper = (
+        named and all(name.startswith(PREFIX) for name in named) and not expected & named.keys()
+    )
+    return (
+        {name.removeprefix(PREFIX): value for name, value in named.items()}
+        if is_of_wrapper
+        else named
+    )
 
 
-def refuse_other_state(given: Mapping[str, Any], expected: Sequence[tuple[Sequence[str], torch.Size | None]]) -> None:
+def refuse_other_state(
+    given: Mapping[str, Any], expected: Sequence[tuple[Sequence[str], torch.Size | None]]
+) -> None:
     """Compare a state dict with what a module needs, before anything is overwritten.
 
     Args:

@@ -44,9 +44,15 @@ class Gathering:
     ):
         self._group = group
         self.works: dict[int, Work] = {}
-        self._buffer_of = {parameter: number for number, each in enumerate(buffers) for parameter in each}
-        self._classes = [self._in_flight_classes(number, each) for number, each in enumerate(buffers)]
-        self.at_once = {n for n, classes in enumerate(self._classes) if any(c is None for _, _, c in classes)}
+        self._buffer_of = {
+            parameter: number for number, each in enumerate(buffers) for parameter in each
+        }
+        self._classes = [
+            self._in_flight_classes(number, each) for number, each in enumerate(buffers)
+        ]
+        self.at_once = {
+            n for n, classes in enumerate(self._classes) if any(c is None for _, _, c in classes)
+        }
         self._wait_outside_graph = torch.compiler.disable(self.wait)
         self._compiled: set[nn.Module] = set()  # compiled modules that a hook waits for
         self._needed: dict[nn.Module, set[int]] = {}  # buffers that a module's hook waits for
@@ -80,7 +86,8 @@ class Gathering:
             collectives.wait(work, self._group, "gathering parameters")
             for parameter, original, _ in self._classes[number]:
                 parameter.__class__ = original
-            # Last: another thread that reads meanwhile, or after an error, must find what to wait for.
+            # Last: another thread that reads meanwhile, or after an error, must find what to wait
+            # for.
             self.works.pop(number, None)
 
     def close(self) -> None:
@@ -100,11 +107,14 @@ class Gathering:
             is_compiled = "_orig_mod" in module._modules  # what torch.compile(module) returns
             if is_compiled:
                 self._compiled.add(module)
-            needed = {self._buffer_of[p] for p in module.parameters(is_compiled) if p in self._buffer_of}
+            needed = {
+                self._buffer_of[p] for p in module.parameters(is_compiled) if p in self._buffer_of
+            }
             if needed or module is root:
                 self._needed[module] = needed
-                # The same function for every module. Dynamo guards on a hook's constant arguments, so hooks with
-                # different ones would make it compile every block anew, and give up at the ninth.
+                # The same function for every module. Dynamo guards on a hook's constant arguments,
+                # so hooks with different ones would make it compile every block anew, and give up
+                # at the ninth.
                 yield module.register_forward_pre_hook(self._before_module)
 
     def _before_module(self, module: nn.Module, args: Any) -> None:
@@ -131,7 +141,11 @@ class Gathering:
             if module is None or module in self._compiled:
                 continue
             children = module._modules
-            if module._compiled_call_impl is not None or "_orig_mod" in children or isinstance(module, script):
+            if (
+                module._compiled_call_impl is not None
+                or "_orig_mod" in children
+                or isinstance(module, script)
+            ):
                 return True
             modules += children.values()
         return False

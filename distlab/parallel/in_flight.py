@@ -22,14 +22,41 @@ _no_torch_function = torch._C._disabled_torch_function_impl
 
 # Of a tensor: what reads none of its values.
 _PROPERTIES = (
-    "_backward_hooks", "_post_accumulate_grad_hooks", "_version", "device", "dtype", "grad", "grad_fn",
-    "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_sparse", "layout", "ndim", "requires_grad",
-    "retains_grad", "shape",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_version",
+    "device",
+    "dtype",
+    "grad",
+    "grad_fn",
+    "is_cpu",
+    "is_cuda",
+    "is_leaf",
+    "is_meta",
+    "is_sparse",
+    "layout",
+    "ndim",
+    "requires_grad",
+    "retains_grad",
+    "shape",
 )
 _METHODS = (
-    "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point",
-    "ndimension", "nelement", "numel", "register_hook", "register_post_accumulate_grad_hook",
-    "requires_grad_", "size", "storage_offset", "stride",
+    "__len__",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "ndimension",
+    "nelement",
+    "numel",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+    "requires_grad_",
+    "size",
+    "storage_offset",
+    "stride",
 )
 _READ_NO_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
     function
@@ -42,11 +69,16 @@ _READ_NO_VALUES = {getattr(Tensor, name) for name in _METHODS} | {
 class InFlight:
     """What a parameter is while its values are on their way; see `in_flight_class`."""
 
-    arrive: Callable[[], None]  # waits for the values, and gives every parameter that came with them its class back
+    # waits for the values, and gives every parameter that came with them its class back
+    arrive: Callable[[], None]
 
     @classmethod
     def __torch_function__(
-        cls, function: Callable[..., Any], types: tuple[type, ...], args: tuple = (), kwargs: Any = None
+        cls,
+        function: Callable[..., Any],
+        types: tuple[type, ...],
+        args: tuple = (),
+        kwargs: Any = None,
     ) -> Any:
         if function in _READ_NO_VALUES:
             return _no_torch_function(function, types, args, kwargs or {})
@@ -62,10 +94,13 @@ class InFlight:
 
 
 @torch._disable_dynamo  # which ends a graph here
-def _read(function: Callable[..., Any], types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _read(
+    function: Callable[..., Any], types: tuple[type, ...], args: tuple, kwargs: dict[str, Any]
+) -> Any:
     """Call a function that reads values, when they have arrived."""
     if TracingContext.try_get() is not None:
-        # Dynamo looks at a parameter while it makes a graph, whose guards must know it as it is: in flight.
+        # Dynamo looks at a parameter while it makes a graph, whose guards must know it as it is: in
+        # flight.
         return _no_torch_function(function, types, args, kwargs)
     for kind in types:
         if issubclass(kind, InFlight):

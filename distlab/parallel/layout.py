@@ -26,7 +26,8 @@ from distlab.parallel.context_parallel import HOW, ZigZag
 from distlab.parallel.schedules import SCHEDULES
 
 SHORT = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
-ENDINGS = {"pp": ("schedule", tuple(SCHEDULES)), "cp": ("attention", HOW), "tp": (None, ())}  # the first: the default
+# the first: the default
+ENDINGS = {"pp": ("schedule", tuple(SCHEDULES)), "cp": ("attention", HOW), "tp": (None, ())}
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class Layout:
                 raise ValueError(f"layout {name}={getattr(self, name)}: give 1 rank or more")
         for field, allowed in filter(all, ENDINGS.values()):
             if getattr(self, field) not in allowed:
-                raise ValueError(f"layout {field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"layout {field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}"
+                )
         if self.stages and self.pipeline == 1:
             sizes = " ".join(map(str, self.stages))
             raise ValueError(
@@ -74,7 +77,8 @@ class Layout:
             found = re.fullmatch("(pp|cp|tp)([1-9][0-9]*)(?:-(.+))?", part.strip())
             short, ranks, ending = found.groups() if found else ("tp", "0", None)
             field, allowed = ENDINGS[short]
-            # An ending of one rank would have no effect: it has no schedule, and sends no keys and values.
+            # An ending of one rank would have no effect: it has no schedule, and sends no keys and
+            # values.
             has_effect = ending is None or (ending in allowed and int(ranks) > 1)
             if not found or SHORT[short] in given or not has_effect:
                 raise ValueError(
@@ -106,10 +110,15 @@ class Layout:
         P, C, T = self.pipeline, self.context, self.tensor
         S = len(ranks) // P  # ranks of a stage
         lines = [ranks[first : first + T] for first in range(0, len(ranks), T)]
-        columns = [ranks[p * S + t : (p + 1) * S : T] for p in range(P) for t in range(T)]  # equal places elsewhere
+        # equal places elsewhere
+        columns = [ranks[p * S + t : (p + 1) * S : T] for p in range(P) for t in range(T)]
         pipelines = [ranks[first::S] for first in range(S)]
         tensor = partition(group, lines) if T > 1 else None
-        context = partition(group, [c[i : i + C] for c in columns for i in range(0, len(c), C)]) if C > 1 else None
+        context = (
+            partition(group, [c[i : i + C] for c in columns for i in range(0, len(c), C)])
+            if C > 1
+            else None
+        )
         pipeline = partition(group, pipelines) if P > 1 else None
         return Axes(self, group, partition(group, columns), context, tensor, pipeline, pipelines)
 
@@ -117,7 +126,9 @@ class Layout:
         parts = []
         for short, name in SHORT.items():
             field, allowed = ENDINGS[short]
-            ending = f"-{getattr(self, field)}" if field and getattr(self, field) != allowed[0] else ""
+            ending = (
+                f"-{getattr(self, field)}" if field and getattr(self, field) != allowed[0] else ""
+            )
             if getattr(self, name) > 1:
                 parts.append(f"{short}{getattr(self, name)}{ending}")
         return ",".join(parts)
@@ -170,4 +181,3 @@ class Axes:
         if isinstance(batch, Tensor):
             return zigzag.local(batch, dim)
         return type(batch)(self.share(each, dim) for each in batch)
-

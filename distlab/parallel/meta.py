@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-StandIn = tuple[str, nn.Parameter, Callable[[Tensor], None]]  # name, what the module finds, what keeps its values
+# name, what the module finds, what keeps its values
+StandIn = tuple[str, nn.Parameter, Callable[[Tensor], None]]
 
 
 def materialize(module: nn.Module, device: torch.device, init: Callable[[nn.Module], Any]) -> None:
@@ -51,7 +52,9 @@ def reset_parameters(module: nn.Module) -> None:
     if reset is not None:
         reset()
         return
-    if any(tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())):
+    if any(
+        tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())
+    ):
         raise ValueError(
             f"{type(module).__name__} owns parameters or buffers and has no reset_parameters(): give init=… to write "
             "their values"
@@ -110,9 +113,13 @@ class _InTurn(TorchDispatchMode):
     def finish(self) -> None:
         """Keep the last one, and see that none was left out."""
         self._keep_current()
-        missing = [name for storage, (name, *_) in self._waiting.items() if storage not in self._done]
+        missing = [
+            name for storage, (name, *_) in self._waiting.items() if storage not in self._done
+        ]
         if missing:
-            raise RuntimeError(f"init_fn left {missing} uninitialised: it must write every parameter")
+            raise RuntimeError(
+                f"init_fn left {missing} uninitialised: it must write every parameter"
+            )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -120,7 +127,9 @@ class _InTurn(TorchDispatchMode):
         touched = {tensor.untyped_storage()._cdata for tensor in tensors} & self._waiting.keys()
         if len(touched) > 1:
             names = sorted(self._waiting[storage][0] for storage in touched)
-            raise RuntimeError(f"init_fn uses {names} in one operator ({func}); only one exists at a time")
+            raise RuntimeError(
+                f"init_fn uses {names} in one operator ({func}); only one exists at a time"
+            )
         for storage in touched - {self._current}:
             self._turn_to(storage)
         return func(*args, **kwargs)

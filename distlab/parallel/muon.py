@@ -27,10 +27,13 @@ from distlab.parallel.buckets import view_like
 from distlab.parallel.shard import Spread
 
 Orthogonalize = Callable[[Tensor], Tensor]
-BATCH_ELEMENTS = 2**26  # of matrices in one call: 128 MiB in bf16, and some four times that beside it
+# of matrices in one call: 128 MiB in bf16, and some four times that beside it
+BATCH_ELEMENTS = 2**26
 
 
-def gather(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> list[Tensor]:
+def gather(
+    updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize
+) -> list[Tensor]:
     """Every rank gathers all matrices and orthogonalises them.
 
     Sends an all-gather of 2·N·max_r(Σ_m |m_r|) bytes in all: what ranks have is padded to what one of them has most.
@@ -55,7 +58,9 @@ def gather(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: 
     return _unflattened(by_rank[group.rank()][: parts.numel()], updates)
 
 
-def exchange(updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> list[Tensor]:
+def exchange(
+    updates: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize
+) -> list[Tensor]:
     """Every matrix has an owner, which is sent the parts of it, orthogonalises it and sends its parts back.
 
     Sends two all-to-alls; in each, rank r sends 2·Σ_m |m_r| bytes to the owners or gets them back, and as an owner gets
@@ -112,16 +117,24 @@ def _send(parts: Tensor, sent: list[int], received: list[int], group: ProcessGro
     return arriving
 
 
-def _orthogonalize_in_place(by_rank: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize) -> None:
+def _orthogonalize_in_place(
+    by_rank: Sequence[Tensor], spreads: Sequence[Spread], orthogonalize: Orthogonalize
+) -> None:
     """Of whole matrices; in a rank's tensor its parts of them lie one after another."""
     counts = [[spread.counts[rank] for spread in spreads] for rank in range(len(by_rank))]
-    parts = list(zip(*(flat[: sum(n)].split(n) for flat, n in zip(by_rank, counts, strict=True)), strict=True))
+    parts = list(
+        zip(
+            *(flat[: sum(n)].split(n) for flat, n in zip(by_rank, counts, strict=True)), strict=True
+        )
+    )
     for indices in batches([spread.like.shape for spread in spreads]):
         matrices = [view_like(torch.cat(parts[index]), spreads[index].like) for index in indices]
         directions = orthogonalize(torch.stack(matrices))
         torch._foreach_copy_(matrices, list(directions))  # which may be laid out otherwise
         for index, matrix in zip(indices, matrices, strict=True):
-            torch._foreach_copy_(list(parts[index]), list(_flat(matrix).split(spreads[index].counts)))
+            torch._foreach_copy_(
+                list(parts[index]), list(_flat(matrix).split(spreads[index].counts))
+            )
 
 
 def _flat(tensor: Tensor) -> Tensor:

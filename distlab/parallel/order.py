@@ -17,8 +17,8 @@ from torch.distributed import ProcessGroup
 if TYPE_CHECKING:
     from distlab.parallel.data_parallel import DataParallel
 
-# Those that backward has come to and that have not finished, in this order: a set that keeps it. Module state, as one
-# backward of a process runs through any number of wrappers.
+# Those that backward has come to and that have not finished, in this order: a set that keeps it.
+# Module state, as one backward of a process runs through any number of wrappers.
 begun: weakref.WeakKeyDictionary[DataParallel, None] = weakref.WeakKeyDictionary()
 
 

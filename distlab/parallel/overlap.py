@@ -23,7 +23,11 @@ class OverlapDDP(DataParallel):
     """
 
     def __init__(
-        self, module: nn.Module, *, mesh: DeviceMesh | None = None, process_group: ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
     ):
         super().__init__(module, mesh=mesh, process_group=process_group)
         self._ready: set[int] = set()

@@ -73,9 +73,7 @@ def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = (
     return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
-def stage_sizes(
-    blocks: int, ranks: int, schedule: str, sizes: Sequence[int] = ()
-) -> Sequence[int]:
+def stage_sizes(blocks: int, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> Sequence[int]:
     """Return the number of blocks of each stage: `sizes`, or equally many.
 
     Args:
@@ -127,7 +125,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, group: ProcessGroup, model: Staged, schedule: str, sizes: Sequence[int] = (), sequence_ranks: int = 1
+        self,
+        group: ProcessGroup,
+        model: Staged,
+        schedule: str,
+        sizes: Sequence[int] = (),
+        sequence_ranks: int = 1,
     ):
         self.group, self.rank, self.ranks = group, group.rank(), group.size()
         self.stages = stage_blocks(model, self.ranks, schedule, sizes)
@@ -210,7 +213,8 @@ class Pipeline:
                 else:
                     make_gradients(later.pop((stage, batch)))
         self._messages.finish()
-        return collectives.sum_tensor(total.double(), self.group)  # which the other ranks' zeros are, too
+        # which the other ranks' zeros are, too
+        return collectives.sum_tensor(total.double(), self.group)
 
     @torch.no_grad()
     def forward(self, model: "ParallelModel", batch: Any) -> Tensor | None:
@@ -267,8 +271,16 @@ class Messages:
             for step in (1, -1)
         }
         groups = groups_of(group, [key[1:] for key in pairs])
-        self._out = {step: each for (step, sender, _), each in zip(pairs, groups, strict=True) if sender == rank}
-        self._in = {step: each for (step, _, taker), each in zip(pairs, groups, strict=True) if taker == rank}
+        self._out = {
+            step: each
+            for (step, sender, _), each in zip(pairs, groups, strict=True)
+            if sender == rank
+        }
+        self._in = {
+            step: each
+            for (step, _, taker), each in zip(pairs, groups, strict=True)
+            if taker == rank
+        }
         self._sent: list[tuple[Work, Tensor, ProcessGroup]] = []
 
     def receive(self, x: Tensor, come: int) -> Tensor:

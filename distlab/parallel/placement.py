@@ -60,17 +60,22 @@ class Slices(Whole):
 
     def __init__(self, ddp: "BucketedDDP"):
         self._group = ddp.process_group
-        self._means: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []  # parameter, its shard, that shard's mean
+        # parameter, its shard, that shard's mean
+        self._means: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
         self.starts: dict[nn.Parameter, int] = {}
         self.shard_of: dict[nn.Parameter, Shard] = {}
         names = {parameter: name for name, parameter in ddp.named}
-        self._own = [(number, *self._move(bucket, names)) for number, bucket in enumerate(ddp.buckets)]
+        self._own = [
+            (number, *self._move(bucket, names)) for number, bucket in enumerate(ddp.buckets)
+        ]
         self._in_place = collectives.shards_in_place(ddp.device, self._group)
         self._placed = [(name, parameter, place_of(parameter)) for name, parameter in ddp.named]
         self._gathering = Gathering(ddp, [bucket.parameters for bucket in ddp.buckets], self._group)
 
     @torch.no_grad()
-    def _move(self, bucket: GradientBucket, names: dict[nn.Parameter, str]) -> tuple[Tensor, Tensor]:
+    def _move(
+        self, bucket: GradientBucket, names: dict[nn.Parameter, str]
+    ) -> tuple[Tensor, Tensor]:
         """Move the parameters of a bucket into one buffer; note this rank's shards of them, and where means lie.
 
         Returns:
@@ -92,7 +97,9 @@ class Slices(Whole):
                 self._means.append((parameter, value, bucket.buffer[here].view(shape)))
             self.starts[parameter] = start
             first = start if parameter.is_contiguous() else None
-            self.shard_of[parameter] = Shard(plain_name(names[parameter]), parameter.shape, first, value)
+            self.shard_of[parameter] = Shard(
+                plain_name(names[parameter]), parameter.shape, first, value
+            )
         return flat, flat[plan.slice_of(rank)]
 
     def shards(self, whole: list[Shard]) -> list[Shard]:
@@ -136,5 +143,3 @@ class Slices(Whole):
     def close(self) -> None:
         """See `Whole.close`."""
         self._gathering.close()
-
-

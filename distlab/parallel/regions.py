@@ -30,7 +30,9 @@ from distlab.comm import collectives
 def gathered(x: Tensor, group: ProcessGroup, dim: int) -> Tensor:
     """Every rank's `x`, concatenated along `dim` in rank order."""
     parts = x.new_empty((group.size(), *x.shape))
-    collectives.wait(collectives.all_gather(parts.view(-1), x.contiguous().view(-1), group), group, "gathering")
+    collectives.wait(
+        collectives.all_gather(parts.view(-1), x.contiguous().view(-1), group), group, "gathering"
+    )
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 
@@ -126,7 +128,9 @@ class SwapHeads(Function):
         given, taken = (1, 2) if to_heads else (2, 1)
         sent = x.unflatten(given, (group.size(), -1)).movedim(given, 0).contiguous()
         got = torch.empty_like(sent)
-        collectives.wait(collectives.all_to_all(got.view(-1), sent.view(-1), group), group, "swapping heads")
+        collectives.wait(
+            collectives.all_to_all(got.view(-1), sent.view(-1), group), group, "swapping heads"
+        )
         return got.movedim(0, taken).flatten(taken, taken + 1)
 
     @staticmethod

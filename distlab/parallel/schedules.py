@@ -37,7 +37,9 @@ Schedule = list[list[Action]]  # the actions of each rank, in order
 
 def gpipe(ranks: int, batches: int) -> Schedule:
     """All forwards, then all backwards."""
-    return [[Action(kind, rank, m) for kind in "FB" for m in range(batches)] for rank in range(ranks)]
+    return [
+        [Action(kind, rank, m) for kind in "FB" for m in range(batches)] for rank in range(ranks)
+    ]
 
 
 def one_f_one_b(ranks: int, batches: int) -> Schedule:
@@ -94,8 +96,11 @@ def _alternating(rank: int, count: int, warm_up: int) -> list[Action]:
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
-    "1f1b": one_f_one_b, "gpipe": gpipe, "interleaved": interleaved, "zero-bubble": zero_bubble,
-}  # fmt: skip
+    "1f1b": one_f_one_b,
+    "gpipe": gpipe,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
 CHUNKS = {"interleaved": 2}  # stages of a rank, where it is not one
 
 
@@ -107,7 +112,9 @@ class Step(NamedTuple):
     end: float
 
 
-def simulate(schedule: Schedule, duration: Callable[[Action], float], message: float = 0.0) -> list[list[Step]]:
+def simulate(
+    schedule: Schedule, duration: Callable[[Action], float], message: float = 0.0
+) -> list[list[Step]]:
     """When each rank does what, if each begins an action as soon as what it needs is there.
 
     Args:
@@ -135,10 +142,15 @@ def simulate(schedule: Schedule, duration: Callable[[Action], float], message: f
                 ended[action] = start + duration(action)
                 steps.append(Step(action, start, ended[action]))
                 moved = True
-    waiting = [f"rank {rank} for {actions[len(steps)]}" for rank, (actions, steps)
-               in enumerate(zip(schedule, timeline, strict=True)) if len(steps) < len(actions)]  # fmt: skip
+    waiting = [
+        f"rank {rank} for {actions[len(steps)]}"
+        for rank, (actions, steps) in enumerate(zip(schedule, timeline, strict=True))
+        if len(steps) < len(actions)
+    ]
     if waiting:
-        raise ValueError(f"this schedule never ends, since ranks wait for each other: {', '.join(waiting)}")
+        raise ValueError(
+            f"this schedule never ends, since ranks wait for each other: {', '.join(waiting)}"
+        )
     return timeline
 
 
@@ -165,10 +177,19 @@ def check(schedule: Schedule) -> None:
     """
     simulate(schedule, lambda action: 1.0)
     counts = Counter(action for actions in schedule for action in actions)
-    ranks, stages, batches = len(schedule), 1 + max(a.stage for a in counts), 1 + max(a.batch for a in counts)
+    ranks, stages, batches = (
+        len(schedule),
+        1 + max(a.stage for a in counts),
+        1 + max(a.batch for a in counts),
+    )
     split = any(action.kind == "W" for action in counts)
     kinds = "FBW" if split else "FB"
-    wanted = [Action(kind, stage, batch) for kind in kinds for stage in range(stages) for batch in range(batches)]
+    wanted = [
+        Action(kind, stage, batch)
+        for kind in kinds
+        for stage in range(stages)
+        for batch in range(batches)
+    ]
     wrong = [str(action) for action in {**dict.fromkeys(wanted), **counts} if counts[action] != 1]
     if wrong:
         raise ValueError(f"this schedule does not do each of these once: {', '.join(wrong[:5])}")
@@ -179,12 +200,20 @@ def check(schedule: Schedule) -> None:
             for kind in "BW":
                 order = [action.batch for action in actions if action[:2] == (kind, stage)]
                 if order != sorted(order):
-                    raise ValueError(f"this schedule sums the gradients of stage {stage} in the order {order}")
+                    raise ValueError(
+                        f"this schedule sums the gradients of stage {stage} in the order {order}"
+                    )
     for kind, step in (("F", 1), ("B", -1)):
         for rank, actions in enumerate(schedule):
             receiver = (rank + step) % ranks
-            sent = [(a.stage + step, a.batch) for a in actions if a.kind == kind and 0 <= a.stage + step < stages]
-            taken = [a[1:] for a in schedule[receiver] if a.kind == kind and 0 <= a.stage - step < stages]
+            sent = [
+                (a.stage + step, a.batch)
+                for a in actions
+                if a.kind == kind and 0 <= a.stage + step < stages
+            ]
+            taken = [
+                a[1:] for a in schedule[receiver] if a.kind == kind and 0 <= a.stage - step < stages
+            ]
             if sent != taken:
                 raise ValueError(
                     f"this schedule lets rank {receiver} take messages in another order than rank {rank} sends them"

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-# Key of an optimizer's state dict, and of its groups, that says whose shards it holds (`shard_states.py`).
+# Key of an optimizer's state dict, and of its groups, that says whose shards it holds
+# (`shard_states.py`).
 NOTED_RANK = "shards"
 
 
@@ -40,7 +41,13 @@ class FlatLayout:
     """
 
     def __init__(
-        self, numels: Sequence[int], world_size: int = 1, *, align: Sequence[int] = (), cut: int = 1, extra: int = 0
+        self,
+        numels: Sequence[int],
+        world_size: int = 1,
+        *,
+        align: Sequence[int] = (),
+        cut: int = 1,
+        extra: int = 0,
     ):
         self.numels, self.world_size = tuple(numels), world_size
         self.offsets: list[int] = []
@@ -65,7 +72,11 @@ class FlatLayout:
     def spread(self, index: int, parameter: Tensor, group: ProcessGroup) -> "Spread":
         """Where the parameter at `index` lies, whose slices these ranks have."""
         ranges = (self.shard_range(index, rank) for rank in range(self.world_size))
-        return Spread(torch.empty_like(parameter, device="meta"), [stop - start for start, stop in ranges], group)
+        return Spread(
+            torch.empty_like(parameter, device="meta"),
+            [stop - start for start, stop in ranges],
+            group,
+        )
 
 
 def round_up(number: int, multiple: int) -> int:
@@ -99,13 +110,20 @@ class Cut:
         """Return the whole out of all ranks' parts `(ranks, …)`, in rank order."""
         sizes = [last - first for first, last in self.ranges]
         pieces = [part.split(sizes, self.dim) for part in parts]
-        return torch.cat([piece[number] for number in range(len(sizes)) for piece in pieces], self.dim)
+        return torch.cat(
+            [piece[number] for number in range(len(sizes)) for piece in pieces], self.dim
+        )
 
     def boxes(self) -> list[Box]:
         """Return the places of its ranges in the whole; one after the other they are this rank's elements in order."""
-        assert self.dim == 0 or len(self.ranges) == 1, "several ranges of columns would alternate row by row"
+        assert self.dim == 0 or len(self.ranges) == 1, (
+            "several ranges of columns would alternate row by row"
+        )
         full = [(0, size) for size in self.shape]
-        return [tuple(r if dim == self.dim else each for dim, each in enumerate(full)) for r in self.ranges]
+        return [
+            tuple(r if dim == self.dim else each for dim, each in enumerate(full))
+            for r in self.ranges
+        ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -171,12 +189,16 @@ class Shard:
         The rank that is first stores what belongs to the whole, such as Adam's step.
         """
         has_first = self.cut is None or self.cut.ranges[0][0] == 0
-        return has_first and self.start == 0 and (self.values.numel() > 0 or self.shape.numel() == 0)
+        return (
+            has_first and self.start == 0 and (self.values.numel() > 0 or self.shape.numel() == 0)
+        )
 
     def places(self) -> list[tuple[Box, int, slice]]:
         """Where its elements lie in the whole: box, first element within the flattened box, which of `values`."""
         found, offset, count = [], 0, self.values.numel()
-        for box in [tuple((0, size) for size in self.shape)] if self.cut is None else self.cut.boxes():
+        for box in (
+            [tuple((0, size) for size in self.shape)] if self.cut is None else self.cut.boxes()
+        ):
             size = math.prod(last - first for first, last in box)
             first, last = max(self.start, offset), min(self.start + count, offset + size)
             if first < last:

@@ -53,7 +53,8 @@ def own_part(optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]
                     for name, value in state[number].items()
                 }
     groups = [
-        {key: value for key, value in group.items() if key != NOTED_RANK} for group in state_dict["param_groups"]
+        {key: value for key, value in group.items() if key != NOTED_RANK}
+        for group in state_dict["param_groups"]
     ]
     return state_dict | {"state": state, "param_groups": groups}
 
@@ -64,7 +65,9 @@ def check_loaded(optimizer: Optimizer) -> None:
     Raises:
         ValueError: the state is another rank's, or one rank's where parameters are whole.
     """
-    saved_by = next((group[NOTED_RANK] for group in optimizer.param_groups if NOTED_RANK in group), None)
+    saved_by = next(
+        (group[NOTED_RANK] for group in optimizer.param_groups if NOTED_RANK in group), None
+    )
     if saved_by is not None:
         _refuse_other_place(saved_by, _place(optimizer))
         for group in optimizer.param_groups:

@@ -117,7 +117,8 @@ class ShardedOptimizer(LocalOptimizer):
         state = {}
         for number, value in state_dict["state"].items():
             parameter = parameters[index_of[number]]
-            if is_elementwise(type(self.local)):  # others, such as Adafactor, have state of other shapes
+            # others, such as Adafactor, have state of other shapes
+            if is_elementwise(type(self.local)):
                 refuse_other_shapes(value, f"parameter {index_of[number]}", parameter)
             state[parameter] = value
         load_shards(self, saved, state)
@@ -125,7 +126,11 @@ class ShardedOptimizer(LocalOptimizer):
     def shards(self, held: Iterable[Shard]) -> list[Shard]:
         """Return the shards that this rank owns: parameters are on all ranks, their state is on the owner alone."""
         rank = self._group.rank()
-        return [replace(shard, replicated=False) for shard in held if self._owner.get(shard.tensor) == rank]
+        return [
+            replace(shard, replicated=False)
+            for shard in held
+            if self._owner.get(shard.tensor) == rank
+        ]
 
     # -- who owns what -------------------------------------------------------------------------------------
 

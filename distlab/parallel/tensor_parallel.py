@@ -50,10 +50,15 @@ def parallelize(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
     """
     cuts = find_cuts(model, group)
     if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise ValueError("tensor parallelism: dropout would draw other masks on each rank: set dropout to 0")
+        raise ValueError(
+            "tensor parallelism: dropout would draw other masks on each rank: set dropout to 0"
+        )
     if not any(parameter.is_meta for parameter in model.parameters()):
         collectives.broadcast_all([*model.parameters(), *model.buffers()], group)
-    _replace(model, {name: cut.of(parameter.detach()) for name, parameter, cut in _cut_parameters(model, cuts)})
+    _replace(
+        model,
+        {name: cut.of(parameter.detach()) for name, parameter, cut in _cut_parameters(model, cuts)},
+    )
     ops = model.operations()
     words = next((cuts[name] for name in ("embedding.weight", "head.weight") if name in cuts), None)
     first = 0 if words is None else words.ranges[0][0]  # of this rank's words, where it has any
@@ -61,10 +66,14 @@ def parallelize(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
         enter=partial(_apply, Enter, group),
         leave=partial(_apply, Leave, group),
         rms_norm=lambda x, weight, eps: ops.rms_norm(x, _shared(weight, group), eps),
-        add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(x, residual, _shared(weight, group), eps),
+        add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(
+            x, residual, _shared(weight, group), eps
+        ),
         embedding=partial(vocabulary_embedding, first=first, group=group),
         logits=partial(whole_logits, local=ops.logits, group=group),
-        linear_cross_entropy=partial(vocabulary_cross_entropy, local=ops.logits, first=first, group=group),
+        linear_cross_entropy=partial(
+            vocabulary_cross_entropy, local=ops.logits, first=first, group=group
+        ),
     )
     return cuts
 
@@ -85,17 +94,23 @@ def find_cuts(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
     for name, split in model.splits().items():
         uneven = [size for size in split.sizes if size % ranks]
         if uneven:
-            raise ValueError(f"tensor parallelism: {ranks} ranks cannot share {uneven[0]} {split.what} evenly")
+            raise ValueError(
+                f"tensor parallelism: {ranks} ranks cannot share {uneven[0]} {split.what} evenly"
+            )
         ranges, offset = [], 0
         for size in split.sizes:
             each = size // ranks
-            ranges.append(((offset + rank * each) * split.unit, (offset + (rank + 1) * each) * split.unit))
+            ranges.append(
+                ((offset + rank * each) * split.unit, (offset + (rank + 1) * each) * split.unit)
+            )
             offset += size
         cuts[plain_name(name)] = Cut(shapes[name], split.dim, tuple(ranges))
     return cuts
 
 
-def initialize_cut(module: nn.Module, cuts: Mapping[str, Cut], init: Callable[[nn.Module], Any]) -> None:
+def initialize_cut(
+    module: nn.Module, cuts: Mapping[str, Cut], init: Callable[[nn.Module], Any]
+) -> None:
     """Call `init(module)` on whole parameters, one at a time, of which this rank keeps its share.
 
     So values depend on the seed alone, whatever the layout.
@@ -114,7 +129,9 @@ def initialize_cut(module: nn.Module, cuts: Mapping[str, Cut], init: Callable[[n
     _replace(module, local)
 
 
-def gather_cuts(parameters: Mapping[str, Tensor], cuts: Mapping[str, Cut], group: ProcessGroup) -> dict[str, Tensor]:
+def gather_cuts(
+    parameters: Mapping[str, Tensor], cuts: Mapping[str, Cut], group: ProcessGroup
+) -> dict[str, Tensor]:
     """Whole parameters out of every rank's cut ones. A collective: call it on every rank."""
     found = {}
     for name, value in parameters.items():
@@ -137,7 +154,9 @@ def _shared(weight: Tensor, group: ProcessGroup) -> Tensor:
 
 
 @torch._disable_dynamo
-def vocabulary_embedding(tokens_BT: Tensor, weight: Tensor, *, first: int, group: ProcessGroup) -> Tensor:
+def vocabulary_embedding(
+    tokens_BT: Tensor, weight: Tensor, *, first: int, group: ProcessGroup
+) -> Tensor:
     """Rows of the ranks' words, `(B, T) -> (B, T/P, d)`: zeros for words of others, summed and shared along T."""
     if tokens_BT.shape[SEQUENCE] % group.size():
         raise ValueError(
@@ -158,9 +177,14 @@ def whole_logits(
 
 @torch._disable_dynamo
 def vocabulary_cross_entropy(
-    x: Tensor, weight: Tensor, targets_BT: Tensor, *, local: Callable[[Tensor, Tensor], Tensor], first: int,
+    x: Tensor,
+    weight: Tensor,
+    targets_BT: Tensor,
+    *,
+    local: Callable[[Tensor, Tensor], Tensor],
+    first: int,
     group: ProcessGroup,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Mean cross-entropy, the logits of a rank's words on that rank alone; in fp32, or fp64.
 
     Three all-reduces of B·T numbers: the largest logit, the sum of exponentials, the target's logit.
@@ -184,7 +208,9 @@ def _own(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
 # -- cut parameters ----------------------------------------------------------------------------------------------------
 
 
-def _cut_parameters(module: nn.Module, cuts: Mapping[str, Cut]) -> Iterable[tuple[str, nn.Parameter, Cut]]:
+def _cut_parameters(
+    module: nn.Module, cuts: Mapping[str, Cut]
+) -> Iterable[tuple[str, nn.Parameter, Cut]]:
     for name, parameter in module.named_parameters():
         if plain_name(name) in cuts:
             yield name, parameter, cuts[plain_name(name)]
@@ -194,11 +220,12 @@ def _replace(module: nn.Module, values: Mapping[str, Tensor]) -> None:
     """Put parameters of other sizes in place of those of these names, of a tied one under each of its names."""
     old = dict(module.named_parameters())
     new = {
-        id(old[name]): value if isinstance(value, nn.Parameter) else nn.Parameter(value, old[name].requires_grad)
+        id(old[name]): value
+        if isinstance(value, nn.Parameter)
+        else nn.Parameter(value, old[name].requires_grad)
         for name, value in values.items()
     }
     for owner in module.modules():
         for attribute, parameter in owner._parameters.items():
             if id(parameter) in new:
                 owner._parameters[attribute] = new[id(parameter)]
-

@@ -48,26 +48,40 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
             return tuple(DTensor.from_local(x, mesh, layout, run_check=False) for x in inputs)
 
         @staticmethod
-        def _prepare_output_fn(use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh) -> Any:
-            return tuple(x.to_local() for x in outputs) if isinstance(outputs, tuple) else outputs.to_local()
+        def _prepare_output_fn(
+            use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh
+        ) -> Any:
+            return (
+                tuple(x.to_local() for x in outputs)
+                if isinstance(outputs, tuple)
+                else outputs.to_local()
+            )
 
     class LossInHead(ColwiseParallel):
         """Of a head that takes targets and returns the loss: torch's style hands on the first input alone."""
 
         @staticmethod
-        def _prepare_input_fn(given: Any, wanted: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
+        def _prepare_input_fn(
+            given: Any, wanted: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh
+        ) -> Any:
             x = ColwiseParallel._prepare_input_fn(given, wanted, module, inputs, mesh)
             return x, *inputs[1:]
 
         @staticmethod
-        def _prepare_output_fn(layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: Any) -> Any:
+        def _prepare_output_fn(
+            layouts: Any, use_local: bool, module: nn.Module, outputs: Any, mesh: Any
+        ) -> Any:
             return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
     device = next(model.parameters()).device.type
     ranks = torch.arange(axes.world.size()).view(-1, axes.tensor.size())
-    mesh = DeviceMesh.from_group([axes.data, axes.tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor"))
+    mesh = DeviceMesh.from_group(
+        [axes.data, axes.tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor")
+    )
     moved = _group_heads_by_rank(model, axes.tensor)
-    whole_sequence = PrepareModuleInput(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+    whole_sequence = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
     of_attention = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
     )
@@ -86,7 +100,11 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
         "blocks.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
     ops = model.operations()
-    model.replace_ops(linear_cross_entropy=lambda x, weight, targets: ops.cross_entropy(ops.logits(x, weight), targets))
+    model.replace_ops(
+        linear_cross_entropy=lambda x, weight, targets: ops.cross_entropy(
+            ops.logits(x, weight), targets
+        )
+    )
     parallelize_module(model, mesh["tensor"], plan)
     contexts = ExitStack()
     contexts.enter_context(loss_parallel())
@@ -116,7 +134,8 @@ class TorchPipeline:
         self.mine = range(group.rank(), len(self.stages), group.size())
         self.last = len(self.stages) - 1
         model.keep_blocks([self.stages[stage] for stage in self.mine])
-        for module in model.modules():  # torch's zero-bubble cannot split the backward of a Function in Python
+        # torch's zero-bubble cannot split the backward of a Function in Python
+        for module in model.modules():
             if hasattr(module, "multiply"):
                 module.multiply = nn.functional.linear
         model.replace_ops(logits=nn.functional.linear)
@@ -146,7 +165,11 @@ class TorchPipeline:
 
         stages = [
             pipelining.PipelineStage(
-                _TorchStage(model, self.stages[stage]), stage, len(self.stages), model.device, group=self.group
+                _TorchStage(model, self.stages[stage]),
+                stage,
+                len(self.stages),
+                model.device,
+                group=self.group,
             )
             for stage in self.mine
         ]
@@ -159,9 +182,12 @@ class TorchPipeline:
         takes_several = self.schedule in (*CHUNKS, "zero-bubble")
 
         def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-            return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / count
+            return (
+                nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / count
+            )
 
-        # torch would divide the gradients of a stage's module, which several stages of a rank share here.
+        # torch would divide the gradients of a stage's module, which several stages of a rank share
+        # here.
         given = {"loss_fn": loss_fn, "scale_grads": False}
         return schedules[self.schedule](stages if takes_several else stages[0], count, **given)
 
@@ -175,4 +201,5 @@ class _TorchStage(nn.Module):
         with self.model.autocast():
             if x.ndim == 2:
                 return self.model(x, blocks=self.blocks)
-            return self.model(x[..., 0], x=x, blocks=self.blocks)  # of tokens their number alone matters here
+            # of tokens their number alone matters here
+            return self.model(x[..., 0], x=x, blocks=self.blocks)

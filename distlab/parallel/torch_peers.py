@@ -35,7 +35,9 @@ class TorchDDP(ParallelModel):
             none, torch's defaults: buckets of 25 MiB after a first one of 1 MiB.
     """
 
-    def __init__(self, module: nn.Module, *, process_group: ProcessGroup | None = None, **options: Any):
+    def __init__(
+        self, module: nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
+    ):
         super().__init__()
         self.module = module
         self.device = next(module.parameters()).device
@@ -62,7 +64,10 @@ class TorchDDP(ParallelModel):
 
 
 def tuned_torch_ddp(
-    module: nn.Module, bucket_size_mb: float | None = 25.0, *, process_group: ProcessGroup | None = None
+    module: nn.Module,
+    bucket_size_mb: float | None = 25.0,
+    *,
+    process_group: ProcessGroup | None = None,
 ) -> TorchDDP:
     """torch DDP as its documentation advises where the graph never changes.
 
@@ -82,12 +87,16 @@ def tuned_torch_ddp(
     return TorchDDP(module, process_group=process_group, **options)
 
 
-def torch_zero(model: TorchDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any) -> Optimizer:
+def torch_zero(
+    model: TorchDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> Optimizer:
     """torch's ZeroRedundancyOptimizer; its `state` is that of the parameters that this rank steps."""
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
 
     group = model.process_group
-    optimizer = ZeroRedundancyOptimizer(params or model.parameters(), optimizer_cls, process_group=group, **options)
+    optimizer = ZeroRedundancyOptimizer(
+        params or model.parameters(), optimizer_cls, process_group=group, **options
+    )
     optimizer.state = optimizer.optim.state
     return optimizer
 
@@ -134,14 +143,17 @@ class TorchFSDP2(ParallelModel):
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
         self._moved, self._contexts = moved or {}, contexts or ExitStack()
-        collectives.broadcast_all(map(local_part, (*module.parameters(), *module.buffers())), self.process_group)
+        collectives.broadcast_all(
+            map(local_part, (*module.parameters(), *module.buffers())), self.process_group
+        )
         units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
         if data_mesh is not None:
             mesh = data_mesh
         elif mesh is None:
             mesh = DeviceMesh.from_group(self.process_group, self.device.type)
-        # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as FSDP does.
+        # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as
+        # FSDP does.
         policy = MixedPrecisionPolicy(
             param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
         )
@@ -176,11 +188,15 @@ class TorchFSDP2(ParallelModel):
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
             for name, p in self.module.named_parameters(remove_duplicate=False)
         }
-        return found | {name: found[name][rows.to(self.device)] for name, rows in self._moved.items()}
+        return found | {
+            name: found[name][rows.to(self.device)] for name, rows in self._moved.items()
+        }
 
     def _own_places(self) -> list[Place]:
         return [
-            place._replace(load=partial(self._load, self.module.get_parameter(place.names[0]), place.names))
+            place._replace(
+                load=partial(self._load, self.module.get_parameter(place.names[0]), place.names)
+            )
             for place in super()._own_places()
         ]
 
@@ -216,7 +232,9 @@ def _shard_of(name: str, parameter: Tensor) -> Shard:
         parameter.shape, parameter.device_mesh, parameter.placements
     )
     if any(offset[1:]) or not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
-        raise ValueError(f"placements {parameter.placements}: only cuts along the first dimension are stored")
+        raise ValueError(
+            f"placements {parameter.placements}: only cuts along the first dimension are stored"
+        )
     start = offset[0] * torch.Size(parameter.shape[1:]).numel() if offset else 0
     replicated = all(p.is_replicate() for p in parameter.placements)
     mesh = parameter.device_mesh

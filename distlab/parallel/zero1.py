@@ -102,14 +102,16 @@ class ZeroOptimizer(LocalOptimizer):
         self._copy_options_inwards()
         self._slices.point_gradients()
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        torch.autograd.graph.increment_version(stepped)  # for a graph that has saved them; gathering does not count
+        # for a graph that has saved them; gathering does not count
+        torch.autograd.graph.increment_version(stepped)
         self.local.step(**kwargs)
         self._slices.gather()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As of any optimizer; gradients alone are touched, so nothing waits."""
-        with torch._C.DisableTorchFunctionSubclass():  # parameters in flight: a microsecond for each access else
+        # parameters in flight: a microsecond for each access else
+        with torch._C.DisableTorchFunctionSubclass():
             super().zero_grad(set_to_none)
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
@@ -139,13 +141,24 @@ class ZeroOptimizer(LocalOptimizer):
         call = "ZeroOptimizer.state_dict()"
         agree_on_call(self._ddp.process_group, call)
         self._copy_options_inwards()
-        tensors = {name: self._slices.shard_of[parameter].tensor for name, parameter in self._ddp.named}
-        mine = {name: to_cpu(self.state[tensor]) for name, tensor in tensors.items() if tensor in self.state}
-        parts: dict[str, list[dict[str, Any]]] = {}  # in the order of ranks, and so of the parameter's elements
+        tensors = {
+            name: self._slices.shard_of[parameter].tensor for name, parameter in self._ddp.named
+        }
+        mine = {
+            name: to_cpu(self.state[tensor])
+            for name, tensor in tensors.items()
+            if tensor in self.state
+        }
+        # in the order of ranks, and so of the parameter's elements
+        parts: dict[str, list[dict[str, Any]]] = {}
         for states in collectives.gather_objects(mine, self._ddp.process_group, collective(call)):
             for name, state in states.items():
                 parts.setdefault(name, []).append(state)
-        state = {name: _join(parts[name], parameter) for name, parameter in self._ddp.named if name in parts}
+        state = {
+            name: _join(parts[name], parameter)
+            for name, parameter in self._ddp.named
+            if name in parts
+        }
         return {"state": state, "param_groups": self._groups_by_name()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -164,7 +177,10 @@ class ZeroOptimizer(LocalOptimizer):
         state = {}
         for name, parameter in self._ddp.named:
             if name in state_of:
-                tensor, start = self._slices.shard_of[parameter].tensor, self._slices.starts[parameter]
+                tensor, start = (
+                    self._slices.shard_of[parameter].tensor,
+                    self._slices.starts[parameter],
+                )
                 part = slice(start, start + tensor.numel())
                 refuse_other_shapes(state_of[name], name, parameter)
                 state[tensor] = _cut(state_of[name], parameter, part)
@@ -214,7 +230,8 @@ class ZeroOptimizer(LocalOptimizer):
             )
         mine = {name for group in names for name in group}
         groups = [
-            group | {"params": [name_of[number] for number in group["params"] if name_of[number] in mine]}
+            group
+            | {"params": [name_of[number] for number in group["params"] if name_of[number] in mine]}
             for group in saved
         ]
         return groups, {name_of[number]: value for number, value in state.items()}

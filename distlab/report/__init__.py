@@ -36,7 +36,15 @@ from distlab.report.findings import (
     with_interval,
 )
 from distlab.report.provenance import commit, environment
-from distlab.report.record import Metrics, Record, Records, json_line, read_json, reading, write_json
+from distlab.report.record import (
+    Metrics,
+    Record,
+    Records,
+    json_line,
+    read_json,
+    reading,
+    write_json,
+)
 from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column, text_column
 from distlab.report.view import View, write
 

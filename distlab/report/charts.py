@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from distlab.report.record import Records
 
 ABREAST = 4  # small panels in a row, at most
-AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}  # with each time that the colours begin again
+# with each time that the colours begin again
+AGAIN = {"-": ("-", "-.", "--", ":"), "--": ("--", ":")}
 _BEHIND = {"facecolor": "white", "edgecolor": "none", "pad": 0.6}  # text that crosses grid lines
 
 
@@ -116,7 +117,12 @@ def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
             if place % abreast == 0 or panel.y_label != panels[place - 1].y_label:
                 axes.set_ylabel(panel.y_label)
         if len(handles) > 1:
-            figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=min(len(handles), 4))
+            figure.legend(
+                handles.values(),
+                handles.keys(),
+                loc="outside lower center",
+                ncols=min(len(handles), 4),
+            )
 
 
 def _draw(axes: Axes, series: Series, place: int) -> Any:
@@ -124,14 +130,21 @@ def _draw(axes: Axes, series: Series, place: int) -> Any:
     styles = AGAIN.get(series.line, (series.line or "none",))
     line = styles[place // len(LINES) % len(styles)]
     (drawn,) = axes.plot(
-        series.x, series.y, linestyle=line, linewidth=series.width, color=colour, label=series.label,
+        series.x,
+        series.y,
+        linestyle=line,
+        linewidth=series.width,
+        color=colour,
+        label=series.label,
         marker=MARKERS[place % len(MARKERS)] if series.marked or not series.line else "none",
         markerfacecolor="white" if series.hollow else colour,
-    )  # fmt: skip
+    )
     if series.low is not None:
         below = [max(0.0, y - low) for low, y in zip(series.low, series.y, strict=True)]
         above = [max(0.0, high - y) for high, y in zip(series.high, series.y, strict=True)]
-        axes.errorbar(series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1)
+        axes.errorbar(
+            series.x, series.y, yerr=[below, above], fmt="none", ecolor=colour, elinewidth=1
+        )
     if not any(map(math.isfinite, series.y)):
         note = f"{series.label}: no {'finite ' if len(series.y) else ''}value"
         axes.annotate(note, (0.3, 0.8), xycoords="axes fraction", fontsize=6, color=colour)
@@ -155,8 +168,15 @@ def _dress(axes: Axes, panel: Panel) -> None:
         axes.set_xticks([], minor=True)
     for x, text in panel.events:
         axes.axvline(x, color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(text, (x, 1), (3, -3), xycoords=("data", "axes fraction"), textcoords="offset points",
-                      va="top", fontsize=8)  # fmt: skip
+        axes.annotate(
+            text,
+            (x, 1),
+            (3, -3),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+        )
     axes.set_title(panel.title)
 
 
@@ -173,7 +193,9 @@ def step_bars(*phases: str) -> Callable[[Records, Path], None]:
 
     def draw(records: Records, path: Path) -> None:
         parts = {phase: [row.metrics.get(f"{phase}_p50_ms") for row in records] for phase in phases}
-        stacked_bars(path, [row.variant for row in records], parts, title="Medians of a step", unit="ms")
+        stacked_bars(
+            path, [row.variant for row in records], parts, title="Medians of a step", unit="ms"
+        )
 
     return draw
 
@@ -204,16 +226,31 @@ def stacked_bars(
     """
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
-    numbers = [[v for v in bar if v is not None] if text is None else [] for bar, text in zip(bars, texts, strict=True)]
+    numbers = [
+        [v for v in bar if v is not None] if text is None else []
+        for bar, text in zip(bars, texts, strict=True)
+    ]
     room = 0.07 * max(0.0, *map(sum, numbers))  # a part at least this long carries its value
     ends = [0.0] * len(labels)
     with picture(path, title, 1.35 + 0.36 * len(labels)) as figure:
         axes = figure.add_subplot()
         for name, values in parts.items():
-            known = [value if own and value is not None else 0.0 for own, value in zip(numbers, values, strict=True)]
+            known = [
+                value if own and value is not None else 0.0
+                for own, value in zip(numbers, values, strict=True)
+            ]
             lengths = [max(value, 0.0) for value in known]
             colour = colour_of(name, list(parts))
-            drawn = axes.barh(range(len(labels)), lengths, 0.66, ends, color=colour, ec="white", lw=0.6, label=name)
+            drawn = axes.barh(
+                range(len(labels)),
+                lengths,
+                0.66,
+                ends,
+                color=colour,
+                ec="white",
+                lw=0.6,
+                label=name,
+            )
             inside = [_number(value) if value > room and len(parts) > 1 else "" for value in known]
             ink = "white" if colour in DARK else "black"
             axes.bar_label(drawn, inside, label_type="center", fontsize=7.5, color=ink)
@@ -222,13 +259,26 @@ def stacked_bars(
             if whisker is not None and numbers[row]:
                 middle = totals[row] if totals and totals[row] is not None else ends[row]
                 low, high = max(middle - whisker[0], 0), max(whisker[1] - middle, 0)
-                axes.errorbar(middle, row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1)
+                axes.errorbar(
+                    middle, row, xerr=[[low], [high]], color=BLACK, capsize=3, linewidth=1.1
+                )
                 ends[row] = max(ends[row], middle + high)
         for row, own in enumerate(numbers):
             number = totals[row] if totals and totals[row] is not None else sum(own)
-            total = f"{'' if len(own) == len(parts) else '≥ '}{_number(number)}" if own else texts[row] or "n/a"
-            axes.annotate(total, (ends[row], row), (6, 0), textcoords="offset points", va="center", bbox=_BEHIND,
-                          style="normal" if own else "italic")  # fmt: skip
+            total = (
+                f"{'' if len(own) == len(parts) else '≥ '}{_number(number)}"
+                if own
+                else texts[row] or "n/a"
+            )
+            axes.annotate(
+                total,
+                (ends[row], row),
+                (6, 0),
+                textcoords="offset points",
+                va="center",
+                bbox=_BEHIND,
+                style="normal" if own else "italic",
+            )
         axes.set_yticks(range(len(labels)), labels)
         axes.set(ylim=(len(labels) - 0.5, -0.5), xlabel=unit)
         axes.margins(x=0.12)
@@ -239,8 +289,15 @@ def stacked_bars(
 
 def _legend_above(axes: Axes) -> None:
     """Left above the axes; more than five entries take further lines."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=5, borderaxespad=0.2, handlelength=1.2,
-                columnspacing=1.6, borderpad=0.2)  # fmt: skip
+    axes.legend(
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        ncols=5,
+        borderaxespad=0.2,
+        handlelength=1.2,
+        columnspacing=1.6,
+        borderpad=0.2,
+    )
 
 
 def _number(value: float) -> str:
@@ -251,7 +308,8 @@ def _number(value: float) -> str:
     return f"{value:.{0 if size >= 100 else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
 
 
-# Lanes of a strategy's timeline: name → (row below the strategy's first, legend); later ones are drawn over earlier.
+# Lanes of a strategy's timeline: name → (row below the strategy's first, legend); later ones are
+# drawn over earlier.
 LANES = {
     "compute": (0, "compute"),
     "copies": (0, "copies"),
@@ -260,7 +318,9 @@ LANES = {
 }
 
 
-def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str) -> None:
+def timeline(
+    path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str
+) -> None:
     """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
 
     Args:
@@ -276,13 +336,29 @@ def timeline(path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, f
             for lane, (row, legend) in LANES.items():
                 bars = [(start, stop - start) for start, stop in content.get(lane, ())]
                 if bars:
-                    # No edges and no snapping to pixels: at a thousand kernels per lane both would falsify the gaps.
-                    axes.broken_barh(bars, (top + row - 0.42, 0.84), facecolors=COLOURS[lane], linewidth=0, snap=False,
-                                     label=None if lane in labelled else legend)  # fmt: skip
+                    # No edges and no snapping to pixels: at a thousand kernels per lane both would
+                    # falsify the gaps.
+                    axes.broken_barh(
+                        bars,
+                        (top + row - 0.42, 0.84),
+                        facecolors=COLOURS[lane],
+                        linewidth=0,
+                        snap=False,
+                        label=None if lane in labelled else legend,
+                    )
                     labelled.add(lane)
             if not content.get("communication"):
-                axes.annotate("no communication", (0, top + 1), (4, 0), textcoords="offset points", va="center",
-                              fontsize=7, color="#666666", style="italic", bbox=_BEHIND)  # fmt: skip
+                axes.annotate(
+                    "no communication",
+                    (0, top + 1),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontsize=7,
+                    color="#666666",
+                    style="italic",
+                    bbox=_BEHIND,
+                )
             if top:
                 axes.axhline(top - 1, color=FAINT, linewidth=0.6)
         axes.set_yticks([3 * number + 0.5 for number in range(len(rows))], list(rows))
@@ -303,24 +379,44 @@ def memory_areas(path: Path, memory: Any, *, title: str) -> None:
     unit, size = ("GiB", 2**30) if total >= 2**30 else ("MiB", 2**20)
     drawn = {
         name: ([value / size for value in (*values, values[-1])], colour)
-        for colour, (name, values) in zip(AREAS, layers.items(), strict=False) if any(values)
-    }  # fmt: skip
+        for colour, (name, values) in zip(AREAS, layers.items(), strict=False)
+        if any(values)
+    }
     heights = [heights for heights, _ in drawn.values()]
     highest = max(map(sum, zip(*heights, strict=True)), default=0)
     with picture(path, title, 4.6) as figure:
         axes = figure.add_subplot()
         colours = [colour for _, colour in drawn.values()]
-        axes.stackplot([*times, memory.step_ms], heights, colors=colours, labels=drawn, step="post", linewidth=0)
+        axes.stackplot(
+            [*times, memory.step_ms],
+            heights,
+            colors=colours,
+            labels=drawn,
+            step="post",
+            linewidth=0,
+        )
         for name, (start, stop) in memory.phases.items():
             axes.axvline(stop, color=INK, linewidth=0.7, linestyle=":")
-            axes.text((start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5)
+            axes.text(
+                (start + stop) / 2, 1.13 * highest, name, ha="center", va="center", fontsize=8.5
+            )
         peak = (at, total / size)
         axes.plot(*peak, "o", color=INK, markersize=4)
         side, offset = ("right", -7) if at > 0.6 * memory.step_ms else ("left", 7)
         axes.annotate(
-            f"peak {peak[1]:.1f} {unit}", peak, (offset, 7), textcoords="offset points", ha=side, fontsize=8.5
+            f"peak {peak[1]:.1f} {unit}",
+            peak,
+            (offset, 7),
+            textcoords="offset points",
+            ha=side,
+            fontsize=8.5,
         )
         x_label = "time since the start of the step (ms; stretched by the recording)"
-        axes.set(xlim=(0, memory.step_ms), ylim=(0, 1.2 * highest), xlabel=x_label, ylabel=f"held ({unit})")
+        axes.set(
+            xlim=(0, memory.step_ms),
+            ylim=(0, 1.2 * highest),
+            xlabel=x_label,
+            ylabel=f"held ({unit})",
+        )
         # The legend in the order of the picture, from the top down.
         axes.legend(reverse=True, loc="center left", bbox_to_anchor=(1, 0.5))

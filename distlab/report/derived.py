@@ -22,7 +22,8 @@ from distlab.report.record import Record, Records
 from distlab.report.table import Column, gib_column, grouped, is_number, sparse_column
 
 TIE = " tie"
-STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}  # number of pairs → 97.5 % quantile of Student's t, of one degree less
+# number of pairs → 97.5 % quantile of Student's t, of one degree less
+STUDENT_T = {2: 12.706, 3: 4.303, 4: 3.182}
 Baseline = Callable[[Records], Record | None]
 
 
@@ -145,7 +146,9 @@ def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
     return Measured(ratio, min(ratio, math.exp(mean - reach)), max(ratio, math.exp(mean + reach)))
 
 
-def prediction_error(predicted: str, measured: str, title: str = "off %", form: str = "+.0f") -> Column:
+def prediction_error(
+    predicted: str, measured: str, title: str = "off %", form: str = "+.0f"
+) -> Column:
     """How far one metric of a record is from the other, in % of what was measured; empty where either is missing."""
 
     def error(record: Record) -> float | None:
@@ -196,7 +199,9 @@ def waiting(records: Records) -> str:
 
 PEAK = gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f")
 NOISE = sparse_column(
-    "metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics),
+    "metrics.noise_pct",
+    "± %",
+    ".1f",
+    derived=lambda record: noise_of(record.metrics),
     about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",
-)  # fmt: skip
-
+)

@@ -29,7 +29,9 @@ from distlab.text import for_markdown
 SOURCE = re.compile(r"([^#?@]+)(?:#([^?@]*))?(?:\?([^@=]*)=([^@]*))?(?:@(.*))?")
 
 
-def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Path, *, check: bool) -> int:
+def redraw_pages(
+    pages: Sequence[Path], view_of: Callable[[str], View], root: Path, *, check: bool
+) -> int:
     """Write the pages that are out of date, or with `check` only name them; 1 if any was only named.
 
     Args:
@@ -42,7 +44,9 @@ def redraw_pages(pages: Sequence[Path], view_of: Callable[[str], View], root: Pa
         new = redrawn(old, view_of, root)
         if new != old:
             stale = True
-            print(f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}")
+            print(
+                f"{page.relative_to(root)}: {'out of date; run make tables' if check else 'redrawn'}"
+            )
             if not check:
                 page.write_text(new, encoding="utf-8")
         for source, name, target in [] if check else pictures_of(new):
@@ -146,5 +150,7 @@ def definition(path: Path, name: str) -> str:
         if found is None:
             raise ValueError(f"{path.name} defines no {name!r}")
         nodes = getattr(found, "body", [])
-    first = min([found.lineno, *(decorator.lineno for decorator in getattr(found, "decorator_list", []))])
+    first = min(
+        [found.lineno, *(decorator.lineno for decorator in getattr(found, "decorator_list", []))]
+    )
     return textwrap.dedent("\n".join(text.splitlines()[first - 1 : found.end_lineno]))

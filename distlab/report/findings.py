@@ -52,6 +52,8 @@ def why_unclear(records: Records, name: str, remedy: str = MORE_ROUNDS) -> str:
     if not intervals:
         return f"There is no interval: try {remedy}."
     # How far the interval reaches from the ratio, to the side where it reaches further.
-    noise = max(100 * max(each.high / each.ratio - 1, 1 - each.low / each.ratio) for each in intervals)
+    noise = max(
+        100 * max(each.high / each.ratio - 1, 1 - each.low / each.ratio) for each in intervals
+    )
     digits = 1 if noise < 10 else 0
     return f"Noise is up to ± {noise:,.{digits}f} %: try {remedy}."

@@ -40,9 +40,18 @@ def page(
     """
     tables = view.tables(records)
     return _template().render(
-        title=view.name, view=view, headline=view.headline_of(records), findings=findings,
-        noise=noise_by_row(records), links=links,
-        columns={column.title: column.about for _, _, columns in tables for column in columns if column.about},
+        title=view.name,
+        view=view,
+        headline=view.headline_of(records),
+        findings=findings,
+        noise=noise_by_row(records),
+        links=links,
+        columns={
+            column.title: column.about
+            for _, _, columns in tables
+            for column in columns
+            if column.about
+        },
         setups=[_setup(machine, group) for machine, group in by_machine(records).items()],
         tables=[
             {
@@ -52,8 +61,11 @@ def page(
             }
             for title, group, columns in tables
         ],
-        pictures=[(caption, base64.b64encode(path.read_bytes()).decode()) for path, caption in pictures.items()],
-    )  # fmt: skip
+        pictures=[
+            (caption, base64.b64encode(path.read_bytes()).decode())
+            for path, caption in pictures.items()
+        ],
+    )
 
 
 def _template() -> Any:
@@ -62,10 +74,16 @@ def _template() -> Any:
     from markupsafe import Markup, escape
 
     environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined,
-        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True,
-    )  # fmt: skip
-    environment.filters["code"] = lambda text: Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["code"] = lambda text: Markup(
+        re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text)))
+    )
     return environment.get_template("page.html.j2")
 
 
@@ -86,23 +104,42 @@ def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
         [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]
         for record in records
     ]
-    return {"head": [(column.title, column.stands_left, column.about) for column in columns], "rows": rows}
+    return {
+        "head": [(column.title, column.stands_left, column.about) for column in columns],
+        "rows": rows,
+    }
 
 
 def _setup(machine: str, records: Records) -> dict[str, Any]:
     """One machine: hardware, versions, commit, command, and what all its records have in common."""
     config, known = records[0].config, records[0].environment
-    count, backend = config.get("world_size") or known.get("device_count") or 1, config.get("backend")
-    versions = {"torch": "torch", "Triton": "triton", "CUDA": "cuda", "NCCL": "nccl", "Python": "python"}
+    count, backend = (
+        config.get("world_size") or known.get("device_count") or 1,
+        config.get("backend"),
+    )
+    versions = {
+        "torch": "torch",
+        "Triton": "triton",
+        "CUDA": "cuda",
+        "NCCL": "nccl",
+        "Python": "python",
+    }
     facts = {
         "device": f"{count} × {machine}" + (f" ({backend})" if backend else ""),
         "CPU": f"{known.get('cpu_model') or 'unknown'}, {known.get('cpu_cores') or '?'} usable cores, "
         f"threads per process: {known.get('cpu_threads_per_rank') or '?'}",
-        "versions": ", ".join(f"{label} {known[key]}" for label, key in versions.items() if known.get(key)),
+        "versions": ", ".join(
+            f"{label} {known[key]}" for label, key in versions.items() if known.get(key)
+        ),
         "commit": ", ".join(dict.fromkeys(str(record.commit or "unknown") for record in records)),
     }
     commands = filter(None, dict.fromkeys(record.environment.get("command") for record in records))
     options = {
-        name: json.dumps(value, default=str, ensure_ascii=False) for name, value in shared_options(records).items()
+        name: json.dumps(value, default=str, ensure_ascii=False)
+        for name, value in shared_options(records).items()
     }
-    return {"facts": facts, "command": "\n".join(commands) or "the command was not recorded", "options": options}
+    return {
+        "facts": facts,
+        "command": "\n".join(commands) or "the command was not recorded",
+        "options": options,
+    }

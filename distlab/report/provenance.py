@@ -41,7 +41,8 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
         "device_name": torch.cuda.get_device_name(device) if on_cuda else _cpu_model(),
         "device_count": torch.cuda.device_count() if on_cuda else 1,
         "cpu_model": _cpu_model(),
-        "cpu_cores": cores,  # that this process may run on, which a container or taskset makes fewer
+        # that this process may run on, which a container or taskset makes fewer
+        "cpu_cores": cores,
         "cpu_threads_per_rank": torch.get_num_threads(),
         "platform": f"{platform.system()} {platform.machine()}",
         "command": command(),
@@ -59,7 +60,8 @@ def command() -> str:
     if words[:1] == ["-c"]:  # a worker of some pool, which nobody started by hand
         return "python -c …"
     words = [
-        re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w) for w in words
+        re.sub(r"(^|=)(/.*)", lambda found: found[1] + _without_folders(found[2], root), w)
+        for w in words
     ]
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     arguments = _of_distlab(words)
@@ -97,15 +99,17 @@ def commit(default: str | None = None) -> str | None:
         default: returned where git or the checkout is missing, such as a copied tree (``--commit``).
     """
     here = Path(__file__).resolve().parent
-    # An installed copy may lie inside somebody else's repository: only a tracked file tells that this one is
-    # ours.
+    # An installed copy may lie inside somebody else's repository: only a tracked file tells that
+    # this one is ours.
     tracked = git(here, "ls-files", "--error-unmatch", Path(__file__).name)
     head = git(here, "rev-parse", "HEAD")
     if tracked is None or head is None:
         return default
     paths = (":(top)", ":(top,exclude)records")
     status = git(here, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
-    changes = [line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")]
+    changes = [
+        line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")
+    ]
     return f"{head}-dirty" if changes else head
 
 
@@ -121,14 +125,20 @@ def date_of_commit(commit: str) -> str | None:
     # `log` shows what a tag points to, where `show` would print the tag as well.
     options = ("-1", "--format=%ct", "--no-show-signature", "--end-of-options")
     seconds = git(Path(__file__).parent, "log", *options, commit, "--")
-    return datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds") if seconds else None
+    return (
+        datetime.fromtimestamp(int(seconds), UTC).isoformat(timespec="seconds") if seconds else None
+    )
 
 
 def git(folder: Path, *arguments: str) -> str | None:
     """Output of one git command in ``folder``, None if git is missing or refuses."""
     try:
         done = subprocess.run(
-            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=20, check=True
+            ["git", "-C", str(folder), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=20,
+            check=True,
         )
     except (OSError, subprocess.SubprocessError):
         return None
@@ -144,7 +154,9 @@ def _triton_version() -> str | None:
 
 def _cpu_model() -> str | None:
     with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+        for line in (
+            Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        ):
             if line.lower().startswith("model name"):
                 return line.split(":", 1)[1].strip()
     return platform.processor() or None

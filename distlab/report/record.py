@@ -29,15 +29,20 @@ FORMAT = "distlab-run-3"
 # Without a checksum; in the first, environment and commit are repeated in every row.
 OLD_FORMATS = ("distlab-records-1", "distlab-run-2")
 MEASURE_AGAIN = "measure again (--fresh, or another --name)"
-SHARED = ("experiment", "environment", "commit")  # of a file's rows usually the same, so written once
+# of a file's rows usually the same, so written once
+SHARED = ("experiment", "environment", "commit")
 
-# "Exposed" was once what a step takes longer than without communication. Metric of then → of now, in this order.
+# "Exposed" was once what a step takes longer than without communication. Metric of then → of now,
+# in this order.
 RENAMED = (
     (re.compile(r"^uncovered_comm_ms$"), "exposed_ms"),
     (re.compile(r"^exposed_uncovered_ms$"), "overhead_exposed_ms"),
     (re.compile(r"exposed_comm_ms$"), "overhead_ms"),
     (re.compile(r"^peak_bytes$"), "peak_alloc_bytes"),
-    (re.compile(r"^exposed_(?=slowdown|copies|optimizer|idle|unexplained|closes|vs_)"), "overhead_"),
+    (
+        re.compile(r"^exposed_(?=slowdown|copies|optimizer|idle|unexplained|closes|vs_)"),
+        "overhead_",
+    ),
 )
 
 # Experiment of then → of now.
@@ -49,9 +54,12 @@ MERGED = {
 }
 
 # Experiment of then → what the configuration of its rows says now.
-SAID_NOW = {"activation_checkpointing": {"mode": "forward_backward", "checkpointing": "as the row says"}}
+SAID_NOW = {
+    "activation_checkpointing": {"mode": "forward_backward", "checkpointing": "as the row says"}
+}
 
-# Ratios that were the other ÷ ours, and are ours ÷ the other now. Experiment → metric of then → of now.
+# Ratios that were the other ÷ ours, and are ours ÷ the other now. Experiment → metric of then → of
+# now.
 TURNED = {
     "kernel_roofline": {"speed_up": "over_naive"},
     "kernel_chains": {"speed_up": "over_builtin", "speed_up_over_fp32": "over_naive"},
@@ -63,11 +71,13 @@ TURNED = {
     },
 }
 
-# JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as floats here.
+# JSON has no NaN and no infinity; strings keep the file valid for every reader and come back as
+# floats here.
 _SPECIAL = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-# The errors that odd values of a record cause where they are used: absent ones, words for numbers, zeros, huge numbers.
+# The errors that odd values of a record cause where they are used: absent ones, words for numbers,
+# zeros, huge numbers.
 ODD = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 Metrics = dict[str, Any]  # name with unit → number, None (not measured) or text (`"OOM"`)
@@ -101,10 +111,16 @@ def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
     """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
-        raise ValueError(f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}")
+        raise ValueError(
+            f"{source}: a {cls.__name__.lower()} has the fields {sorted(kinds)}, got {str(data)[:80]}"
+        )
     for name, kind in kinds.items():
-        if not isinstance(data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind):
-            raise ValueError(f"{source}: field {name!r} must be {kind}, got {type(data[name]).__name__}")
+        if not isinstance(
+            data[name], kind if isinstance(kind, UnionType) else typing.get_origin(kind) or kind
+        ):
+            raise ValueError(
+                f"{source}: field {name!r} must be {kind}, got {type(data[name]).__name__}"
+            )
     return cls(**data)
 
 
@@ -124,7 +140,9 @@ def write_json(records: Iterable[Record], path: Path) -> None:
 def write_checked(path: Path, body: dict[str, Any]) -> None:
     """Write a JSON object, with its checksum, whole or not at all."""
     body = _leaves(body, _encoded)
-    write_whole(path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n")
+    write_whole(
+        path, json.dumps(body | {"digest": digest_of(body)}, indent=1, allow_nan=False) + "\n"
+    )
 
 
 def read_checked(path: str | Path) -> dict[str, Any]:
@@ -134,7 +152,8 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         OSError: the file cannot be opened.
         ValueError: it is truncated, altered or another program's; the message names the path.
     """
-    if Path(path).exists() and not Path(path).is_file():  # a pipe would be waited for, and /dev/zero never ends
+    # a pipe would be waited for, and /dev/zero never ends
+    if Path(path).exists() and not Path(path).is_file():
         raise ValueError(f"{path} is not a regular file: give a file of records")
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -145,10 +164,13 @@ def read_checked(path: str | Path) -> dict[str, Any]:
         accepted = digest_of(body) if body.get("format") in OLD_FORMATS else None
         digest = digest_of(body)
         plain_values = _leaves(body, lambda leaf: _SPECIAL.get(leaf, leaf))
-    except (ValueError, RecursionError) as error:  # covers broken JSON, broken UTF-8 and deep nesting
+    except (ValueError, RecursionError) as error:
+        # covers broken JSON, broken UTF-8 and deep nesting
         raise ValueError(f"{path} is truncated or not JSON ({error}): {MEASURE_AGAIN}") from None
     if plain_values.pop("digest", accepted) != digest:
-        raise ValueError(f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}")
+        raise ValueError(
+            f"{path} was altered, or written by another version or program: {MEASURE_AGAIN}"
+        )
     return plain_values
 
 
@@ -160,28 +182,38 @@ def read_json(path: str | Path) -> list[Record]:
         ValueError: it is truncated, or was not written by distlab; the message names the path.
     """
     body = read_checked(path)
-    if body.get("format") not in (FORMAT, *OLD_FORMATS) or not isinstance(body.get("records"), list):
-        raise ValueError(f"{path} does not hold distlab records: expected an object with format {FORMAT!r}")
+    if body.get("format") not in (FORMAT, *OLD_FORMATS) or not isinstance(
+        body.get("records"), list
+    ):
+        raise ValueError(
+            f"{path} does not hold distlab records: expected an object with format {FORMAT!r}"
+        )
     try:
         rows = body["records"]
         if body["format"] != OLD_FORMATS[0]:
             rows = [body["headers"][row.pop("header")] | row for row in rows]
         return [_as_now(from_fields(Record, row)) for row in rows]
     except ODD as error:
-        raise ValueError(f"{path} holds a record that cannot be read: {type(error).__name__}: {error}") from None
+        raise ValueError(
+            f"{path} holds a record that cannot be read: {type(error).__name__}: {error}"
+        ) from None
 
 
 def _as_now(record: Record) -> Record:
     """Give a record the names of now."""
     experiment = record.experiment
-    metrics = {next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
-               for name, value in record.metrics.items()}
+    metrics = {
+        next((old.sub(new, name) for old, new in RENAMED if old.search(name)), name): value
+        for name, value in record.metrics.items()
+    }
     for old, new in TURNED.get(experiment, {}).items():
         for kind in ("", "predicted_"):
             if (value := metrics.pop(kind + old, None)) is not None:
                 metrics[kind + new] = 1 / value
     config = record.config | SAID_NOW.get(experiment, {})
-    return dataclasses.replace(record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics)
+    return dataclasses.replace(
+        record, experiment=MERGED.get(experiment, experiment), config=config, metrics=metrics
+    )
 
 
 @contextlib.contextmanager
@@ -216,10 +248,15 @@ def write_csv(records: Records, path: Path) -> None:
     for record in records:
         fields = plain(record, "record")
         del fields["environment"]
-        rows.append(dict(entry for name, value in fields.items() for entry in _flattened(name, value)))
+        rows.append(
+            dict(entry for name, value in fields.items() for entry in _flattened(name, value))
+        )
     columns = dict.fromkeys(name for row in rows for name in row)
-    # A stable sort by block: a config entry that only the second record has still stands before all metrics.
-    columns = sorted(columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0))
+    # A stable sort by block: a config entry that only the second record has still stands before all
+    # metrics.
+    columns = sorted(
+        columns, key=lambda name: {"config": 1, "metrics": 2}.get(name.split(".")[0], 0)
+    )
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, columns, restval="")
     writer.writeheader()
@@ -242,7 +279,9 @@ def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> st
         for record in records
     ]
     body = {"experiment": experiment, "records": rows, "out": str(out)}
-    return json.dumps(_leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":"))
+    return json.dumps(
+        _leaves(body, lambda leaf: None if _is_special(leaf) else leaf), separators=(",", ":")
+    )
 
 
 def plain(value: Any, where: str = "value") -> Any:
@@ -263,7 +302,9 @@ def plain(value: Any, where: str = "value") -> Any:
         return [plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # numpy scalars, 0-d tensors
         return plain(value.item(), where)
-    raise TypeError(f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text")
+    raise TypeError(
+        f"{where} is a {type(value).__name__}, which a record cannot hold: store numbers or text"
+    )
 
 
 def _leaves(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -278,7 +319,8 @@ def _is_special(leaf: Any) -> bool:
 
 
 def _encoded(leaf: Any) -> Any:
-    return json.dumps(leaf) if _is_special(leaf) else leaf  # Python's writer calls them as `_SPECIAL` does
+    # Python's writer calls them as `_SPECIAL` does
+    return json.dumps(leaf) if _is_special(leaf) else leaf
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     from matplotlib.figure import Figure
 
-# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour blindness.
+# Okabe & Ito's palette (https://jfly.uni-koeln.de/color/), distinguishable with any form of colour
+# blindness.
 BLACK = "#000000"
 ORANGE = "#E69F00"
 SKY = "#56B4E9"
@@ -35,7 +36,8 @@ FAINT = "#BBBBBB"
 
 # For lines, the first ones furthest apart; yellow is too faint on white.
 LINES = [BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, BLACK]
-MARKERS = "osD^vPX*"  # one more than colours: the eighth line has the first colour and a marker of its own
+# one more than colours: the eighth line has the first colour and a marker of its own
+MARKERS = "osD^vPX*"
 # For areas, from the bottom up.
 AREAS = [BLACK, BLUE, ORANGE, GREEN, SKY, PURPLE, VERMILLION, YELLOW]
 DARK = [BLACK, BLUE, VERMILLION, GREEN]  # white text can be read on these
@@ -122,12 +124,15 @@ def picture(path: Path, title: str, height_in: float, *, small: bool = False) ->
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(STYLE | (SMALL if small else {})), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Glyph .* missing")  # a name may hold characters that no font has
+        # a name may hold characters that no font has
+        warnings.filterwarnings("ignore", "Glyph .* missing")
         figure = Figure(figsize=(WIDTH_PX / DPI, height_in))
         yield figure
         figure.suptitle(textwrap.fill(title, 100), x=0.01, ha="left")
         with atomic_path(path) as temporary:
-            figure.savefig(temporary, metadata={"Software": None} if temporary.suffix == ".png" else None)
+            figure.savefig(
+                temporary, metadata={"Software": None} if temporary.suffix == ".png" else None
+            )
 
 
 def horizontal(axes) -> None:

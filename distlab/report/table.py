@@ -77,7 +77,8 @@ class Column:
             return self.format(value) + self.note(record)
         scaled = value * self.scale
         text = format(scaled, self.format)
-        if self.scale != 1 and value and not text.strip("+-0."):  # nothing that was counted is shown as none
+        # nothing that was counted is shown as none
+        if self.scale != 1 and value and not text.strip("+-0."):
             text = f"{scaled:.1g}"
         return text + self.note(record)
 
@@ -115,13 +116,20 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
     """
-    cells = [[for_terminal(" ".join(_cell(column, record).split())) for column in columns] for record in records]
-    rows = [[c if len(c) <= LONGEST_CELL else c[: LONGEST_CELL - 1] + "…" for c in row] for row in cells]
+    cells = [
+        [for_terminal(" ".join(_cell(column, record).split())) for column in columns]
+        for record in records
+    ]
+    rows = [
+        [c if len(c) <= LONGEST_CELL else c[: LONGEST_CELL - 1] + "…" for c in row] for row in cells
+    ]
     titles = [column.title for column in columns]
     if _width(_tabulate(rows, columns, titles)) > width:
         words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
         lengths = [max(1, *map(len, cells)) for cells in zip(words, *rows, strict=True)]
-        broken = [textwrap.wrap(title, length) for title, length in zip(titles, lengths, strict=True)]
+        broken = [
+            textwrap.wrap(title, length) for title, length in zip(titles, lengths, strict=True)
+        ]
         height = max(map(len, broken))
         titles = ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
     for shown in range(len(columns), 0, -1):
@@ -133,7 +141,10 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
 
 
 def _tabulate(
-    rows: Sequence[Sequence[str]], columns: Sequence[Column], titles: Sequence[str], tablefmt: str = "simple"
+    rows: Sequence[Sequence[str]],
+    columns: Sequence[Column],
+    titles: Sequence[str],
+    tablefmt: str = "simple",
 ) -> str:
     if not columns:
         raise ValueError("a table needs at least one column")
@@ -141,8 +152,11 @@ def _tabulate(
         rows,
         headers=titles,
         tablefmt=tablefmt,
-        disable_numparse=True,  # cells are formatted already; tabulate must not turn "1.50" into 1.5
-        colalign=["left" if column.stands_left else "right" for column in columns] if rows else None,
+        # cells are formatted already; tabulate must not turn "1.50" into 1.5
+        disable_numparse=True,
+        colalign=["left" if column.stands_left else "right" for column in columns]
+        if rows
+        else None,
     )
 
 
@@ -173,15 +187,24 @@ def grouped(records: Records, key: Callable[[Record], K]) -> dict[K, list[Record
 def shared_options(records: Records) -> dict[str, Any]:
     """Return the options that are the same in all records."""
     options = records[0].config.items()
-    return {name: value for name, value in options if all(record.config.get(name) == value for record in records)}
+    return {
+        name: value
+        for name, value in options
+        if all(record.config.get(name) == value for record in records)
+    }
 
 
 def by_machine(records: Records) -> dict[str, list[Record]]:
     """Group the records by machine, which no line and no bar mixes, in order of first appearance, by device name;
     with torch's version where one kind of device appears with several.
     """
-    found = grouped(records, lambda r: (str(r.environment.get("device_name") or "unknown device"),
-                                        str(r.environment.get("torch") or "unknown")))  # fmt: skip
+    found = grouped(
+        records,
+        lambda r: (
+            str(r.environment.get("device_name") or "unknown device"),
+            str(r.environment.get("torch") or "unknown"),
+        ),
+    )
     devices = [device for device, _ in found]
     return {
         device if devices.count(device) == 1 else f"{device}, torch {version}": group

@@ -20,7 +20,8 @@ def stdout_is_file() -> bool:
     """Return whether stdout is a regular file, which a program may read later; a terminal and a pipe are not."""
     try:
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
-    except (AttributeError, OSError, ValueError):  # closed, or replaced by something that is no file
+    except (AttributeError, OSError, ValueError):
+        # closed, or replaced by something that is no file
         return False
 
 
@@ -37,7 +38,9 @@ def short_table(view: View, records: Records) -> str:
         wanted = [c for c in columns if not view.terminal or c.name in ("variant", *view.terminal)]
         columns = [c for c in wanted if not c.is_empty(group)]
         text = render_for_terminal(group[:MOST_ROWS], columns, width())
-        hidden = f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
+        hidden = (
+            f"\n{len(group) - MOST_ROWS} more rows in the page" if len(group) > MOST_ROWS else ""
+        )
         texts.append((f"{for_terminal(part)}:\n" if len(tables) > 1 else "") + text + hidden)
     return "\n\n".join(texts)
 
@@ -48,7 +51,13 @@ def say_table(view: View, records: Records) -> None:
 
 
 def say(
-    view: View, records: Records, page: Path, *, table: bool = True, quiet: bool = False, line: bool = True
+    view: View,
+    records: Records,
+    page: Path,
+    *,
+    table: bool = True,
+    quiet: bool = False,
+    line: bool = True,
 ) -> None:
     """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
 
@@ -75,4 +84,6 @@ def highlighted(text: str) -> str:
 
 
 def _filled(text: str) -> str:
-    return textwrap.fill(for_terminal(text), width(), break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        for_terminal(text), width(), break_long_words=False, break_on_hyphens=False
+    )

@@ -73,10 +73,14 @@ class View:
             known = dict.fromkeys(column.name for _, _, columns in tables for column in columns)
             if unknown := [name for name in only if name not in known]:
                 raise ValueError(f"no column {', '.join(unknown)}; there are {', '.join(known)}")
-            tables = [(part, group, [c for c in columns if c.name in ("variant", *only)])
-                      for part, group, columns in tables]  # fmt: skip
+            tables = [
+                (part, group, [c for c in columns if c.name in ("variant", *only)])
+                for part, group, columns in tables
+            ]
         titles = {
-            part: f"**{for_markdown(part)}**\n\n" if style == "markdown" else f"{for_terminal(part)}:\n"
+            part: f"**{for_markdown(part)}**\n\n"
+            if style == "markdown"
+            else f"{for_terminal(part)}:\n"
             for part, _, _ in tables
         }
         return "\n\n".join(
@@ -113,7 +117,9 @@ def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[
 
     def headline(records: Records) -> str:
         known = {**records[0].environment, **records[0].config}
-        return _Words().vformat(template, (), known | {name: make(records) for name, make in more.items()})
+        return _Words().vformat(
+            template, (), known | {name: make(records) for name, make in more.items()}
+        )
 
     return headline
 
@@ -163,7 +169,11 @@ def _links(path: Path) -> dict[str, list[str]]:
     before = path.parent.glob(f"{glob.escape(path.name)}-old-*/report.html")
     found["the run before this one, of the same name"] = sorted(before, key=os.path.getmtime)[-1:]
     found["all runs"] = [path.parents[3 if path.parent.name == "parts" else 1] / "index.html"]
-    return {text: [quote(os.path.relpath(file, path)) for file in files] for text, files in found.items() if files}
+    return {
+        text: [quote(os.path.relpath(file, path)) for file in files]
+        for text, files in found.items()
+        if files
+    }
 
 
 def check_records(view: View, records: Records) -> None:
@@ -184,7 +194,9 @@ def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
     captions = {}
     for number, (machine, group) in enumerate(machines.items(), 1):
         for name, draw in view.pictures.items():
-            target = path / (name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}")
+            target = path / (
+                name if number == 1 else f"{Path(name).stem}-{number}{Path(name).suffix}"
+            )
             draw(group, target)
             if target.exists():
                 of_machine = f", {machine}" if len(machines) > 1 else ""

@@ -21,7 +21,8 @@ from distlab.theory.collective_time import link_share
 from distlab.theory.step_time import Network
 
 NEEDED = ("local", "naive", "flat", "overlap")
-# Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further rank.
+# Assumed, not fitted: what every operator takes beside its work, and a ring's latency per further
+# rank.
 LAUNCH_S, HOP_S = 3e-6, 3e-6
 
 
@@ -62,9 +63,13 @@ def calibrate(
         device = _fit_flops(device, *first)
     else:
         device = _fit_both(device, first, (_operators(second[0], update=False), second[1]))
-    network = _fit_network(steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s)
+    network = _fit_network(
+        steps, {name: measured[name]["comm_ms"] / 1e3 for name in ("naive", "flat")}, hop_s
+    )
     overlap, seen = steps["overlap"], measured["overlap"]
-    alone_ms = 1e3 * sum(network.seconds(c.bytes, overlap.world_size, operation=c.op) for c in overlap.calls)
+    alone_ms = 1e3 * sum(
+        network.seconds(c.bytes, overlap.world_size, operation=c.op) for c in overlap.calls
+    )
     slowed = min(1.0, alone_ms / seen["comm_ms"])
     overhead_ms = seen["step_p50_ms"] - measured["local"]["step_p50_ms"]
 
@@ -107,11 +112,15 @@ def _fit_both(
     return fitted(_bisect(takes_longer, low, high))
 
 
-def _fit_network(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float) -> Network:
+def _fit_network(
+    steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float
+) -> Network:
     """One node, with α and W from two equations: calls·α + volume/W = time, for many messages and for one."""
     calls = {name: len(steps[name].calls) for name in seconds}
     ranks = steps["naive"].world_size
-    volume = {name: sum(link_share(c.op, ranks) * c.bytes for c in steps[name].calls) for name in seconds}
+    volume = {
+        name: sum(link_share(c.op, ranks) * c.bytes for c in steps[name].calls) for name in seconds
+    }
     determinant = calls["naive"] * volume["flat"] - calls["flat"] * volume["naive"]
     latency = (seconds["naive"] * volume["flat"] - seconds["flat"] * volume["naive"]) / determinant
     per_byte = (calls["naive"] * seconds["flat"] - calls["flat"] * seconds["naive"]) / determinant
@@ -120,7 +129,9 @@ def _fit_network(steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float
             f"naive took {seconds['naive']:.4f} s for {calls['naive']} messages and flat {seconds['flat']:.4f} s for "
             f"{calls['flat']}: no latency and bandwidth explain both; measure again"
         )
-    return Network(1 / per_byte, 1 / per_byte, ranks, max(0.0, latency - hop_s * (ranks - 2)), hop_s)
+    return Network(
+        1 / per_byte, 1 / per_byte, ranks, max(0.0, latency - hop_s * (ranks - 2)), hop_s
+    )
 
 
 def _bisect(above: Callable[[float], bool], low: float, high: float) -> float:

@@ -88,7 +88,9 @@ class Case:
     published: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        at_least_one(batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every)
+        at_least_one(
+            batch=self.batch, micro_batches=self.micro_batches, recompute_every=self.recompute_every
+        )
         one_of("recompute", self.recompute, (*RECOMPUTATION, FULL))
         one_of("kernels", self.kernels or KERNELS[0], KERNELS)
         one_of("attention", self.attention, ("cudnn", "flash"))
@@ -96,7 +98,9 @@ class Case:
         one_of("reduce", self.reduce, ("fp32", "bf16"))
         one_of("optimizer", self.optimizer, ("adamw", "muon"))
         if self.cluster.gpus % self.layout.ranks:
-            raise ValueError(f"layout {self.layout}: {self.layout.ranks} do not divide {self.cluster.gpus} GPUs")
+            raise ValueError(
+                f"layout {self.layout}: {self.layout.ranks} do not divide {self.cluster.gpus} GPUs"
+            )
         _ = self.shards
 
     @property
@@ -119,7 +123,9 @@ class Case:
     def checkpointing(self) -> str:
         """What each block keeps, as the option of that name says it."""
         level, every = "block" if self.recompute == FULL else self.recompute, self.recompute_every
-        return ",".join(f"{'none' if block % every else level}:1" for block in range(self.model.num_layers))
+        return ",".join(
+            f"{'none' if block % every else level}:1" for block in range(self.model.num_layers)
+        )
 
     @cached_property
     def machine(self) -> Machine:
@@ -139,13 +145,17 @@ def from_json(known: Mapping[str, Any]) -> Case:
     missing = [name for name in ("model", "cluster", "strategy", "batch") if name not in known]
     unknown = [name for name in known if name not in names]
     if missing or unknown:
-        raise ValueError(f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
-                         f"{', '.join(names)}")  # fmt: skip
+        raise ValueError(
+            f"a case lacks {missing or 'nothing'} and has unknown {unknown or 'nothing'}; fields: "
+            f"{', '.join(names)}"
+        )
     named = isinstance(known["model"], str)
     model = preset(known["model"]) if named else model_of(known["model"])
     layout = Layout.parse(known.get("layout", ""), known.get("stages", ()))
     known = {name: value for name, value in known.items() if name != "stages"}
-    return Case(**{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout})
+    return Case(
+        **{**known, "model": model, "cluster": cluster_of(known["cluster"]), "layout": layout}
+    )
 
 
 def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
@@ -172,8 +182,11 @@ def read_case(path: str | Path) -> Case:
     """
     try:
         return from_json({"name": Path(path).stem} | read_object(path))
-    except (AttributeError, TypeError, ValueError) as wrong:  # of a value of another kind, such as a list for a name
-        raise ValueError(f"{path}: {wrong}; a case is one JSON object, see docs/learn/scale.md") from None
+    except (AttributeError, TypeError, ValueError) as wrong:
+        # of a value of another kind, such as a list for a name
+        raise ValueError(
+            f"{path}: {wrong}; a case is one JSON object, see docs/learn/scale.md"
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -202,9 +215,11 @@ def predict(case: Case) -> Prediction:
     time = step(case)
     memory = peak(case)
     allocated, phase = max((moment.total, phase) for phase, moment in memory)
-    # The allocator's cache: forward's tensors are cut out of the block that the largest temporary one left, so the next
-    # step's finds none of its size and takes another.
-    largest = FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
+    # The allocator's cache: forward's tensors are cut out of the block that the largest temporary
+    # one left, so the next step's finds none of its size and takes another.
+    largest = (
+        FP32 * case.batch * case.model.context_length * case.model.vocab_size // case.layout.ranks
+    )
     if case.fused_loss:
         largest = FP32 * ModelShape.of(case.model).block_matrices
     dtype_peak = case.cluster.gpu.peak["tf32" if case.dtype == "fp32" else case.dtype]
@@ -236,7 +251,10 @@ def step(case: Case) -> StepTime:
 def peak(case: Case) -> list[tuple[str, Breakdown]]:
     """The moments of a step on the fullest rank, (phase, bytes)."""
     parts = rank_parts(case.model, case.layout, case.checkpointing, case.micro_batches)
-    return max((_moments(case, part) for part in parts), key=lambda moments: max(each.total for _, each in moments))
+    return max(
+        (_moments(case, part) for part in parts),
+        key=lambda moments: max(each.total for _, each in moments),
+    )
 
 
 def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
@@ -247,7 +265,11 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
         context=case.model.context_length // layout.context,
         strategy=strategy,
         world_size=case.shards if strategy.takes_mesh else case.averaging,
-        precision="fp32" if case.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast",
+        precision="fp32"
+        if case.dtype == "fp32"
+        else "bf16"
+        if strategy.casts_parameters
+        else "bf16-autocast",
         checkpointing=part.keeps,
         loss_chunk=LOGITS_CHUNK if case.fused_loss and layout.tensor == 1 else None,
         accumulates=part.accumulates,
@@ -259,10 +281,14 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
     ).moments
     if not (strategy.is_peer and strategy.casts_parameters):
         return list(moments)
-    # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from forward to backward.
+    # torch's FSDP: its root unit (embedding, norm, head) and its last block stay unsharded from
+    # forward to backward.
     ends = shape.vocabularies * shape.embedding_parameters
     unsharded = (FP32 if case.dtype == "fp32" else 2) * (ends + shape.block_parameters)
-    return [(phase, replace(moment, gathered=unsharded) if "loss" in phase else moment) for phase, moment in moments]
+    return [
+        (phase, replace(moment, gathered=unsharded) if "loss" in phase else moment)
+        for phase, moment in moments
+    ]
 
 
 def shortage(case: Case) -> str | None:
@@ -272,8 +298,10 @@ def shortage(case: Case) -> str | None:
     if needed <= usable:
         return None
     states = 16 * case.model.num_parameters / case.cluster.gpus
-    text = (f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, {usable / 2**30:.1f} are "
-            f"usable: {(needed - usable) / 2**30:.1f} too few. ")  # fmt: skip
+    text = (
+        f"{case.name} needs {needed / 2**30:.1f} GiB per GPU of {case.cluster.gpu.name}, {usable / 2**30:.1f} are "
+        f"usable: {(needed - usable) / 2**30:.1f} too few. "
+    )
     if states > usable:
         fewest = -(-16 * case.model.num_parameters // int(usable))
         return text + f"The states alone, fully sharded, need {fewest} GPUs"
@@ -281,7 +309,15 @@ def shortage(case: Case) -> str | None:
         "fsdp": replace(case, strategy="fsdp", group=None),
         "recompute full": replace(case, recompute=FULL, recompute_every=1),
         "batch 1": replace(case, batch=1),
-        "fsdp, recompute full, batch 1": replace(case, strategy="fsdp", group=None, recompute=FULL, batch=1),
+        "fsdp, recompute full, batch 1": replace(
+            case, strategy="fsdp", group=None, recompute=FULL, batch=1
+        ),
     }
-    helps = [what for what, other in options.items() if max(m.total for _, m in peak(other)) <= usable]
-    return text + (f"What fits: {'; or '.join(helps)}" if helps else "A shorter context, or more GPUs with fsdp")
+    helps = [
+        what for what, other in options.items() if max(m.total for _, m in peak(other)) <= usable
+    ]
+    return text + (
+        f"What fits: {'; or '.join(helps)}"
+        if helps
+        else "A shorter context, or more GPUs with fsdp"
+    )

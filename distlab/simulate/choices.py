@@ -20,11 +20,14 @@ from distlab.train.memory_budget import PlannedStep
 STRATEGIES = tuple(
     name
     for name, strategy in KNOWN.items()
-    if strategy.trains and not (strategy.is_peer or strategy.needs_gpu) and has_closed_form(strategy)
+    if strategy.trains
+    and not (strategy.is_peer or strategy.needs_gpu)
+    and has_closed_form(strategy)
 )
 RECOMPUTATION = ("none", "selective", "block")  # tried unless others are named
 BUCKET_SIZES_MB = (25.0, 400.0)
-MOST_MICRO_BATCHES = 4  # for each rank of a pipeline: beyond them a fifth of its time at most is idle
+# for each rank of a pipeline: beyond them a fifth of its time at most is idle
+MOST_MICRO_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Choice:
 
     def __str__(self) -> str:
         group = f" in {self.group}s" if self.group else ""
-        group += f" of {self.bucket_size_mb:g} MiB" if self.bucket_size_mb != BUCKET_SIZES_MB[0] else ""
+        group += (
+            f" of {self.bucket_size_mb:g} MiB" if self.bucket_size_mb != BUCKET_SIZES_MB[0] else ""
+        )
         recomputed = {"none": "", "block": " recomputed"}.get(self.recompute, f" {self.recompute}")
         shared = f" {self.layout}" if self.layout.ranks > 1 else ""
         return f"{self.strategy}{shared}{group} × {self.micro_batch}{recomputed}"
@@ -81,7 +86,9 @@ def choices(
         ways = product(groups if KNOWN[strategy].takes_mesh else [None], recomputation, sizes)
         micros = every_micro
         if layout.pipeline > 1:
-            counts = range(layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline)
+            counts = range(
+                layout.pipeline, MOST_MICRO_BATCHES * layout.pipeline + 1, layout.pipeline
+            )
             micros = [micro for micro in every_micro if per_rank // micro in counts]
         for (group, recompute, size), micro in product(ways, micros):
             yield Choice(strategy, micro, per_rank // micro, recompute, group, size, layout)
@@ -107,7 +114,12 @@ def memory(
 
 
 def estimated(
-    config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16", kernels: str | None = None
+    config: ModelConfig,
+    choice: Choice,
+    machine: Machine,
+    ranks: int,
+    dtype: str = "bf16",
+    kernels: str | None = None,
 ) -> StepTime:
     """The step's time in closed form; `kernels` as for `estimate_step`."""
     return estimate_step(
@@ -127,7 +139,9 @@ def estimated(
     )
 
 
-def simulated(config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16") -> float:
+def simulated(
+    config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16"
+) -> float:
     """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine; or what the host
     takes to start all of it, if that is longer.
     """

@@ -30,31 +30,42 @@ from distlab.theory.memory.activations import PRECISIONS, Precision
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.muon import BF16
 from distlab.theory.operators import Workload
-from distlab.theory.step_time import ComputeTime, Messages, Network, StepTime, sharding_group, step_time
+from distlab.theory.step_time import (
+    ComputeTime,
+    Messages,
+    Network,
+    StepTime,
+    sharding_group,
+    step_time,
+)
 from distlab.theory.volume import padded_parameters, sharded_buffers
 from distlab.train.memory_budget import rank_parts, stages_of
 
 FP32 = 4
 CACHED = 4096  # entries of the caches below; a plan asks the same of many choices
-USABLE = 0.94  # of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
-# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B and the 0.4 B preset
-# in bf16 (records/ddp_bench/h200x2-xl-batch8.json and h200x2-medium-batch8.json; rules in
-# `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of the optimizer. Other machines are assumed alike.
+# of the datasheet's memory: the driver's context, NCCL's buffers and fragmentation take the rest
+USABLE = 0.94
+# Shares of the datasheet's peaks that one calibrated machine reaches: two H200s training the 3.4 B
+# and the 0.4 B preset in bf16 (records/ddp_bench/h200x2-xl-batch8.json and
+# h200x2-medium-batch8.json; rules in `distlab.simulate.calibrate`). MEMORY of operators, UPDATE of
+# the optimizer. Other machines are assumed alike.
 FLOPS_SHARE, MEMORY_SHARE, UPDATE_SHARE, LINK_SHARE = 0.68, 0.56, 0.78, 0.79
 LATENCY_S, CONTENTION = 58e-6, (0.64, 0.73)
-# Of the host: until it has started an operator with all Python around it, and a collective with its hook. The most that
-# a quiet host can have taken (records/ddp_bench/h200x2-medium-batch8.json: `local`, then `overlap`); a busy one took 37
-# and more (h200x2-host.json, where next to nothing is computed).
+# Of the host: until it has started an operator with all Python around it, and a collective with its
+# hook. The most that a quiet host can have taken (records/ddp_bench/h200x2-medium-batch8.json:
+# `local`, then `overlap`); a busy one took 37 and more (h200x2-host.json, where next to nothing is
+# computed).
 HOST_OPERATOR_S, HOST_CALL_S = 30e-6, 39e-6
 
 
-# Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward together, causal, one
-# head of 65,536 tokens (records/attention_sweep/h200-lengths.json): cuDNN's kernels, and FlashAttention-2's, which do
-# not use Hopper's own instructions; on other devices these reach what cuDNN's do on Hopper.
+# Of the bf16 peak that fused attention reaches, by backend and head width, forward and backward
+# together, causal, one head of 65,536 tokens (records/attention_sweep/h200-lengths.json): cuDNN's
+# kernels, and FlashAttention-2's, which do not use Hopper's own instructions; on other devices
+# these reach what cuDNN's do on Hopper.
 ATTENTION_SHARE = {"cudnn": {64: 0.43, 128: 0.53}, "flash": {64: 0.27, 128: 0.31}}
-# A matmul is limited by power: of a chip below its full limit the rate falls as the square root of what is left for
-# switching, between a voltage that follows the clock (power ~ clock³) and one that is at its floor (power ~ clock);
-# a seventh of the full limit is assumed for leakage and memory.
+# A matmul is limited by power: of a chip below its full limit the rate falls as the square root of
+# what is left for switching, between a voltage that follows the clock (power ~ clock³) and one that
+# is at its floor (power ~ clock); a seventh of the full limit is assumed for leakage and memory.
 STATIC_POWER_SHARE, POWER_EXPONENT = 1 / 7, 0.5
 
 
@@ -82,7 +93,9 @@ class Stage(NamedTuple):
         return backward + (self.returned if action.kind == "B" else 0.0)
 
 
-def stage_time(work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str) -> Stage:
+def stage_time(
+    work: Workload, levels: Sequence[str], machine: Machine, layout: Layout, dtype: str
+) -> Stage:
     """The time of a stage's part of a model.
 
     Attention is torch's, whichever the model names.
@@ -99,7 +112,8 @@ def stage_time(work: Workload, levels: Sequence[str], machine: Machine, layout: 
             spent[operator.phase] += times * device.seconds(operator)
             count += times
     copied = shape.num_parameters
-    if DTYPES[dtype] is not None:  # linear layers write theirs into the buffers (`model.ops.linear`)
+    # linear layers write theirs into the buffers (`model.ops.linear`)
+    if DTYPES[dtype] is not None:
         head = (shape.has_head and not shape.tie_embeddings) * shape.embedding_parameters
         copied -= shape.num_layers * shape.block_matrices + head
     compute = ComputeTime(**spent, pack=2 * FP32 * copied / device.bytes_per_s)  # read and written
@@ -150,7 +164,9 @@ def estimate_step(
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
     inner = sharding_group(strategy, averaging, network.devices_per_node, group)
     fused_loss = config.loss_in_head if fused_loss is None else fused_loss
-    precision = PRECISIONS["fp32" if dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"]
+    precision = PRECISIONS[
+        "fp32" if dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
+    ]
     stages, activation = _stages(
         config,
         layout,
@@ -164,34 +180,53 @@ def estimate_step(
         machine=machine,
         dtype=dtype,
     )
-    message = machine.network.across(ranks // layout.pipeline).seconds(activation, 2, 1, "broadcast")
+    message = machine.network.across(ranks // layout.pipeline).seconds(
+        activation, 2, 1, "broadcast"
+    )
     own = _stages_of_ranks(layout.pipeline, stages)
     ends = _ends(layout, stages, micro_batches, message)
     parts = rank_parts(config, layout, checkpointing, micro_batches)
     times = []
     for mine, end, part in zip(own, ends, parts, strict=True):
         once = mine.compute
-        compute = replace(once, forward=once.forward * micro_batches, backward=once.backward * micro_batches)
+        compute = replace(
+            once, forward=once.forward * micro_batches, backward=once.backward * micro_batches
+        )
         sent = messages(part.shape, dtype, bucket_size_mb, inner, reduced_bytes)
         time = step_time(
-            strategy, compute, sent, network, averaging, contention=machine.contention, micro_batches=micro_batches,
+            strategy,
+            compute,
+            sent,
+            network,
+            averaging,
+            contention=machine.contention,
+            micro_batches=micro_batches,
             group=group,
-        )  # fmt: skip
+        )
         if optimizer == "muon" and strategy.updates == "slices":
             holders = inner if strategy.casts_parameters else averaging
             parts_sent = 2 * BF16 * part.shape.num_layers * part.shape.block_matrices / holders
             exchanged = network.seconds(parts_sent, holders, 2, "all_to_all")
-            time = replace(time, overhead=time.overhead + exchanged, communication=time.communication + exchanged,
-                           calls=time.calls + 2)  # fmt: skip
+            time = replace(
+                time,
+                overhead=time.overhead + exchanged,
+                communication=time.communication + exchanged,
+                calls=time.calls + 2,
+            )
         inside = micro_batches * (mine.sent + mine.returned)
         waited = inside if end is None else end - compute.forward - compute.backward
         between = pipeline_volume(
-            part.shape, batch=batch, context=config.context_length // layout.context, micro_batches=micro_batches
+            part.shape,
+            batch=batch,
+            context=config.context_length // layout.context,
+            micro_batches=micro_batches,
         )
         calls = time.calls + micro_batches * mine.calls + between.collectives
         host = host_time(micro_batches * mine.operators, calls)
         overhead, communication = time.overhead + waited, time.communication + inside
-        times.append(replace(time, overhead=overhead, communication=communication, calls=calls, host=host))
+        times.append(
+            replace(time, overhead=overhead, communication=communication, calls=calls, host=host)
+        )
     return max(times, key=lambda time: time.step)
 
 
@@ -218,9 +253,16 @@ def _stages(
     every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
     for part in rank_parts(config, every_stage, checkpointing):
         work = Workload(
-            part.shape, batch, config.context_length // layout.context, precision, kernels, fused_loss=fused_loss,
-            shards=shards, sharing=layout.context, optimizer=optimizer,
-        )  # fmt: skip
+            part.shape,
+            batch,
+            config.context_length // layout.context,
+            precision,
+            kernels,
+            fused_loss=fused_loss,
+            shards=shards,
+            sharing=layout.context,
+            optimizer=optimizer,
+        )
         levels = part.keeps if isinstance(part.keeps, tuple) else ("block",) * part.shape.num_layers
         stages.append(stage_time(work, levels, machine, layout, dtype))
     return tuple(stages), precision.residual * work.residual
@@ -245,13 +287,17 @@ def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
 
 
 @lru_cache(maxsize=CACHED)
-def _ends(layout: Layout, stages: tuple[Stage, ...], micro_batches: int, message: float) -> Sequence[float | None]:
+def _ends(
+    layout: Layout, stages: tuple[Stage, ...], micro_batches: int, message: float
+) -> Sequence[float | None]:
     """Return when each rank of a pipeline ends its last action, in seconds; None for a lone rank, which never waits."""
     if layout.pipeline == 1:
         return [None]  # and there may be 10^12 micro-batches, too many for a list of actions
     schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
     splits = any(action.kind == "W" for actions in schedule for action in actions)
-    seconds = [{kind: stage.seconds(Action(kind, 0, 0), splits) for kind in "FBW"} for stage in stages]
+    seconds = [
+        {kind: stage.seconds(Action(kind, 0, 0), splits) for kind in "FBW"} for stage in stages
+    ]
     timeline = simulate(schedule, lambda action: seconds[action.stage][action.kind], message)
     return [steps[-1].end for steps in timeline]
 
@@ -270,7 +316,11 @@ def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[fl
     sizes = {"batch": work.batch, "itemsize": work.precision.compute}
     tensor = tensor_volume(work.shape, context=work.context, **sizes)
     sequences = context_volume(
-        work.shape, context=work.context * layout.context, ranks=layout.context, how=layout.attention, **sizes
+        work.shape,
+        context=work.context * layout.context,
+        ranks=layout.context,
+        how=layout.attention,
+        **sizes,
     )
     both, network = tensor + sequences, machine.network
     seconds = network.seconds(tensor.bytes, layout.tensor, tensor.collectives, "all_gather")
@@ -287,7 +337,11 @@ def host_time(operators: int, calls: int) -> float:
 
 @lru_cache(maxsize=CACHED)
 def messages(
-    shape: ModelShape, dtype: str, bucket_size_mb: float | None, shards: int = 1, reduced_bytes: int = FP32
+    shape: ModelShape,
+    dtype: str,
+    bucket_size_mb: float | None,
+    shards: int = 1,
+    reduced_bytes: int = FP32,
 ) -> Messages:
     """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
     the computation.
@@ -300,7 +354,10 @@ def messages(
     total, units = sum(numels), shape.num_layers + shape.vocabularies
     if shards > 1:
         total = padded_parameters(shape, shards)
-        units = shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards)) + shape.vocabularies
+        units = (
+            shape.num_layers * len(sharded_buffers(shape.matrix_shapes_per_block, shards))
+            + shape.vocabularies
+        )
     gathered = total * (FP32 if compute is None else compute.itemsize)
     return Messages(reduced_bytes * total, gathered, len(numels) + 1, len(buckets), units)
 
@@ -327,14 +384,22 @@ def machine_of(
     inside = {"nvlink": spec.nvlink_bandwidth, "pcie": spec.pcie_bandwidth}
     for what, value, known in (("link", link, inside), ("between", between, NETWORK_LINKS)):
         if value not in known:
-            raise ValueError(f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}")
+            raise ValueError(
+                f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}"
+            )
     network = Network(
-        inside[link] * LINK_SHARE, NETWORK_LINKS[between] * LINK_SHARE, devices_per_node, LATENCY_S, HOP_S
+        inside[link] * LINK_SHARE,
+        NETWORK_LINKS[between] * LINK_SHARE,
+        devices_per_node,
+        LATENCY_S,
+        HOP_S,
     )
     return Machine(_device(spec, dtype, "cudnn", head_dim), network, CONTENTION)
 
 
-def machine_on(hosts: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128) -> Machine:
+def machine_on(
+    hosts: ClusterSpec, *, dtype: str = "bf16", attention: str = "cudnn", head_dim: int = 128
+) -> Machine:
     """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
 
     Args:
@@ -365,14 +430,21 @@ def power_share(spec: GPUSpec) -> float:
 
 def _device(spec: GPUSpec, dtype: str, attention: str, head_dim: int) -> DeviceModel:
     peak_dtype = {"fp32": "tf32"}.get(dtype, dtype)
-    for what, value, known in (("attention", attention, ATTENTION_SHARE), ("dtype", peak_dtype, spec.peak)):
+    for what, value, known in (
+        ("attention", attention, ATTENTION_SHARE),
+        ("dtype", peak_dtype, spec.peak),
+    ):
         if value not in known:
-            raise ValueError(f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}")
+            raise ValueError(
+                f"{what} {value!r} is unknown for {spec.name}; choose one of {', '.join(known)}"
+            )
     hopper = spec.shared_memory_per_sm >= 228 * 1024
     share = ATTENTION_SHARE[attention if hopper else "cudnn"][128 if head_dim >= 128 else 64]
     peak, bandwidth = spec.peak[peak_dtype], spec.hbm_bandwidth
     matmuls = peak * FLOPS_SHARE * power_share(spec)
-    return DeviceModel(matmuls, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE, peak * share)
+    return DeviceModel(
+        matmuls, bandwidth * MEMORY_SHARE, LAUNCH_S, bandwidth * UPDATE_SHARE, peak * share
+    )
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
@@ -398,13 +470,17 @@ class MachineOptions(ModelChanges):
     for sizes that do not go together.
     """
 
-    model: str = option("xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes")
+    model: str = option(
+        "xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes"
+    )
     device: str = option("h200", "kind of GPU, such as h100")
     link: str = option("nvlink", "inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
     devices_per_node: int = option(8, "GPUs that share a node", least=1)
     dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
-    cluster: str | None = option(None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links")
+    cluster: str | None = option(
+        None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -415,7 +491,9 @@ class MachineOptions(ModelChanges):
         """Raise ValueError for GPUs and links that were asked for next to a cluster, which has its own."""
         if given.get("cluster") is None:
             return
-        flags = {each.name: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata}
+        flags = {
+            each.name: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata
+        }
         for name in ("device", "link", "between", "devices_per_node"):
             if name in given:
                 flag = flags[name] or f"--{name.replace('_', '-')}"
@@ -431,7 +509,9 @@ class MachineOptions(ModelChanges):
         try:
             known = model_of(read_object(self.model))
         except (OSError, TypeError, ValueError) as wrong:
-            raise ValueError(f"model {self.model!r}: {wrong}; give a file with a model's sizes") from wrong
+            raise ValueError(
+                f"model {self.model!r}: {wrong}; give a file with a model's sizes"
+            ) from wrong
         return self.changed(known)
 
     def kernels(self) -> str | None:
@@ -465,5 +545,9 @@ class MachineOptions(ModelChanges):
         computes = {"dtype": self.dtype} | ({} if shape is None else {"head_dim": shape.head_dim})
         if self.cluster is not None:
             return machine_on(cluster(self.cluster), **computes)
-        known = {"link": self.link, "between": self.between, "devices_per_node": self.devices_per_node}
+        known = {
+            "link": self.link,
+            "between": self.between,
+            "devices_per_node": self.devices_per_node,
+        }
         return machine_of(self.gpu(), **computes, **known)

@@ -132,7 +132,11 @@ class EventLog(CollectiveRecorder):
         return result
 
     def _add_operator(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        if func.namespace not in ("aten", "distlab_kernels") or func.is_view or func.overloadpacket.__name__ in _FREE:
+        if (
+            func.namespace not in ("aten", "distlab_kernels")
+            or func.is_view
+            or func.overloadpacket.__name__ in _FREE
+        ):
             return
         flops = _flops(func, args, kwargs, result)
         moved = _bytes_moved(func, args, kwargs, result)
@@ -143,7 +147,9 @@ class EventLog(CollectiveRecorder):
     def _at_seam(self, function: Any) -> Any:
         def issue(*args: Any, **kwargs: Any) -> "_TracedWork":
             self._through_seam = True
-            self._group = next((each for each in (*args, *kwargs.values()) if isinstance(each, ProcessGroup)), None)
+            self._group = next(
+                (each for each in (*args, *kwargs.values()) if isinstance(each, ProcessGroup)), None
+            )
             try:
                 work = function(*args, **kwargs)
             finally:
@@ -155,7 +161,11 @@ class EventLog(CollectiveRecorder):
     def _record(self, name: str, args: tuple, result: Any) -> None:
         before = len(self.calls)
         super()._record(name, args, result)
-        if len(self.calls) > before and self._group is not None and self._group.size() < dist.get_world_size():
+        if (
+            len(self.calls) > before
+            and self._group is not None
+            and self._group.size() < dist.get_world_size()
+        ):
             ranks = dist.get_process_group_ranks(self._group)
             stride = ranks[1] - ranks[0] if len(ranks) > 1 else 1
             self.calls[-1] = GroupCall(**vars(self.calls[-1]), ranks=len(ranks), stride=stride)
@@ -222,7 +232,8 @@ _OVERWRITES = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "n
 def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
     packet = func.overloadpacket
     if "scaled_dot_product" in packet.__name__:
-        # Causal: half of the scores. Backward makes the scores again and four matmuls where forward makes two.
+        # Causal: half of the scores. Backward makes the scores again and four matmuls where forward
+        # makes two.
         is_backward = packet.__name__.endswith("backward")
         query, key = (args[1], args[2]) if is_backward else (args[0], args[1])
         matmul = 2 * query.numel() * key.shape[-2]

@@ -32,12 +32,18 @@ class Plan:
 
     def __str__(self) -> str:
         free = "" if self.free_bytes is None else f" of {self.free_bytes / GIB:,.1f} free"
-        time = "whose time is not known" if self.time is None else f"of {1e3 * self.time.step:,.0f} ms"
-        most = f"{self.memory.peak.total / GIB:,.1f} GiB{free} on each rank ({self.memory.peak_phase})"
+        time = (
+            "whose time is not known" if self.time is None else f"of {1e3 * self.time.step:,.0f} ms"
+        )
+        most = (
+            f"{self.memory.peak.total / GIB:,.1f} GiB{free} on each rank ({self.memory.peak_phase})"
+        )
         return f"{self.step}: blocks keep {self.step.checkpointing}, at most {most}, a step {time}"
 
 
-def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches: int = 1) -> list[Plan]:
+def plan_steps(
+    steps: Sequence[PlannedStep], context: RankContext, micro_batches: int = 1
+) -> list[Plan]:
     """Predict each of these steps on the ranks of this context. A collective.
 
     Args:
@@ -49,16 +55,33 @@ def plan_steps(steps: Sequence[PlannedStep], context: RankContext, micro_batches
     for planned in steps:
         step = replace(planned, checkpointing=settled(planned, context))
         memory = step.memory(context.world_size, on_gpu=on_gpu)
-        plans.append(Plan(step, memory, free, step_time(step, gpu, context.world_size, micro_batches)))
+        plans.append(
+            Plan(step, memory, free, step_time(step, gpu, context.world_size, micro_batches))
+        )
     return plans
 
 
-def step_time(step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1) -> StepTime | None:
+def step_time(
+    step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1
+) -> StepTime | None:
     """None on an unknown GPU, or for a strategy or an attention without a closed form of its time."""
-    if gpu is None or not has_closed_form(STRATEGIES[step.strategy]) or step.model.attention == "naive":
+    if (
+        gpu is None
+        or not has_closed_form(STRATEGIES[step.strategy])
+        or step.model.attention == "naive"
+    ):
         return None
     return estimate_step(
-        step.model, step.strategy, machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim), batch=step.batch,
-        ranks=ranks, dtype=step.dtype, checkpointing=step.checkpointing, micro_batches=micro_batches,
-        group=step.shard_size, kernels="fused" if step.compiled else None, layout=step.layout, optimizer=step.optimizer,
-    )  # fmt: skip
+        step.model,
+        step.strategy,
+        machine_of(gpu, dtype=step.dtype, head_dim=step.model.head_dim),
+        batch=step.batch,
+        ranks=ranks,
+        dtype=step.dtype,
+        checkpointing=step.checkpointing,
+        micro_batches=micro_batches,
+        group=step.shard_size,
+        kernels="fused" if step.compiled else None,
+        layout=step.layout,
+        optimizer=step.optimizer,
+    )

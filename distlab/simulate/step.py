@@ -27,7 +27,8 @@ from distlab.train.step import TrainStep, loss_function
 
 Mark = Callable[[str], None]
 MakeStep = Callable[[ParallelModel, Optimizer, Mark], Callable[[], Any]]
-STEPS = 3  # orders are learned and optimizer states made in the first; the other two repeat each other
+# orders are learned and optimizer states made in the first; the other two repeat each other
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -96,11 +97,20 @@ def simulate_step(
             "none; its volume is in closed form in distlab.theory.volume"
         )
     log = EventLog()
-    with _collecting_only_what_is_new(), fake_world(world_size, rank, like_nccl=like_nccl) as group, log.recording():
+    with (
+        _collecting_only_what_is_new(),
+        fake_world(world_size, rank, like_nccl=like_nccl) as group,
+        log.recording(),
+    ):
         _, wrapper, optimizer = build_training(
-            build if isinstance(build, ModelConfig) else build(), entry, group, torch.optim.AdamW, {"fused": True},
-            device="cpu", **options,
-        )  # fmt: skip
+            build if isinstance(build, ModelConfig) else build(),
+            entry,
+            group,
+            torch.optim.AdamW,
+            {"fused": True},
+            device="cpu",
+            **options,
+        )
         gc.collect()
         log.own_parameters(wrapper.parameters())
         after_init = dict(log._alive)
@@ -161,16 +171,26 @@ def simulate_training(
         raise ValueError(f"dtype {dtype!r} is unknown; allowed: {', '.join(DTYPES)}")
     at_least_one(batch=batch)
     attention = "naive" if config.attention == "naive" else "sdpa"
-    config = replace(config, attention=attention, ops="torch" if config.ops == "torch" else "triton")
+    config = replace(
+        config, attention=attention, ops="torch" if config.ops == "torch" else "triton"
+    )
 
     def make_step(wrapper: ParallelModel, optimizer: Optimizer, mark: Mark) -> Callable[[], Any]:
-        tokens = torch.zeros(batch * layout.ranks, config.context_length // layout.context, dtype=torch.int64)
+        tokens = torch.zeros(
+            batch * layout.ranks, config.context_length // layout.context, dtype=torch.int64
+        )
         train = TrainStep(wrapper, optimizer, loss_function(config, layout), mark=mark)
         return lambda: train([(tokens, tokens)] * micro_batches)
 
     with mock.patch.object(ops, "on_gpu", lambda x: True):
         return simulate_step(
-            strategy, config, make_step, world_size=world_size, layout=layout, compute_dtype=DTYPES[dtype], **options
+            strategy,
+            config,
+            make_step,
+            world_size=world_size,
+            layout=layout,
+            compute_dtype=DTYPES[dtype],
+            **options,
         )
 
 

@@ -64,7 +64,9 @@ class Machine:
 
     def __post_init__(self) -> None:
         if not all(0 < rate <= 1 for rate in self.contention):
-            raise ValueError(f"contention={self.contention}: two rates in (0, 1]; 1 means no disturbance")
+            raise ValueError(
+                f"contention={self.contention}: two rates in (0, 1]; 1 means no disturbance"
+            )
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,8 @@ def replay(step: SimulatedStep, machine: Machine) -> Timeline:
         overlap_pct=100 * (1 - 1e3 * total(exposed) / comm_ms) if comm_ms else None,
         phases={phase: 1e3 * seconds for phase, seconds in streams.phases.items()},
         lanes={
-            name: [(1e3 * (a - begin), 1e3 * (b - begin)) for a, b in spans] for name, spans in lanes.items()
+            name: [(1e3 * (a - begin), 1e3 * (b - begin)) for a, b in spans]
+            for name, spans in lanes.items()
         },
     )
 
@@ -119,7 +122,8 @@ class _Streams:
     def __init__(self, ranks: int, machine: Machine):
         self.ranks, self.machine = ranks, machine
         self.now = 0.0
-        self.queue: deque[list] = deque()  # [number, seconds left] of collectives issued and not done
+        # [number, seconds left] of collectives issued and not done
+        self.queue: deque[list] = deque()
         self.compute: list[Interval] = []
         self.comm: list[Interval] = []
         self.phases: dict[str, float] = {}

@@ -29,7 +29,9 @@ from distlab.comm import collectives, subgroups
 
 
 @contextmanager
-def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Iterator[dist.ProcessGroup]:
+def fake_world(
+    world_size: int, rank: int = 0, *, like_nccl: bool = True
+) -> Iterator[dist.ProcessGroup]:
     """Be rank `rank` of `world_size`; tensors made inside are fake. Yields the process group.
 
     Args:
@@ -51,16 +53,20 @@ def fake_world(world_size: int, rank: int = 0, *, like_nccl: bool = True) -> Ite
     def own_group(ranks: Sequence[int], *options: Any) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks)) if rank in ranks else None
 
-    excepthook = sys.excepthook  # torch puts its own around it, once per group, and never takes it off
+    # torch puts its own around it, once per group, and never takes it off
+    excepthook = sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         with (
-            patch.object(collectives, "gather_objects", lambda value, group: [value] * group.size()),
+            patch.object(
+                collectives, "gather_objects", lambda value, group: [value] * group.size()
+            ),
             patch.object(collectives, "averages_in_reduction", lambda device, group: like_nccl),
             patch.object(subgroups, "_new_group", own_group),
             patch.object(collectives, "send", partial(_sent, collectives.send)),
             FakeTensorMode(),
-            # Patched, and no torch function mode: that would be off inside backward, where blocks are recomputed.
+            # Patched, and no torch function mode: that would be off inside backward, where blocks
+            # are recomputed.
             patch.object(F, "rms_norm", _rms_norm),
         ):
             yield dist.group.WORLD
@@ -77,7 +83,9 @@ class _Sent(dist.Work):
         return True
 
 
-def _sent(send: Callable[[Tensor, dist.ProcessGroup], dist.Work], x: Tensor, group: dist.ProcessGroup) -> dist.Work:
+def _sent(
+    send: Callable[[Tensor, dist.ProcessGroup], dist.Work], x: Tensor, group: dist.ProcessGroup
+) -> dist.Work:
     send(x, group)
     return _Sent()
 
@@ -101,5 +109,6 @@ class _OneKernelRMSNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, weight, _ = ctx.saved_tensors
-        # One kernel reads x and the gradient and writes that of x; another reads both for the weight's.
+        # One kernel reads x and the gradient and writes that of x; another reads both for the
+        # weight's.
         return gradient * x, gradient.sum(tuple(range(x.ndim - weight.ndim))).to(weight.dtype)

@@ -50,22 +50,36 @@ def layout_volume(
     blocks, groups = _recomputed(keeps, shape.num_layers)
     numels = shape.parameter_numels()
     of_strategy = step_volume(
-        strategy, numels, [FP32] * len(numels), units=shape.parameter_units(), shapes=shape.parameter_shapes(),
-        world_size=world_size // (shape.tensor * pipeline), compute_itemsize=itemsize, micro_batches=micro_batches,
+        strategy,
+        numels,
+        [FP32] * len(numels),
+        units=shape.parameter_units(),
+        shapes=shape.parameter_shapes(),
+        world_size=world_size // (shape.tensor * pipeline),
+        compute_itemsize=itemsize,
+        micro_batches=micro_batches,
         **options,
-    )  # fmt: skip
+    )
     if of_strategy is None:
         return None
     embedding = itemsize if casts_parameters else FP32
     of_tensor = tensor_volume(
-        shape, batch=batch, context=context // sharing, itemsize=itemsize, embedding_itemsize=embedding,
+        shape,
+        batch=batch,
+        context=context // sharing,
+        itemsize=itemsize,
+        embedding_itemsize=embedding,
         again=4 * blocks - groups,
-    )  # fmt: skip
+    )
     of_context = context_volume(
         shape, batch=batch, context=context, ranks=sharing, how=how, itemsize=itemsize, again=blocks
     )
     of_pipeline = pipeline_volume(
-        shape, batch=batch, context=context // sharing, micro_batches=micro_batches, itemsize=embedding
+        shape,
+        batch=batch,
+        context=context // sharing,
+        micro_batches=micro_batches,
+        itemsize=embedding,
     )
     return of_strategy + (of_tensor + of_context) * micro_batches + of_pipeline
 
@@ -79,7 +93,13 @@ def _recomputed(keeps: int | tuple[str, ...], num_layers: int) -> tuple[int, int
 
 
 def tensor_volume(
-    shape: ModelShape, *, batch: int, context: int, itemsize: int = 4, embedding_itemsize: int = 4, again: int = 0
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    itemsize: int = 4,
+    embedding_itemsize: int = 4,
+    again: int = 0,
 ) -> CommunicationVolume:
     """Of the ranks that share every matrix of `shape`, the loss in the head.
 
@@ -100,12 +120,21 @@ def tensor_volume(
     d, tokens = shape.d_model, batch * context
     inner, outer = 2 * (4 * shape.num_layers + shape.has_head) + again, 2 * shape.has_embedding
     losses = 3 * shape.has_head
-    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (losses * tokens + shape.norms * d)
+    sent = (inner * itemsize + outer * embedding_itemsize) * tokens * d + FP32 * (
+        losses * tokens + shape.norms * d
+    )
     return CommunicationVolume(inner + outer + losses + shape.norms, sent)
 
 
 def context_volume(
-    shape: ModelShape, *, batch: int, context: int, ranks: int, how: str = "gathered", itemsize: int = 4, again: int = 0
+    shape: ModelShape,
+    *,
+    batch: int,
+    context: int,
+    ranks: int,
+    how: str = "gathered",
+    itemsize: int = 4,
+    again: int = 0,
 ) -> CommunicationVolume:
     """Of ranks that share sequences; `how` as `distlab.parallel.context_parallel.HOW`.
 
@@ -133,7 +162,9 @@ def context_volume(
         ),
     }[how]
     layers = shape.num_layers
-    return CommunicationVolume(*forward) * (layers + again) + CommunicationVolume(*backward) * layers
+    return (
+        CommunicationVolume(*forward) * (layers + again) + CommunicationVolume(*backward) * layers
+    )
 
 
 def pipeline_volume(

@@ -64,18 +64,24 @@ def link_share(operation: str, ranks: int) -> float:
     """Share of a payload that the busiest link of a ring carries: all of a pipelined broadcast, two passes of
     (N−1)/N of an all-reduce, one of every other collective.
     """
-    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(operation, (ranks - 1) / ranks)
+    return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(
+        operation, (ranks - 1) / ranks
+    )
 
 
-# Name → rounds on N ranks, and into how many chunks the tensor is cut, one of which a rank sends in each.
+# Name → rounds on N ranks, and into how many chunks the tensor is cut, one of which a rank sends in
+# each.
 ALGORITHMS: dict[str, Callable[[int], tuple[int, int]]] = {
     "ring all-gather": lambda ranks: (ranks - 1, ranks),  # a reduce-scatter likewise
-    # N−1 rounds in which every rank passes a chunk to its neighbour, who adds its own; in N−1 more the finished chunks
-    # go round. Each link carries less than 2·S however many ranks there are: bandwidth-optimal, unlike its latency.
+    # N−1 rounds in which every rank passes a chunk to its neighbour, who adds its own; in N−1 more
+    # the finished chunks go round. Each link carries less than 2·S however many ranks there are:
+    # bandwidth-optimal, unlike its latency.
     "ring all-reduce": lambda ranks: (2 * (ranks - 1), ranks),
-    # Every rank forwards whole tensors and adds what it receives. Wins where latency outweighs volume.
+    # Every rank forwards whole tensors and adds what it receives. Wins where latency outweighs
+    # volume.
     "whole-tensor ring": lambda ranks: (ranks - 1, 1),
-    "binomial tree": lambda ranks: (2 * math.ceil(math.log2(ranks)), 1),  # reduce up, broadcast down
+    # reduce up, broadcast down
+    "binomial tree": lambda ranks: (2 * math.ceil(math.log2(ranks)), 1),
 }
 
 
@@ -86,7 +92,9 @@ def collective_seconds(algorithm: str, num_bytes: float, ranks: int, link: Link)
         ValueError: fewer than one rank, or negative bytes.
     """
     if ranks < 1 or num_bytes < 0:
-        raise ValueError(f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size")
+        raise ValueError(
+            f"num_bytes={num_bytes}, ranks={ranks}: at least one rank, and no negative size"
+        )
     rounds, chunks = ALGORITHMS[algorithm](ranks)
     return rounds * link.seconds(num_bytes / chunks)
 
@@ -145,14 +153,22 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
         ValueError: fewer than two points, unequal lengths, or something not positive.
     """
     points = sorted(zip(sizes, seconds, strict=True))
-    if len(points) < 2 or min(min(point) for point in points) <= 0 or len(dict(points)) < len(points):
-        raise ValueError(f"a fit needs two or more different sizes with positive times, got {points}")
+    if (
+        len(points) < 2
+        or min(min(point) for point in points) <= 0
+        or len(dict(points)) < len(points)
+    ):
+        raise ValueError(
+            f"a fit needs two or more different sizes with positive times, got {points}"
+        )
 
     @functools.cache
     def piece(start: int, stop: int) -> tuple[float, Piece]:
         """The best piece for some of the points, and its sum of squared errors."""
         found = _piece(points, start, stop)
-        return sum((found.seconds(size) / time - 1) ** 2 for size, time in points[start:stop]), found
+        return sum(
+            (found.seconds(size) / time - 1) ** 2 for size, time in points[start:stop]
+        ), found
 
     @functools.cache
     def best(count: int, stop: int) -> tuple[float, tuple[Piece, ...]]:
@@ -173,7 +189,9 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
     return fit
 
 
-def relative_errors(fit: CollectiveFit, sizes: Sequence[float], seconds: Sequence[float]) -> list[float]:
+def relative_errors(
+    fit: CollectiveFit, sizes: Sequence[float], seconds: Sequence[float]
+) -> list[float]:
     """fit/measured − 1 of each point."""
     return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
 

@@ -59,7 +59,12 @@ def forward_flops(
         ValueError: a size below one.
     """
     at_least_one(
-        batch=batch, context=context, d_model=d_model, d_ff=d_ff, num_layers=num_layers, vocab_size=vocab_size
+        batch=batch,
+        context=context,
+        d_model=d_model,
+        d_ff=d_ff,
+        num_layers=num_layers,
+        vocab_size=vocab_size,
     )
     tokens, keys = batch * context, d_model if kv_width is None else kv_width
     return TransformerFlops(
@@ -98,5 +103,7 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
         ValueError: a time or a peak that is not positive, negative FLOPs.
     """
     if flops < 0 or not seconds > 0 or (peak is not None and not peak > 0):
-        raise ValueError(f"flops={flops}, seconds={seconds}, peak={peak}: time and peak must be positive")
+        raise ValueError(
+            f"flops={flops}, seconds={seconds}, peak={peak}: time and peak must be positive"
+        )
     return None if peak is None else flops / seconds / peak

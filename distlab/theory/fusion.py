@@ -80,7 +80,9 @@ class Graph:
         for op in self.operators:
             for tensor in (*op.reads, *op.writes):
                 if tensor not in self.sizes:
-                    raise ValueError(f"operator {op.name!r} uses tensor {tensor!r}, which has no size")
+                    raise ValueError(
+                        f"operator {op.name!r} uses tensor {tensor!r}, which has no size"
+                    )
 
     def leaves(self, tensor: str, group: Iterable[Operator]) -> bool:
         """Whether a tensor that `group` writes is needed outside of it: others read it, or nobody in the graph does."""
@@ -148,7 +150,11 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
     groups = []
     for index, op in enumerate(graph.operators):
         behind = graph.operators[index:]
-        decision = _decide(graph, groups[-1], behind, roof, spec) if groups else Decision(op.name, "start", "the first")
+        decision = (
+            _decide(graph, groups[-1], behind, roof, spec)
+            if groups
+            else Decision(op.name, "start", "the first")
+        )
         decisions.append(decision)
         if decision.action != "fuse":
             groups.append([])
@@ -160,14 +166,17 @@ def _chain(operators: Sequence[Operator]) -> list[Operator]:
     """The first, and those right behind it that neither are matmuls nor a library's and read what these write."""
     chain = [operators[0]]
     for op in operators[1:]:
-        if op.pattern not in (POINTWISE, ROWS) or not {t for each in chain for t in each.writes} & set(op.reads):
+        if op.pattern not in (POINTWISE, ROWS) or not {
+            t for each in chain for t in each.writes
+        } & set(op.reads):
             break
         chain.append(op)
     return chain
 
 
-def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roof: Roofline,
-            spec: GPUSpec) -> Decision:
+def _decide(
+    graph: Graph, group: list[Operator], behind: Sequence[Operator], roof: Roofline, spec: GPUSpec
+) -> Decision:
     op = behind[0]
     written = {tensor for member in group for tensor in member.writes}
     shared = written & set(op.reads)
@@ -178,14 +187,24 @@ def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roo
         return Decision(op.name, "split", "a library's kernel takes no neighbours")
     epilogue = MATMUL in patterns and op.pattern == POINTWISE
     if not epilogue and roof.bound(graph.alone(op)) == "compute":
-        intensity = f"{graph.alone(op).intensity:.0f} FLOPs per byte, the ridge is at {roof.ridge:.0f}"
-        return Decision(op.name, "split", f"compute-bound: {intensity}; bytes are not what it waits for")
+        intensity = (
+            f"{graph.alone(op).intensity:.0f} FLOPs per byte, the ridge is at {roof.ridge:.0f}"
+        )
+        return Decision(
+            op.name, "split", f"compute-bound: {intensity}; bytes are not what it waits for"
+        )
     if op.pattern == MATMUL or (MATMUL in patterns and not epilogue):
-        return Decision(op.name, "split", "another parallel pattern: a matmul's tiles do not hold whole rows")
+        return Decision(
+            op.name, "split", "another parallel pattern: a matmul's tiles do not hold whole rows"
+        )
     together = [*group, op]
     need = sum(member.row_bytes for member in together if member.pattern == ROWS)
     if need > chip_bytes(spec):
-        return Decision(op.name, "split", f"rows of {need:,} bytes exceed {CHIP_SHARE} of an SM ({chip_bytes(spec):,})")
+        return Decision(
+            op.name,
+            "split",
+            f"rows of {need:,} bytes exceed {CHIP_SHARE} of an SM ({chip_bytes(spec):,})",
+        )
     saving = graph.speed_up(roof, together)
     kept = sorted(t for t in shared if graph.leaves(t, together))
     note = f"; {', '.join(kept)} is used elsewhere and is written all the same" if kept else ""
@@ -194,16 +213,29 @@ def _decide(graph: Graph, group: list[Operator], behind: Sequence[Operator], roo
         saving = graph.speed_up(roof, [*group, *chain])
         note += f"; with {', '.join(each.name for each in chain[1:])}, which follows"
     if epilogue and graph.speed_up(roof, chain) >= max(saving, LEAST_SAVING):
-        return Decision(op.name, "leave", f"saves {graph.speed_up(roof, chain):.2f} × with {chain[1].name}, which "
-                        f"follows, and {saving:.2f} × as an epilogue")
+        return Decision(
+            op.name,
+            "leave",
+            f"saves {graph.speed_up(roof, chain):.2f} × with {chain[1].name}, which "
+            f"follows, and {saving:.2f} × as an epilogue",
+        )
     what = "as an epilogue" if epilogue else "memory-bound, same pattern:"
     if saving < LEAST_SAVING:
-        return Decision(op.name, "leave", f"{what} saves {saving:.2f} ×, less than {LEAST_SAVING}{note}")
+        return Decision(
+            op.name, "leave", f"{what} saves {saving:.2f} ×, less than {LEAST_SAVING}{note}"
+        )
     return Decision(op.name, "fuse", f"{what} saves {saving:.2f} ×{note}")
 
 
-def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_heads: int, itemsize: int = 2,
-                      autocast: bool = False) -> Graph:
+def transformer_block(
+    batch: int,
+    context: int,
+    d_model: int,
+    d_ff: int,
+    num_heads: int,
+    itemsize: int = 2,
+    autocast: bool = False,
+) -> Graph:
     """The forward of one pre-norm block with SwiGLU, as this lab's model runs it.
 
     Args:
@@ -221,9 +253,14 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     stored = 4 if autocast else itemsize
     wide, inner, stream = tokens * d * itemsize, tokens * f * itemsize, tokens * d * stored
     weights = {"w_qkv": 3 * d * d, "w_o": d * d, "w1": d * f, "w3": d * f, "w2": d * f}
-    tensors = dict.fromkeys(("n1", "n2", "a", "o", "m"), wide) | dict.fromkeys(("x", "x2", "y"), stream)
+    tensors = dict.fromkeys(("n1", "n2", "a", "o", "m"), wide) | dict.fromkeys(
+        ("x", "x2", "y"), stream
+    )
     tensors |= dict.fromkeys(("gate", "up", "act", "h"), inner) | {"qkv": 3 * wide, "qk": 2 * wide}
-    tensors |= {name: count * itemsize for name, count in weights.items()} | {"g1": d * stored, "g2": d * stored}
+    tensors |= {name: count * itemsize for name, count in weights.items()} | {
+        "g1": d * stored,
+        "g2": d * stored,
+    }
     casts = ()
     if autocast:
         tensors |= {f"{name} fp32": count * 4 for name, count in weights.items()}
@@ -236,27 +273,40 @@ def transformer_block(batch: int, context: int, d_model: int, d_ff: int, num_hea
     def norm(number: str, x: str) -> tuple[Operator, ...]:
         result = f"n{number} fp32" if autocast else f"n{number}"
         alone = Operator(f"norm{number}", (x, f"g{number}"), (result,), 4 * tokens * d, ROWS, 4 * d)
-        return (alone, Operator(f"cast{number}", (result,), (f"n{number}",))) if autocast else (alone,)
+        return (
+            (alone, Operator(f"cast{number}", (result,), (f"n{number}",))) if autocast else (alone,)
+        )
 
-    return Graph((
-        *casts,
-        *norm("1", "x"),
-        matmul("qkv_matmul", "n1", "w_qkv", "qkv", d, 3 * d),
-        Operator("rope", ("qkv",), ("qk",), 6 * tokens * d, POINTWISE, eager_kernels=4 + (itemsize < 4)),
-        Operator("attention", ("qk", "qkv"), ("a",), 2 * tokens * context * d, OPAQUE),
-        matmul("out_matmul", "a", "w_o", "o", d, d),
-        Operator("add1", ("x", "o"), ("x2",), tokens * d),
-        *norm("2", "x2"),
-        matmul("gate_matmul", "n2", "w1", "gate", d, f),
-        matmul("up_matmul", "n2", "w3", "up", d, f),
-        Operator("silu", ("gate",), ("act",), 5 * tokens * f),
-        Operator("multiply", ("act", "up"), ("h",), tokens * f),
-        matmul("down_matmul", "h", "w2", "m", f, d),
-        Operator("add2", ("x2", "m"), ("y",), tokens * d),
-    ), tensors)
+    return Graph(
+        (
+            *casts,
+            *norm("1", "x"),
+            matmul("qkv_matmul", "n1", "w_qkv", "qkv", d, 3 * d),
+            Operator(
+                "rope",
+                ("qkv",),
+                ("qk",),
+                6 * tokens * d,
+                POINTWISE,
+                eager_kernels=4 + (itemsize < 4),
+            ),
+            Operator("attention", ("qk", "qkv"), ("a",), 2 * tokens * context * d, OPAQUE),
+            matmul("out_matmul", "a", "w_o", "o", d, d),
+            Operator("add1", ("x", "o"), ("x2",), tokens * d),
+            *norm("2", "x2"),
+            matmul("gate_matmul", "n2", "w1", "gate", d, f),
+            matmul("up_matmul", "n2", "w3", "up", d, f),
+            Operator("silu", ("gate",), ("act",), 5 * tokens * f),
+            Operator("multiply", ("act", "up"), ("h",), tokens * f),
+            matmul("down_matmul", "h", "w2", "m", f, d),
+            Operator("add2", ("x2", "m"), ("y",), tokens * d),
+        ),
+        tensors,
+    )
 
 
-OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "multiply"))  # one kernel of this lab
+# one kernel of this lab
+OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "multiply"))
 
 
 def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str, int]:
@@ -265,7 +315,10 @@ def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str,
     """
     rest, compiled = graph.operators, 0
     while rest:
-        rest, compiled = rest[len(_chain(rest)) if rest[0].pattern in (POINTWISE, ROWS) else 1:], compiled + 1
+        rest, compiled = (
+            rest[len(_chain(rest)) if rest[0].pattern in (POINTWISE, ROWS) else 1 :],
+            compiled + 1,
+        )
     names = [op.name for op in graph.operators]
     return {
         "eager": sum(op.eager_kernels for op in graph.operators),

@@ -59,7 +59,9 @@ def roofline(spec: GPUSpec, dtype: str = "bf16") -> Roofline:
         ValueError: the GPU has no peak for that dtype; the message lists those it has.
     """
     if dtype not in spec.peak:
-        raise ValueError(f"{spec.name} has no peak for {dtype!r}; choose one of {', '.join(spec.peak)}")
+        raise ValueError(
+            f"{spec.name} has no peak for {dtype!r}; choose one of {', '.join(spec.peak)}"
+        )
     return Roofline(spec.peak[dtype], spec.hbm_bandwidth)
 
 
@@ -101,23 +103,34 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
     if not 1 <= threads <= MAX_THREADS_PER_BLOCK:
         raise ValueError(f"threads={threads}: a block has 1 to {MAX_THREADS_PER_BLOCK}")
     if not 1 <= registers <= MAX_REGISTERS_PER_THREAD:
-        raise ValueError(f"registers={registers}: a thread has 1 to {MAX_REGISTERS_PER_THREAD}; more are spilled")
+        raise ValueError(
+            f"registers={registers}: a thread has 1 to {MAX_REGISTERS_PER_THREAD}; more are spilled"
+        )
     if not 0 <= shared_bytes <= spec.shared_memory_per_block:
         most = spec.shared_memory_per_block
         raise ValueError(f"shared_bytes={shared_bytes}: a block on {spec.name} has 0 to {most}")
     warps = -(-threads // WARP)
-    resident_warps = spec.registers_per_sm // _round_up(registers * WARP, REGISTER_UNIT) // WARP_GROUP * WARP_GROUP
+    resident_warps = (
+        spec.registers_per_sm
+        // _round_up(registers * WARP, REGISTER_UNIT)
+        // WARP_GROUP
+        * WARP_GROUP
+    )
     shared = _round_up(shared_bytes, SHARED_UNIT) + SYSTEM_SHARED
     limits = {
         "registers": resident_warps // _round_up(warps, WARP_GROUP if warps > WARP_GROUP else 1),
-        "shared memory": spec.shared_memory_per_sm // shared if shared_bytes else MAX_BLOCKS_PER_SM + 1,
+        "shared memory": spec.shared_memory_per_sm // shared
+        if shared_bytes
+        else MAX_BLOCKS_PER_SM + 1,
         "warps": spec.max_warps_per_sm // warps,
         "blocks": MAX_BLOCKS_PER_SM,
     }
     blocks = min(limits.values())
     if blocks == 0:
-        raise ValueError(f"{threads} threads × {registers} registers exceed the {spec.registers_per_sm} registers of "
-                         f"an SM of {spec.name}; use fewer of either")
+        raise ValueError(
+            f"{threads} threads × {registers} registers exceed the {spec.registers_per_sm} registers of "
+            f"an SM of {spec.name}; use fewer of either"
+        )
     limiter = next(name for name, limit in limits.items() if limit == blocks)
     return Occupancy(blocks, blocks * warps, blocks * warps / spec.max_warps_per_sm, limiter)
 

@@ -51,7 +51,11 @@ class ModelShape:
     has_head: bool = True
 
     def __post_init__(self) -> None:
-        sizes = {name: size for name, size in vars(self).items() if not isinstance(size, bool) and size is not None}
+        sizes = {
+            name: size
+            for name, size in vars(self).items()
+            if not isinstance(size, bool) and size is not None
+        }
         at_least_one(**sizes)
         for part, whole in (("num_heads", "d_model"), ("num_kv_heads", "num_heads")):
             if part in sizes and sizes[whole] % sizes[part]:
@@ -147,7 +151,11 @@ class ModelShape:
     def num_parameters(self) -> int:
         """All distinct parameters: embeddings (once or twice V·d), L blocks, final norm d."""
         norm = self.has_head * self.d_model
-        return self.vocabularies * self.embedding_parameters + self.num_layers * self.block_parameters + norm
+        return (
+            self.vocabularies * self.embedding_parameters
+            + self.num_layers * self.block_parameters
+            + norm
+        )
 
     def parameter_shapes(self) -> list[tuple[int, ...]]:
         """Shapes of every parameter in registration order, a tied one once."""
@@ -161,7 +169,11 @@ class ModelShape:
         """Which unit gathers each parameter, in registration order: a block, the embedding or the head; None for norms,
         which nobody gathers.
         """
-        blocks = [None if at in (0, 3) else f"block {block}" for block in range(self.num_layers) for at in range(7)]
+        blocks = [
+            None if at in (0, 3) else f"block {block}"
+            for block in range(self.num_layers)
+            for at in range(7)
+        ]
         ends = [None] if self.tie_embeddings else [None, "head"]
         return ["embedding"] * self.has_embedding + blocks + ends * self.has_head
 

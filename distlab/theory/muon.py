@@ -25,7 +25,9 @@ def muon_volume(
     held = [sum(column) for column in zip(*counts, strict=True)]
     if placement == "gather":
         return CommunicationVolume(1, BF16 * len(held) * max(held))
-    owned = sum(sum(of_ranks) for of_ranks, owner in zip(counts, owners, strict=True) if owner == rank)
+    owned = sum(
+        sum(of_ranks) for of_ranks, owner in zip(counts, owners, strict=True) if owner == rank
+    )
     return CommunicationVolume(2, BF16 * (held[rank] + owned))
 
 

@@ -23,8 +23,9 @@ from distlab.theory.muon import orthogonalize_flops
 
 ATTENTION = "_scaled_dot_product_attention"
 KERNELS = ("eager", "composite", "fused")
-# Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean 4, scaled 8, back 6,
-# weight 4; backward about two and a half times as many (torch 2.6's at::rms_norm and the formulas of its operators).
+# Bytes per element of an RMSNorm in separate operators, x in two bytes: to fp32 6, square 8, mean
+# 4, scaled 8, back 6, weight 4; backward about two and a half times as many (torch 2.6's
+# at::rms_norm and the formulas of its operators).
 COMPOSITE_NORM = (36, 92)
 
 Launch = tuple[str, int, int]  # name, FLOPs, bytes
@@ -50,7 +51,11 @@ class Compute:
         """Kernels of a GPU: a norm's backward has one for the weight too, attention's one before it for dO·O and one
         behind it that rounds dq.
         """
-        return 3 if self.is_attention and self.phase == "backward" else 1 + (self.name == "rms_norm_backward")
+        return (
+            3
+            if self.is_attention and self.phase == "backward"
+            else 1 + (self.name == "rms_norm_backward")
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +125,12 @@ class Workload:
     def _both_gradients(self, inputs: int, outputs: int) -> Launches:
         """Of a matmul's weight, which autocast's linear layers write in fp32, and of its input."""
         name, flops, moved = self._matmul(inputs, outputs)
-        yield name, flops, moved + (FP32 - self.precision.compute) * self.precision.copies_weights * inputs * outputs
+        yield (
+            name,
+            flops,
+            moved
+            + (FP32 - self.precision.compute) * self.precision.copies_weights * inputs * outputs,
+        )
         yield name, flops, moved
 
     def _cast(self, weight: int) -> Launches:
@@ -149,13 +159,20 @@ class Workload:
             return
         if r != c:
             yield "_to_copy", 0, (r + c) * nd
-        yield "rms_norm_backward", 0, (COMPOSITE_NORM[1] if self.kernels == "composite" else 4 * r) * nd
+        yield (
+            "rms_norm_backward",
+            0,
+            (COMPOSITE_NORM[1] if self.kernels == "composite" else 4 * r) * nd,
+        )
         yield "add", 0, 3 * r * nd
 
     def _rope(self, backward: bool = False) -> Launches:
         """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
         shape, c, n = self.shape, self.precision.compute, self.tokens
-        rotated, all_three = n * (shape.width + shape.kv_width), n * (shape.width + 2 * shape.kv_width)
+        rotated, all_three = (
+            n * (shape.width + shape.kv_width),
+            n * (shape.width + 2 * shape.kv_width),
+        )
         cast, add = ("_to_copy", 0, (FP32 + c) * rotated), ("add", 0, 3 * FP32 * rotated)
         if self.kernels == "fused":
             yield "rope", 0, 2 * c * (rotated + all_three * backward)
@@ -211,7 +228,9 @@ class Workload:
         """
         if self.keep != "none":
             kept = KEEPS[self.keep]
-            yield from list(self._forward(kept if self.precision.copies_weights else (*kept, "w2")))[:-1]
+            yield from list(
+                self._forward(kept if self.precision.copies_weights else (*kept, "w2"))
+            )[:-1]
 
     def _backward(self) -> Launches:
         (qkv, _), (d, width), (f, _) = self.shape.matrix_shapes_per_block[:3]
@@ -248,18 +267,30 @@ class Workload:
         d, nv = self.shape.d_model, n * self.shape.words
         if self.shape.has_embedding:
             yield Compute("embedding", 0, r * (self.shape.embedding_parameters + n * d), "forward")
-        units = [unit for _ in range(self.shape.vocabularies) for unit in self._unit(self.shape.embedding_parameters)]
+        units = [
+            unit
+            for _ in range(self.shape.vocabularies)
+            for unit in self._unit(self.shape.embedding_parameters)
+        ]
         yield from (Compute(*each, "forward") for each in units)
         if not self.shape.has_head:
             return
         ends = [*self._norm(adds=False), *self._cast(self.shape.embedding_parameters)]
         ends.append(self._matmul(d, self.shape.words))
         if self.fused_loss:
-            ends += [("linear_cross_entropy", 0, 2 * c * nv), *self._both_gradients(d, self.shape.words)]
+            ends += [
+                ("linear_cross_entropy", 0, 2 * c * nv),
+                *self._both_gradients(d, self.shape.words),
+            ]
         else:
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
-            if self.shape.tensor > 1:  # the largest, the difference from it, its exponential, their sum
-                ends += [("amax", 0, FP32 * nv), *[("exp", 0, 2 * FP32 * nv)] * 2, ("sum", 0, FP32 * nv)]
+            # the largest, the difference from it, its exponential, their sum
+            if self.shape.tensor > 1:
+                ends += [
+                    ("amax", 0, FP32 * nv),
+                    *[("exp", 0, 2 * FP32 * nv)] * 2,
+                    ("sum", 0, FP32 * nv),
+                ]
             else:
                 ends += [("_log_softmax", 0, 2 * FP32 * nv), ("nll_loss", 0, FP32 * nv)]
         yield from (Compute(*each, "forward") for each in ends)
@@ -269,7 +300,10 @@ class Workload:
         shape, nv = self.shape, n * self.shape.words
         ends = []
         if shape.has_head and not self.fused_loss:
-            ends = [("nll_loss_backward", 0, 2 * FP32 * nv), ("_log_softmax_backward", 0, 3 * FP32 * nv)]
+            ends = [
+                ("nll_loss_backward", 0, 2 * FP32 * nv),
+                ("_log_softmax_backward", 0, 3 * FP32 * nv),
+            ]
             ends += [("add", 0, 3 * FP32 * nv)] * (self.shape.tensor > 1)
             ends += [("_to_copy", 0, (FP32 + c) * nv)] * (c != FP32)
             ends += self._both_gradients(shape.d_model, shape.words)
@@ -290,5 +324,12 @@ class Workload:
         for shape in self.shape.matrix_shapes_per_block if self.optimizer == "muon" else ():
             numel = blocks * math.prod(shape)
             by_muon += numel
-            yield Compute("orthogonalize", blocks * orthogonalize_flops(*shape), 14 * FP32 * numel, "optimizer")
-        yield Compute("_fused_adamw_", 0, 8 * FP32 * (self.shape.num_parameters - by_muon), "optimizer")
+            yield Compute(
+                "orthogonalize",
+                blocks * orthogonalize_flops(*shape),
+                14 * FP32 * numel,
+                "optimizer",
+            )
+        yield Compute(
+            "_fused_adamw_", 0, 8 * FP32 * (self.shape.num_parameters - by_muon), "optimizer"
+        )

@@ -15,8 +15,8 @@ seconds, and the share of it that is work, the goodput, is largest near
 import math
 from dataclasses import dataclass
 
-# GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Grattafiori et al. 2024, The Llama 3 Herd
-# of Models, section 3.3.4).
+# GPU-hours between unexpected interruptions: 419 in 54 days on 16,384 H100s (Grattafiori et al.
+# 2024, The Llama 3 Herd of Models, section 3.3.4).
 GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
 
 
@@ -66,10 +66,14 @@ class Failures:
             ValueError: an interval that is not positive.
         """
         if not interval > 0:
-            raise ValueError(f"interval={interval}: seconds of work between checkpoints must be positive")
+            raise ValueError(
+                f"interval={interval}: seconds of work between checkpoints must be positive"
+            )
         if math.isinf(self.between):
             return interval / (interval + self.checkpoint) if math.isfinite(interval) else 1.0
         exponent = (interval + self.checkpoint) / self.between
         if exponent + self.restart / self.between > 700:  # beyond floats: no work lasts
             return 0.0
-        return interval / (self.between * math.exp(self.restart / self.between) * math.expm1(exponent))
+        return interval / (
+            self.between * math.exp(self.restart / self.between) * math.expm1(exponent)
+        )

@@ -49,7 +49,8 @@ class FloatFormat:
         if x == 0 or not math.isfinite(x):
             return x
         spacing = self.spacing(x)
-        rounded = round(abs(x) / spacing) * spacing  # Python's round goes to even, and the division is exact
+        # Python's round goes to even, and the division is exact
+        rounded = round(abs(x) / spacing) * spacing
         return math.copysign(rounded if rounded <= self.largest else math.inf, x)
 
 
@@ -60,7 +61,9 @@ FORMATS = {
 }
 
 
-def repeated_sum(addend: float, times: int, accumulator: FloatFormat, held_in: FloatFormat) -> float:
+def repeated_sum(
+    addend: float, times: int, accumulator: FloatFormat, held_in: FloatFormat
+) -> float:
     """`addend`, held in one format, added `times` times to an accumulator of another, rounding after each addition."""
     total, addend = 0.0, held_in.nearest(addend)
     for _ in range(times):

@@ -57,7 +57,9 @@ class Network:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name}={getattr(self, name)}: must be positive")
 
-    def seconds(self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce") -> float:
+    def seconds(
+        self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce"
+    ) -> float:
         """`messages` collectives of together `num_bytes`; 0 for a single rank.
 
         Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops. Several
@@ -65,12 +67,16 @@ class Network:
         those inside; the slowest place decides.
         """
         if ranks < 1 or num_bytes < 0:
-            raise ValueError(f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size")
+            raise ValueError(
+                f"ranks={ranks}, num_bytes={num_bytes}: at least one rank and no negative size"
+            )
         if ranks == 1:
             return 0.0
         nodes, all_reduce = -(-ranks // self.devices_per_node), operation == "all_reduce"
         hops = further_hops(ranks, all_reduce=all_reduce)
-        across = min(hops, further_hops(nodes, all_reduce=True) + 1 if all_reduce else nodes - 1) * (nodes > 1)
+        across = min(
+            hops, further_hops(nodes, all_reduce=True) + 1 if all_reduce else nodes - 1
+        ) * (nodes > 1)
         between_hop = self.hop_s if self.between_hop_s is None else self.between_hop_s
         latency = self.latency_s + self.hop_s * (hops - across) + between_hop * across
         volume = link_share(operation, ranks) * num_bytes
@@ -98,7 +104,9 @@ class ComputeTime:
     pack: float = 0.0
 
     def __add__(self, other: "ComputeTime") -> "ComputeTime":
-        return ComputeTime(*(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True)))
+        return ComputeTime(
+            *(mine + its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        )
 
 
 @dataclass(frozen=True)
@@ -153,7 +161,11 @@ class StepTime:
 def has_closed_form(strategy: Form) -> bool:
     """Whether `step_time` describes it: not all-reduces in two levels, nor torch's broadcast of each parameter."""
     two_levels = strategy.sends == "buckets" and strategy.takes_mesh
-    return strategy.sends is not None and not two_levels and not (strategy.is_peer and strategy.updates == "owned")
+    return (
+        strategy.sends is not None
+        and not two_levels
+        and not (strategy.is_peer and strategy.updates == "owned")
+    )
 
 
 def step_time(
@@ -182,7 +194,9 @@ def step_time(
         raise ValueError(f"strategy {strategy.name!r} has no closed form of its time")
     p, q = contention
     size, n, m = messages.gradient_bytes, ranks, micro_batches
-    base = compute.forward + compute.backward + compute.pack * (strategy.sends in ("all", "buckets"))
+    base = (
+        compute.forward + compute.backward + compute.pack * (strategy.sends in ("all", "buckets"))
+    )
     last = compute.backward / m  # what the synchronised backward can cover
     optimizer = compute.optimizer
 
@@ -190,7 +204,9 @@ def step_time(
         """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
         if comm == 0:
             return 0.0  # exactly, where the sum below would leave what rounding does
-        return pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
+        return (
+            pipeline([0.0], [comm - tail], work, compute_rate=p, communication_rate=q) + tail - work
+        )
 
     if strategy.sends == "nothing":
         comm, overhead, calls = 0.0, 0.0, 0
@@ -203,7 +219,9 @@ def step_time(
             scatter += network.across(inner).seconds(size / inner, n // inner, messages.units)
         forward = beside(compute.forward / m, gather, gather / messages.units)
         plain = beside(last, gather)  # of a micro-batch whose gradients stay
-        overhead = m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
+        overhead = (
+            m * forward + (m - 1) * plain + beside(last, gather + scatter, scatter / messages.units)
+        )
         optimizer, comm = compute.optimizer / inner, (2 * m) * gather + scatter
         calls = messages.units * (2 * m + 1 + (inner < n))
     elif strategy.updates == "slices":
@@ -212,7 +230,9 @@ def step_time(
         overhead = beside(compute.forward / m, half, tail) + beside(last, half, tail)
         optimizer, comm, calls = compute.optimizer / n, 2 * half, 2 * messages.buckets
     else:
-        calls = count = {"gradients": messages.parameters, "all": 1, "buckets": messages.buckets}[strategy.sends]
+        calls = count = {"gradients": messages.parameters, "all": 1, "buckets": messages.buckets}[
+            strategy.sends
+        ]
         comm, tail = network.seconds(size, n, count), network.seconds(size / count, n)
         overhead = comm if strategy.after_backward else beside(last, comm, tail)
         if strategy.updates == "owned":
@@ -223,7 +243,9 @@ def step_time(
     return StepTime(base, optimizer, overhead, comm, calls)
 
 
-def sharding_group(strategy: Form, ranks: int, devices_per_node: int, group: int | None = None) -> int:
+def sharding_group(
+    strategy: Form, ranks: int, devices_per_node: int, group: int | None = None
+) -> int:
     """Ranks of a strategy's shard groups: with a mesh those of `group`, else all if it divides the parameters, or one.
 
     Raises:

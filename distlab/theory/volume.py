@@ -67,7 +67,9 @@ def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> Com
     if replicas == 1 or ranks == 1:
         return CommunicationVolume(len(messages), sum(numel * size for numel, size in messages))
     slices = [(-(-numel // ranks), size) for numel, size in messages]
-    return CommunicationVolume(3 * len(slices), sum((2 * ranks + 1) * numel * size for numel, size in slices))
+    return CommunicationVolume(
+        3 * len(slices), sum((2 * ranks + 1) * numel * size for numel, size in slices)
+    )
 
 
 def each_gradient(
@@ -118,7 +120,8 @@ def bucketed(
     Raises:
         ValueError: as `each_gradient`, a bucket size that is not positive, or fewer than one rank.
     """
-    # With one element more per parameter each bucket holds its flags, which must not count towards the limit.
+    # With one element more per parameter each bucket holds its flags, which must not count towards
+    # the limit.
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes, flags=1)
     return all_reduced([(padded(numel, world_size), size) for numel, size in buckets], mesh)
 
@@ -211,7 +214,9 @@ def sharded_optimizer(
         if key not in filled or filled[key] + size > message_mb * MIB:
             calls, filled[key] = calls + 1, 0
         filled[key] += size
-    return CommunicationVolume(gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes))
+    return CommunicationVolume(
+        gradients.collectives + calls, gradients.bytes + payload(numels, itemsizes)
+    )
 
 
 def fsdp(
@@ -299,18 +304,27 @@ def step_volume(
     if strategy.sends == "gradients":
         return each_gradient(mesh=mesh, **sizes)
     if strategy.sends == "units" and units is not None and not strategy.is_peer:
-        return fsdp(units=units, shapes=shapes, compute_itemsize=compute_itemsize,
-                    micro_batches=micro_batches, world_size=shard_size, replicas=mesh[0], **sizes)  # fmt: skip
+        return fsdp(
+            units=units,
+            shapes=shapes,
+            compute_itemsize=compute_itemsize,
+            micro_batches=micro_batches,
+            world_size=shard_size,
+            replicas=mesh[0],
+            **sizes,
+        )
     if strategy.sends not in ("all", "buckets"):
         return None
     if strategy.is_peer:
         limits = {"first_bucket_mb": cap, "bucket_cap_mb": cap} if strategy.has_buckets else {}
         sent = torch_ddp(**limits, **sizes)
         if strategy.updates == "owned":
-            # ZeroRedundancyOptimizer: beside DDP's all-reduces, each parameter broadcast by its owner. Source:
-            # `_sync_params` in torch/distributed/optim/zero_redundancy_optimizer.py, 2.13, without
-            # `parameters_as_bucket_view`.
-            return CommunicationVolume(sent.collectives + len(numels), sent.bytes + payload(numels, itemsizes))
+            # ZeroRedundancyOptimizer: beside DDP's all-reduces, each parameter broadcast by its
+            # owner. Source: `_sync_params` in torch/distributed/optim/zero_redundancy_optimizer.py,
+            # 2.13, without `parameters_as_bucket_view`.
+            return CommunicationVolume(
+                sent.collectives + len(numels), sent.bytes + payload(numels, itemsizes)
+            )
         return sent
     sizes["bucket_size_mb"] = bucket_size_mb if strategy.has_buckets else None
     if strategy.updates == "slices":
@@ -370,7 +384,9 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     matrices = [(_row(shape, world_size), math.prod(shape)) for shape in shapes]
     together = _sharded_buffer(matrices, world_size)
     lengths = dict.fromkeys(row for row, _ in matrices)
-    apart = [_sharded_buffer([m for m in matrices if m[0] == length], world_size) for length in lengths]
+    apart = [
+        _sharded_buffer([m for m in matrices if m[0] == length], world_size) for length in lengths
+    ]
     worth = max(FSDP_WORTH_A_BUFFER, sum(numel for _, numel in matrices) / 64)
     return apart if together - sum(apart) > worth else [together]
 
@@ -411,7 +427,9 @@ def bucket_payloads(
     Raises ValueError as `labels_of` and `positive_mib`.
     """
     dtypes = labels_of(numels, itemsizes, dtypes)
-    limit = float("inf") if bucket_size_mb is None else positive_mib("bucket_size_mb", bucket_size_mb)
+    limit = (
+        float("inf") if bucket_size_mb is None else positive_mib("bucket_size_mb", bucket_size_mb)
+    )
     closed, filled = [], {}
     for numel, size, dtype in reversed(list(zip(numels, itemsizes, dtypes, strict=True))):
         before, count, _ = filled.get(dtype, (0, 0, size))
@@ -437,7 +455,10 @@ def model_volume(
     parts = [name.split(".") for name in names]
     units = [".".join(part[:2] if part[0] == "blocks" else part) for part in parts]
     return step_volume(
-        strategy, [p.numel() for p in parameters], [p.element_size() for p in parameters],
+        strategy,
+        [p.numel() for p in parameters],
+        [p.element_size() for p in parameters],
         units=[unit if p.ndim > 1 else None for unit, p in zip(units, parameters, strict=True)],
-        shapes=[p.shape for p in parameters], **options,
-    )  # fmt: skip
+        shapes=[p.shape for p in parameters],
+        **options,
+    )

@@ -63,15 +63,18 @@ def build_training(
     """
     module = source
     if isinstance(source, ModelConfig):
-        if strategy.is_peer and (strategy.casts_parameters or options.get("layout", DATA_PARALLEL).ranks > 1):
-            source = replace(source, ops="torch")  # a Triton kernel takes no DTensor, nor tables that fsdp2 has cast
+        if strategy.is_peer and (
+            strategy.casts_parameters or options.get("layout", DATA_PARALLEL).ranks > 1
+        ):
+            # a Triton kernel takes no DTensor, nor tables that fsdp2 has cast
+            source = replace(source, ops="torch")
         module = TransformerLM(source, device="meta", checkpoint_blocks=checkpointing)
         options |= {"init": lambda _: module.reset_parameters(seed), "device": device}
     if options.get("layout", DATA_PARALLEL).context > 1:
         options["parts"] = Parts(*attention_parts())
     model, optimizer = strategy.build(
         compiled(module, compile), group, optimizer_cls, optimizer_options, **options
-    )  # fmt: skip
+    )
     return Training(module, model, optimizer)
 
 

@@ -14,7 +14,18 @@ from distlab.train.token_files import kind_of
 
 TRAINABLE = tuple(name for name, strategy in STRATEGIES.items() if strategy.trains)
 # What decides the sequence of losses, besides the model and the data.
-LASTING = ("batch", "seed", "lr", "lr_floor", "warmup", "weight_decay", "beta2", "clip", "dtype", "dropout")
+LASTING = (
+    "batch",
+    "seed",
+    "lr",
+    "lr_floor",
+    "warmup",
+    "weight_decay",
+    "beta2",
+    "clip",
+    "dtype",
+    "dropout",
+)
 
 
 @dataclass(frozen=True)
@@ -25,7 +36,9 @@ class DataConfig(Options):
         ValueError: validation data without training data, or a token dtype beside no .bin.
     """
 
-    data: str | None = option(None, ".bin or .npy tokens, or a text file (its bytes); default: synthetic tokens")
+    data: str | None = option(
+        None, ".bin or .npy tokens, or a text file (its bytes); default: synthetic tokens"
+    )
     val_data: str | None = option(None, "validation file (default: the last twentieth of --data)")
     token_dtype: str | None = option(None, "of a .bin: uint16 (default) or uint32")
 
@@ -36,7 +49,9 @@ class DataConfig(Options):
                 f"--val-data {self.val_data} needs --data: synthetic tokens have their own validation"
             )
         files = [Path(path) for path in (self.data, self.val_data) if path is not None]
-        if self.token_dtype is not None and not any(file.suffix.lower() == ".bin" for file in files):
+        if self.token_dtype is not None and not any(
+            file.suffix.lower() == ".bin" for file in files
+        ):
             raise ValueError(
                 f"--token-dtype {self.token_dtype} is of a .bin: a .npy says its own, and a text's tokens are its bytes"
             )
@@ -68,22 +83,30 @@ class TrainConfig(ModelOptions):
     dropout: float = option(0.0, "probability", least=0)
     strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
     bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
-    shard_size: int | None = option(None, "ranks that share a model, for strategies with a mesh [a host's]", least=1)
-    reshard: str = option(
-        "unit", "when a strategy that gathers parameters gives them back: after each use, or once a step",
-        choices=("unit", "step"),
-    )  # fmt: skip
-    layout: str = option(
-        "", "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]"
+    shard_size: int | None = option(
+        None, "ranks that share a model, for strategies with a mesh [a host's]", least=1
     )
-    stages: tuple[int, ...] = option((), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int)
+    reshard: str = option(
+        "unit",
+        "when a strategy that gathers parameters gives them back: after each use, or once a step",
+        choices=("unit", "step"),
+    )
+    layout: str = option(
+        "",
+        "ranks that share a model: tp2 (matrices), cp2 or cp2-ring (sequences), pp2 (blocks), tp2,cp2 [none]",
+    )
+    stages: tuple[int, ...] = option(
+        (), "blocks of each stage of --layout pp2 [equally many]", least=1, kind=int
+    )
     batch: int = option(8, "sequences per step over all ranks", least=1)
     accumulate: int = option(1, "micro-batches per step; gradients are synchronised once", least=1)
     steps: int = option(100, "optimizer steps", least=1)
     lr: float = option(1e-3, "largest learning rate", above=0)
     lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", least=0, most=1)
     warmup: int = option(10, "steps until the largest learning rate", least=0)
-    optimizer: str = option("adamw", "muon: of blocks' matrices; the rest by AdamW", choices=tuple(OPTIMIZERS))
+    optimizer: str = option(
+        "adamw", "muon: of blocks' matrices; the rest by AdamW", choices=tuple(OPTIMIZERS)
+    )
     weight_decay: float = option(0.1, "of the optimizer", least=0)
     beta2: float = option(0.95, "of AdamW", least=0)
     clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
@@ -92,13 +115,19 @@ class TrainConfig(ModelOptions):
     validate_sequences: int = option(64, "sequences per validation", least=1, most=10**6)
     checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", least=0)
     keep: int = option(2, "complete checkpoints that stay", least=1)
-    synchronous_checkpoints: bool = option(False, "write checkpoints within the step, not behind it")
+    synchronous_checkpoints: bool = option(
+        False, "write checkpoints within the step, not behind it"
+    )
 
     def __post_init__(self) -> None:
         if self.strategy not in TRAINABLE:
-            allowed = (f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE)
+            allowed = (
+                f"{name} (GPUs only)" if STRATEGIES[name].needs_gpu else name for name in TRAINABLE
+            )
             hint = did_you_mean(self.strategy, TRAINABLE)
-            raise ValueError(f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}")
+            raise ValueError(
+                f"strategy {self.strategy!r} cannot train{hint}; allowed: {', '.join(allowed)}"
+            )
         super().__post_init__()
         check_shard_size(self.shard_size, [self.strategy])
         check_reshard(self.reshard, self.strategy)
@@ -125,8 +154,9 @@ class TrainConfig(ModelOptions):
         strategy = STRATEGIES[self.strategy]
         refusal = strategy.refusal(layout)
         if refusal is None and strategy.is_peer and layout.tensor > 1:
-            # torch cuts a matrix for tensor parallelism and again for its shards, along the same dimension. Our
-            # checkpoints hold one cut of a parameter, and the run would be lost at its first.
+            # torch cuts a matrix for tensor parallelism and again for its shards, along the same
+            # dimension. Our checkpoints hold one cut of a parameter, and the run would be lost at
+            # its first.
             return (
                 f"{self.strategy} with layout {layout} can be timed (distlab run ddp_bench) and not trained: "
                 "checkpoints cannot hold its parameters. Take fsdp, or leave the layout out"

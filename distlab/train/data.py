@@ -32,13 +32,16 @@ IGNORED = -100  # a target that no loss counts
 BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's digest means
 
 
-def random_walks(key: tuple[int, ...], vocab_size: int, batch: int, length: int, branching: int = 4) -> np.ndarray:
+def random_walks(
+    key: tuple[int, ...], vocab_size: int, batch: int, length: int, branching: int = 4
+) -> np.ndarray:
     """`(batch, length + 1)` int64: each token is its predecessor plus one of 1 … `branching`, modulo the size.
 
     Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known floor ln(branching)
     nats per token, so a loss curve shows whether training works. All tokens are equally frequent.
     """
-    # numpy hashes the whole key into 128 bits; torch's CPU generator keeps only 32 bits of its seed.
+    # numpy hashes the whole key into 128 bits; torch's CPU generator keeps only 32 bits of its
+    # seed.
     generator = np.random.default_rng(key)
     start_B1 = generator.integers(0, vocab_size, (batch, 1))
     moves_BT = generator.integers(1, min(branching, vocab_size) + 1, (batch, length))
@@ -109,8 +112,17 @@ class SyntheticTokens:
         ):
             if value < least:
                 raise ValueError(f"{name}={value}: must be at least {least}")
-        self.vocab_size, self.batch_size, self.context_length = vocab_size, batch_size, context_length
-        self.seed, self.rank, self.branching, self.device = seed, rank, branching, torch.device(device)
+        self.vocab_size, self.batch_size, self.context_length = (
+            vocab_size,
+            batch_size,
+            context_length,
+        )
+        self.seed, self.rank, self.branching, self.device = (
+            seed,
+            rank,
+            branching,
+            torch.device(device),
+        )
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the batch of a step, whatever was drawn before.
@@ -152,7 +164,12 @@ class TokenWindows:
         source: str = "data",
         file: tuple[str, tuple[int, int] | None] | None = None,
     ):
-        self.tokens, self.vocab_size, self.context_length, self.file = tokens, vocab_size, context_length, file
+        self.tokens, self.vocab_size, self.context_length, self.file = (
+            tokens,
+            vocab_size,
+            context_length,
+            file,
+        )
         targets = max(len(tokens) - 1, 0)
         self.count: int = -(-targets // context_length) if ragged else targets // context_length
         if self.count == 0:
@@ -281,7 +298,9 @@ def load(
     model = config.model()
     if data.data is None:
         seeds = (config.seed, config.seed + 1)
-        train, validate = (SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds)
+        train, validate = (
+            SyntheticSequences(model.vocab_size, model.context_length, seed) for seed in seeds
+        )
         return train, validate, {"kind": "synthetic"}
     files = [(path, stamp(path)) for path in (data.data, data.val_data or data.data)]
     tokens = open_tokens(data.data, data.token_dtype)

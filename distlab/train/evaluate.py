@@ -40,7 +40,9 @@ def validation_loss(
     wrapper.eval()
     for number in range(rounds):
         numbers = mine[number * batch : (number + 1) * batch]
-        tokens, targets = axes.share(to_batch(data.rows(numbers) if numbers else empty, context.device))
+        tokens, targets = axes.share(
+            to_batch(data.rows(numbers) if numbers else empty, context.device)
+        )
         if wrapper.pipeline is None:
             with wrapper.autocast():
                 logits = wrapper(tokens)

@@ -99,7 +99,11 @@ class Trainer:
         if config.checkpointing == "auto":
             progress(f"checkpointing auto: blocks keep {keeps}")
         optimizer_cls, options = OPTIMIZERS[config.optimizer](config.ops)
-        options |= {"lr": config.lr, "betas": (0.9, config.beta2), "weight_decay": config.weight_decay}
+        options |= {
+            "lr": config.lr,
+            "betas": (0.9, config.beta2),
+            "weight_decay": config.weight_decay,
+        }
         _, self.wrapper, self.optimizer = build_training(
             config.model(),
             get_strategy(config.strategy),
@@ -120,7 +124,8 @@ class Trainer:
             self.wrapper,
             self.optimizer,
             loss_function(config.model(), layout),
-            # Without clipping the norm is still taken: it shows a NaN one step before the loss does.
+            # Without clipping the norm is still taken: it shows a NaN one step before the loss
+            # does.
             max_grad_norm=config.clip or float("inf"),
             scaler=self.scaler,
             context=context,
@@ -155,13 +160,24 @@ class Trainer:
             return False
         extra = stored.content["extra"]
         refuse_other_run(extra.get("identity"), self.identity, str(stored.path))
-        steps_are, scaler_is = type(extra.get("steps")) is int, dict if self.scaler is not None else type(None)
-        if not (steps_are and extra["steps"] > 0 and "scaler" in extra and isinstance(extra["scaler"], scaler_is)):
-            raise Damaged(f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is none")
+        steps_are, scaler_is = (
+            type(extra.get("steps")) is int,
+            dict if self.scaler is not None else type(None),
+        )
+        if not (
+            steps_are
+            and extra["steps"] > 0
+            and "scaler" in extra
+            and isinstance(extra["scaler"], scaler_is)
+        ):
+            raise Damaged(
+                f"{stored.path / MARKER} is not a marker of this program: 'steps' or 'scaler' is none"
+            )
         if self.scaler is not None:
             self.scaler.load_state_dict(extra["scaler"])
         self.checkpoints.load(stored, self.wrapper, self.optimizer)
-        if stored.content["world_size"] <= self.context.rank:  # no generator was saved for this rank
+        # no generator was saved for this rank
+        if stored.content["world_size"] <= self.context.rank:
             train_state.seed_rank(self.config.seed + stored.step, self.context.rank)
         self.step = stored.step
         if extra["steps"] != self.config.steps:
@@ -189,7 +205,9 @@ class Trainer:
                 while self.step < config.steps and outcome.stopped_by is None:
                     self.one_step()
                     last = self.step == config.steps
-                    validates = self.validate is not None and (last or _due(self.step, config.validate_every))
+                    validates = self.validate is not None and (
+                        last or _due(self.step, config.validate_every)
+                    )
                     saves = stores and (last or _due(self.step, config.checkpoint_every))
                     if validates or saves or last:
                         self.metrics.settle()
@@ -229,9 +247,13 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         whole = is_unchanged(self.train)  # of a file that became shorter nothing may be read
-        rows = [self.train.rows(numbers) for numbers in self.order.numbers(self.step)] if whole else []
+        rows = (
+            [self.train.rows(numbers) for numbers in self.order.numbers(self.step)] if whole else []
+        )
         self._refuse_changed(self.train, whole)
-        loss = self.train_step([self.axes.share(to_batch(each, self.context.device)) for each in rows])
+        loss = self.train_step(
+            [self.axes.share(to_batch(each, self.context.device)) for each in rows]
+        )
         self.step += 1
         skipped = self.train_step.last_step_skipped  # its norm is infinite, and that was dealt with
         norm = None if skipped else self.train_step.grad_norm
@@ -279,7 +301,11 @@ class Trainer:
             return "There is no checkpoint"
         self.checkpoints.wait()
         step, where = self.checkpoints.last_saved, self.checkpoints.folder.path
-        kept = "No checkpoint was written before" if step is None else f"The checkpoint of step {step} is good"
+        kept = (
+            "No checkpoint was written before"
+            if step is None
+            else f"The checkpoint of step {step} is good"
+        )
         return f"{kept} ({where})"
 
     def close(self) -> None:

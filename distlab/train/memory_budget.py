@@ -34,9 +34,14 @@ from distlab.theory.model_shape import ModelShape
 from distlab.train.config import TrainConfig
 
 GIB = 2**30
-CERTAIN = 0.9  # of a predicted peak; predictions of eager steps were within 2 % of it (docs/learn/theory/simulation.md)
-ROOM = 0.92  # of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of it
-CERTAIN_COMPILED = 0.5  # of a whole model a compiler may keep less than of its blocks: no logits in fp32, say
+# of a predicted peak; predictions of eager steps were within 2 % of it
+# (docs/learn/theory/simulation.md)
+CERTAIN = 0.9
+# of the free memory, that `auto` plans to use: communication buffers and fragmentation take some of
+# it
+ROOM = 0.92
+# of a whole model a compiler may keep less than of its blocks: no logits in fp32, say
+CERTAIN_COMPILED = 0.5
 
 
 @dataclass(frozen=True)
@@ -75,15 +80,25 @@ class PlannedStep:
         """Return the closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
-        return max((self.of_rank(part, world_size, on_gpu) for part in parts), key=lambda memory: memory.peak.total)
+        return max(
+            (self.of_rank(part, world_size, on_gpu) for part in parts),
+            key=lambda memory: memory.peak.total,
+        )
 
     def of_rank(self, part: "RankPart", world_size: int, on_gpu: bool = True) -> StepMemory:
         """Return the same of a rank that has this part."""
         strategy = STRATEGIES[self.strategy]
-        precision = "fp32" if self.dtype == "fp32" else "bf16" if strategy.casts_parameters else "bf16-autocast"
+        precision = (
+            "fp32"
+            if self.dtype == "fp32"
+            else "bf16"
+            if strategy.casts_parameters
+            else "bf16-autocast"
+        )
         layout = self.layout
         ranks = layout.tensor * layout.pipeline  # that have different parameters
-        in_chunks = self.model.loss_in_head and layout.tensor == 1  # ranks that share the words have all their logits
+        # ranks that share the words have all their logits
+        in_chunks = self.model.loss_in_head and layout.tensor == 1
         return step_memory(
             part.shape,
             batch=self.batch,
@@ -107,9 +122,13 @@ class PlannedStep:
         """Bytes that a rank certainly needs."""
         memory = self.memory(world_size, on_gpu=on_gpu)
         if self.mode == "inference":
-            held = memory.after_init.parameters + max(moment.temporary for _, moment in memory.moments)
+            held = memory.after_init.parameters + max(
+                moment.temporary for _, moment in memory.moments
+            )
         else:
-            held = memory.peak.total - (0 if self.mode == "step" else memory.after_step.optimizer_state)
+            held = memory.peak.total - (
+                0 if self.mode == "step" else memory.after_step.optimizer_state
+            )
         return int(held * (CERTAIN_COMPILED if self.compiled else CERTAIN))
 
     def __str__(self) -> str:
@@ -162,7 +181,11 @@ def rank_parts(
         of_stages = [plan[end - size : end] for size, end in zip(sizes, ends, strict=True)]
         keeps = [sum(of_stages[rank::ranks], ()) for rank in range(ranks)]
     # A lone rank takes one micro-batch after the other, and there may be 10^12 of them.
-    most = [1] if ranks == 1 and layout.schedule == "1f1b" else _most_held(layout.schedule, ranks, micro_batches)
+    most = (
+        [1]
+        if ranks == 1 and layout.schedule == "1f1b"
+        else _most_held(layout.schedule, ranks, micro_batches)
+    )
     forwards = micro_batches * stages // ranks
     return [RankPart(*part, part[-1] < forwards) for part in zip(shapes, keeps, most, strict=True)]
 
@@ -207,7 +230,9 @@ def require(
     device = torch.device(device)
     for name in dict.fromkeys(plan.strategy for plan in planned):
         if STRATEGIES[name].needs_gpu and device.type != "cuda":
-            raise ValueError(f"strategy {name!r} needs GPUs, and this run computes on a CPU: choose others")
+            raise ValueError(
+                f"strategy {name!r} needs GPUs, and this run computes on a CPU: choose others"
+            )
     short = [shortage(plan, device, context) for plan in planned]
     missing = [text for text in short if text is not None]
     if missing and (len(missing) == len(short) or not some):
@@ -240,7 +265,10 @@ def shortage(
 
 def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int | None:
     """Bytes that every rank may take of what is free where it computes; None where nobody says. Collective."""
-    mine = (f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}", free_bytes(device))
+    mine = (
+        f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}",
+        free_bytes(device),
+    )
     everyone = [mine] if context is None else collectives.gather_objects(mine, context.group)
     shares = {}  # what each rank of a place may take of what is free there
     for place, free in everyone:
@@ -258,7 +286,9 @@ def settled(plan: PlannedStep, context: RankContext) -> str:
     if plan.checkpointing != "auto":
         return plan.checkpointing
     free, on_gpu = memory_of_a_rank(context.device, context), context.device.type == "cuda"
-    return least_recomputation(plan, context.world_size, None if free is None else int(ROOM * free), on_gpu=on_gpu)
+    return least_recomputation(
+        plan, context.world_size, None if free is None else int(ROOM * free), on_gpu=on_gpu
+    )
 
 
 def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, on_gpu: bool) -> str:
@@ -269,17 +299,27 @@ def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, o
     layers = plan.model.num_layers
 
     def mixed(low: str, high: str, count: int) -> str:
-        parts = [f"{level}:{blocks}" for level, blocks in ((low, layers - count), (high, count)) if blocks]
+        parts = [
+            f"{level}:{blocks}"
+            for level, blocks in ((low, layers - count), (high, count))
+            if blocks
+        ]
         return ",".join(parts) if len(parts) > 1 else parts[0].partition(":")[0]
 
     def fits(choice: str) -> bool:
-        return allowed is None or replace(plan, checkpointing=choice).memory(ranks, on_gpu=on_gpu).peak.total <= allowed
+        return (
+            allowed is None
+            or replace(plan, checkpointing=choice).memory(ranks, on_gpu=on_gpu).peak.total
+            <= allowed
+        )
 
     if fits(KEPT[-1]):
         return KEPT[-1]
     found = KEPT[0]
     for low, high in itertools.pairwise(KEPT):
-        count = bisect(range(1, layers + 1), False, key=lambda blocks: not fits(mixed(low, high, blocks)))
+        count = bisect(
+            range(1, layers + 1), False, key=lambda blocks: not fits(mixed(low, high, blocks))
+        )
         found = mixed(low, high, count) if count else found
         if count < layers:
             break
@@ -292,20 +332,29 @@ def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
     if plan.checkpointing not in ("auto", "block") and fits(replace(plan, checkpointing="block")):
         return "--checkpointing auto would fit"
     # Sizes from 1 on, those that fit before those that do not: bisection counts the former.
-    batch = bisect(range(1, plan.batch), False, key=lambda size: not fits(replace(plan, batch=size)))
+    batch = bisect(
+        range(1, plan.batch), False, key=lambda size: not fits(replace(plan, batch=size))
+    )
 
     def longest(lengths: range) -> int:
         count = bisect(
-            lengths, False, key=lambda n: not fits(replace(plan, model=replace(model, context_length=n)))
+            lengths,
+            False,
+            key=lambda n: not fits(replace(plan, model=replace(model, context_length=n))),
         )
         return lengths[count - 1] if count else 0
 
     # Above a length the loss is computed in chunks, which needs less.
     short = min(LOGITS_AT_ONCE // (4 * model.vocab_size) + 1, model.context_length)
     length = longest(range(short, model.context_length)) or longest(range(1, short))
-    options = {"--batch": batch * plan.batch_option, "--context": length if length < 128 else length // 64 * 64}
+    options = {
+        "--batch": batch * plan.batch_option,
+        "--context": length if length < 128 else length // 64 * 64,
+    }
     if batch or length:
-        return f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
+        return (
+            f"{' or '.join(f'{name} {size}' for name, size in options.items() if size)} would fit"
+        )
     if fits(replace(plan, batch=1, model=replace(model, context_length=1))):
         return "A smaller --batch and a smaller --context together would fit"
     sharded = replace(plan, strategy="fsdp", checkpointing="block")
@@ -317,4 +366,6 @@ def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
             break
     else:
         more = ""
-    return f"The parameters and what is kept of each are too much alone: take a smaller --size{more}"
+    return (
+        f"The parameters and what is kept of each are too much alone: take a smaller --size{more}"
+    )

@@ -67,7 +67,9 @@ class GatheredMetrics:
         stopped_by: number of the signal that some rank was sent, as far as all ranks know; or None.
     """
 
-    def __init__(self, context: RankContext, signals: StopSignals, report: Callable[[StepMetrics], None]):
+    def __init__(
+        self, context: RankContext, signals: StopSignals, report: Callable[[StepMetrics], None]
+    ):
         self.stopped_by: int | None = None
         self._signals, self._report, self._device = signals, report, context.device
         timeout = timedelta(seconds=context.timeout_s)
@@ -80,7 +82,13 @@ class GatheredMetrics:
         self._ended = instant(self._device)
 
     def note(
-        self, step: int, loss: Tensor, grad_norm: Tensor | None, *, lr: float, checkpoint_ms: float = 0.0
+        self,
+        step: int,
+        loss: Tensor,
+        grad_norm: Tensor | None,
+        *,
+        lr: float,
+        checkpoint_ms: float = 0.0,
     ) -> None:
         """Queue the numbers of the step that was just launched, and settle the step before.
 
@@ -107,7 +115,9 @@ class GatheredMetrics:
         step_ms, self._ended = elapsed_ms(self._ended, ended), ended
         mine = torch.tensor([*values.tolist(), float(self._signals.received)], dtype=torch.float64)
         everybody = torch.empty(3 * self.group.size(), dtype=torch.float64)
-        collectives.wait(collectives.all_gather(everybody, mine, self.group), self.group, "exchanging losses")
+        collectives.wait(
+            collectives.all_gather(everybody, mine, self.group), self.group, "exchanging losses"
+        )
         losses, norms, signals = everybody.view(-1, 3).T.tolist()
         bad = [rank for rank, loss in enumerate(losses) if not math.isfinite(loss)]
         if bad:
@@ -119,7 +129,9 @@ class GatheredMetrics:
             )
         self.stopped_by = next((int(number) for number in signals if number), None)
         norm = None if known.grad_norm is None else norms[0]
-        self._report(replace(known, loss=sum(losses) / len(losses), grad_norm=norm, step_ms=step_ms))
+        self._report(
+            replace(known, loss=sum(losses) / len(losses), grad_norm=norm, step_ms=step_ms)
+        )
 
     def close(self) -> None:
         """Give back the group; nothing can be exchanged any more."""

@@ -65,7 +65,11 @@ def train(
         if journal is None:
             return
         rates = speed(config, config.batch, context, step.step_ms)
-        more = {"loss_hex": step.loss.hex(), "strategy": config.strategy, "ranks": context.world_size}
+        more = {
+            "loss_hex": step.loss.hex(),
+            "strategy": config.strategy,
+            "ranks": context.world_size,
+        }
         journal.write(asdict(step) | rates | more)
         if step.step % log_every == 0 or step.step == config.steps:
             rate, share = rates.values()
@@ -78,14 +82,24 @@ def train(
     with hold(folder, context, progress) as lock:
         training, validation, identity = load(data, config, context)
         trainer = Trainer(
-            config, context, train=training, validate=validation, data_identity=identity,
-            folder=folder / "checkpoints", lock=lock, report=report, progress=progress,
-        )  # fmt: skip
+            config,
+            context,
+            train=training,
+            validate=validation,
+            data_identity=identity,
+            folder=folder / "checkpoints",
+            lock=lock,
+            report=report,
+            progress=progress,
+        )
         if trainer.resume():
             progress(f"resumed from step {trainer.step}")
         first = trainer.step
         complete = first >= config.steps
-        if complete and collectives.gather_objects(context.is_main and has_results(first), context.group)[0]:
+        if (
+            complete
+            and collectives.gather_objects(context.is_main and has_results(first), context.group)[0]
+        ):
             progress(
                 f"this run is complete: {first} of {config.steps} steps done ({folder}). More --steps continue it; "
                 "another --name, or --fresh, begins a new one"
@@ -121,7 +135,9 @@ def metrics_of(
     rates = speed(config, config.batch, context, step_ms) if step_ms else {}
     return {
         "steps": outcome.last_step,
-        "final_loss": lines[-1]["loss"] if lines and lines[-1]["step"] == outcome.last_step else None,
+        "final_loss": lines[-1]["loss"]
+        if lines and lines[-1]["step"] == outcome.last_step
+        else None,
         "validation_loss": outcome.validation[-1][1] if outcome.validation else None,
         "step_p50_ms": step_ms,
         "tokens_per_s": rates.get("tokens_per_s"),
@@ -129,7 +145,9 @@ def metrics_of(
     }
 
 
-def speed(config: ModelOptions, batch: int, context: RankContext, step_ms: float) -> dict[str, float | None]:
+def speed(
+    config: ModelOptions, batch: int, context: RankContext, step_ms: float
+) -> dict[str, float | None]:
     """`tokens_per_s` of all ranks and `mfu_pct`, None where the device is not known; of a step of `batch` sequences."""
     model, peak = config.model(), peak_of(context.device, config.dtype)
     share = mfu(step_flops(**model.sizes(batch)) / context.world_size, step_ms / 1e3, peak)

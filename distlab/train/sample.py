@@ -32,7 +32,9 @@ def newest_usable(folder: Path) -> Stored:
             problems.append(str(error))
         else:
             return stored
-    raise ValueError(f"{folder} holds no usable checkpoint{': ' if problems else ''}{'; '.join(problems)}")
+    raise ValueError(
+        f"{folder} holds no usable checkpoint{': ' if problems else ''}{'; '.join(problems)}"
+    )
 
 
 def load_model(stored: Stored, context: RankContext) -> TransformerLM:
@@ -42,7 +44,8 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
         ValueError, CheckpointError: what the checkpoint says does not fit together.
     """
     config = _model_of(stored)
-    # Built only where as many elements lie on the disk: numbers that were made up could ask for any memory.
+    # Built only where as many elements lie on the disk: numbers that were made up could ask for any
+    # memory.
     found = tensors.shapes_and_dtypes(stored).items()
     count = sum(math.prod(shape) for key, (shape, _) in found if key.startswith("model/"))
     if config.num_parameters != count:
@@ -61,7 +64,8 @@ def _model_of(stored: Stored) -> ModelConfig:
     identity = stored.content["extra"].get("identity")
     described = identity.get("model") if isinstance(identity, dict) else None
     names = {field.name for field in fields(ModelConfig)}
-    optional = {field.name for field in fields(ModelConfig) if field.default is None}  # left out of an identity
+    # left out of an identity
+    optional = {field.name for field in fields(ModelConfig) if field.default is None}
     if not isinstance(described, dict) or not names - optional <= described.keys() <= names:
         raise ValueError(f"{stored.path} does not describe its model")
     try:
@@ -84,7 +88,9 @@ def generate(
             1e-4, below which logits overflow.
     """
     if len(tokens_T) == 0 or count < 0:
-        raise ValueError(f"{len(tokens_T)} tokens, count={count}: give a prompt, and a count of at least 0")
+        raise ValueError(
+            f"{len(tokens_T)} tokens, count={count}: give a prompt, and a count of at least 0"
+        )
     if not (temperature == 0 or LEAST_TEMPERATURE <= temperature < float("inf")):
         raise ValueError(
             f"temperature={temperature}: give 0 for the likeliest token, or a finite number of at least "

@@ -44,5 +44,7 @@ class LossScaler:
         scale, good_steps = state.get("scale"), state.get("good_steps")
         is_scale = type(scale) in (int, float) and math.isfinite(scale) and scale > 0
         if not is_scale or type(good_steps) is not int or good_steps < 0:
-            raise ValueError(f"no state of a loss scale: scale={scale!r}, good_steps={good_steps!r}")
+            raise ValueError(
+                f"no state of a loss scale: scale={scale!r}, good_steps={good_steps!r}"
+            )
         self.scale, self.good_steps = float(scale), good_steps

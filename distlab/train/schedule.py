@@ -27,4 +27,6 @@ class WarmupCosine:
         if step >= self.steps:
             return self.peak * self.floor
         progress = (step - self.warmup) / max(1, self.steps - self.warmup)
-        return self.peak * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress)))
+        return self.peak * (
+            self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * progress))
+        )

@@ -43,11 +43,18 @@ class StopSignals:
         if self.answers:
             self.answers = False  # once
             name = signal.Signals(number).name
-            print(f"asked to stop ({name}): this step is finished, then a checkpoint written", file=sys.stderr,
-                  flush=True)  # fmt: skip
+            print(
+                f"asked to stop ({name}): this step is finished, then a checkpoint written",
+                file=sys.stderr,
+                flush=True,
+            )
         deadline = time.monotonic() + GRACE_S
         while not self.received and time.monotonic() < deadline:
             time.sleep(0.05)
         if not self.received:
-            print("asked to stop while waiting for another rank; ending now", file=sys.stderr, flush=True)
+            print(
+                "asked to stop while waiting for another rank; ending now",
+                file=sys.stderr,
+                flush=True,
+            )
             os._exit(128 + number)

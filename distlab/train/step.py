@@ -46,7 +46,9 @@ def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFun
     return loss_in_head if in_head else next_token_loss
 
 
-def under_autocast(loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None) -> LossFunction:
+def under_autocast(
+    loss_fn: LossFunction, device: torch.device, dtype: torch.dtype | None
+) -> LossFunction:
     """Return a loss whose operators cast their inputs to the dtype that the parameters have."""
 
     def cast(model: nn.Module, batch: Any) -> Tensor:

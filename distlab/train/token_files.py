@@ -52,18 +52,20 @@ CONTAINERS = (
     Container("an Arrow table", b"ARROW1\x00\x00", _EXPORT),
     Container("an HDF5 file", b"\x89HDF\r\n\x1a\n", _EXPORT),
     Container("an SQLite database", b"SQLite format 3\x00", _EXPORT),
-    # The first number that torch pickles, its magic one. Behind the pickles there are the raw values.
-    Container("a pickle, of an older torch's .pt", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", _EXPORT),
+    # The first number that torch pickles, its magic one. Behind the pickles there are the raw
+    # values.
+    Container(
+        "a pickle, of an older torch's .pt", b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19", _EXPORT
+    ),
     *(
-        Container("a pickle, such as an older torch's .pt", bytes([0x80, protocol]), _EXPORT, end=b".")
+        Container(
+            "a pickle, such as an older torch's .pt", bytes([0x80, protocol]), _EXPORT, end=b"."
+        )
         for protocol in range(2, 6)
     ),
     # The digit between the two parts of bzip2's signature is the size of its blocks.
-    *(
-        Container("a bzip2 archive", b"BZh%d1AY&SY" % level, _UNPACK)
-        for level in range(1, 10)
-    ),
-)  # fmt: skip
+    *(Container("a bzip2 archive", b"BZh%d1AY&SY" % level, _UNPACK) for level in range(1, 10)),
+)
 
 
 def kind_of(path: str | Path) -> str:
@@ -108,7 +110,9 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     kind = kind_of(path)
     if kind == "npy":
         if dtype is not None and path.suffix.lower() == ".bin":
-            raise ValueError(f"{path} is numpy's .npy by its content, which says its own type: leave --token-dtype out")
+            raise ValueError(
+                f"{path} is numpy's .npy by its content, which says its own type: leave --token-dtype out"
+            )
         return _open_array(path)
     name = (dtype or "uint16") if kind == "bin" else "uint8"
     if name not in TOKEN_DTYPES:
@@ -143,7 +147,9 @@ def _require_file(path: Path) -> None:
         (stat.S_ISSOCK, "a socket"),
     )
     what = next((name for is_kind, name in named if is_kind(mode)), "not a regular file")
-    remedy = "give a file in it" if stat.S_ISDIR(mode) else "write the data to a file, and give that"
+    remedy = (
+        "give a file in it" if stat.S_ISDIR(mode) else "write the data to a file, and give that"
+    )
     raise ValueError(f"{path} is {what}, and tokens are read from a file, more than once: {remedy}")
 
 
@@ -157,7 +163,8 @@ def _looks_like_uint32(tokens: np.ndarray) -> bool:
     if len(tokens) % 2 or pairs < FEWEST_PAIRS:
         return False
     low, high = tokens[: 2 * pairs : 2], tokens[1 : 2 * pairs : 2]
-    # Tokens at even and at odd places of a text are alike. Of a small vocabulary, such as 0 to 3, both are small.
+    # Tokens at even and at odd places of a text are alike. Of a small vocabulary, such as 0 to 3,
+    # both are small.
     only_zeros = not high.any() and bool(low.any())
     return only_zeros or (int(high.max()) <= HIGHEST_HALF and int(low.max()) > 255)
 
@@ -179,5 +186,7 @@ def _open_array(path: Path) -> np.ndarray:
         except (ValueError, EOFError) as error:
             objects = "object" in str(error).lower() or "pickle" in str(error).lower()
             said = str(error).splitlines()[0][:100]
-            reason = "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
+            reason = (
+                "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
+            )
     raise ValueError(f"{path} is no array of tokens in numpy's .npy format: {reason}. {remedy}")

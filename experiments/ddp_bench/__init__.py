@@ -38,7 +38,8 @@ from distlab.train.run import speed
 from .view import FAILED, REFUSED, RIGHT, VIEW, headline, wrong_rows
 
 EXPLAINED_S = 20.0  # may explaining always take, however short the rounds were
-SMALL = small(num_layers=2, d_model=64, d_ff=128)  # the Transformer on which a user's wrapper is checked
+# the Transformer on which a user's wrapper is checked
+SMALL = small(num_layers=2, d_model=64, d_ff=128)
 TRACED_ON_CPU = 5  # steps at least, of which the one nearest the untraced median is drawn
 
 
@@ -58,17 +59,22 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         flag="--bucket-size-mb",
     )
     shard_size: int | None = option(
-        None, "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]", least=1
+        None,
+        "ranks that share one model, for hsdp, torch-hsdp and bucketed-two-level [those of a host]",
+        least=1,
     )
     layouts: tuple[str, ...] = option(
-        (), "rows of ranks that share a model, too: tp2, cp2-ring, pp2, tp2+cp2; each step has the same sequences"
+        (),
+        "rows of ranks that share a model, too: tp2, cp2-ring, pp2, tp2+cp2; each step has the same sequences",
     )
     micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     wraps: tuple[str, ...] = option(
         (), "your own wrapper, my_code:parallelize, one or several (a row each)", flag="--wrap"
     )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
-    profile_steps: int = option(1, "steps per trace, of which the median is shown; 0 for none", least=0)
+    profile_steps: int = option(
+        1, "steps per trace, of which the median is shown; 0 for none", least=0
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +89,9 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
                     f"{layout.ranks} ranks, are no {self.micro_batches} equal parts; pass another --micro-batches"
                 )
         if self.layouts and self.factory is not None:
-            raise ValueError("--layouts: ranks share the lab's Transformer; with --model leave them out")
+            raise ValueError(
+                "--layouts: ranks share the lab's Transformer; with --model leave them out"
+            )
 
 
 def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
@@ -96,7 +104,11 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
     if context.world_size == 1:
         run.notice("one rank: nothing is communicated. For more: --nproc 2")
     rows = variants(
-        config.strategies, config.bucket_sizes_mb, config.shard_size, config.layouts, config.micro_batches
+        config.strategies,
+        config.bucket_sizes_mb,
+        config.shard_size,
+        config.layouts,
+        config.micro_batches,
     )
     bench = config.workbench(context, rows)
     facts = config.facts(context)
@@ -116,9 +128,15 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
             verdicts[row.name] = verdict_on(context, row.strategy, SMALL if task is None else task)
     if task is None:
         differences = parameter_differences(context, synchronized, config.check_steps, run.progress)
-    failed = {name: found["verdict_detail"] for name, found in verdicts.items() if found["verdict"] == FAILED}
+    failed = {
+        name: found["verdict_detail"]
+        for name, found in verdicts.items()
+        if found["verdict"] == FAILED
+    }
     rows += [row for row in wrapped if row.name not in failed]
-    run.progress(f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters")
+    run.progress(
+        f"building {config.factory or config.size}: {facts['num_parameters'] / 1e6:,.1f} M parameters"
+    )
     begin = time.monotonic()
     noted = time_rows(bench, rows, run, differences, verdicts)
     took_s = time.monotonic() - begin
@@ -192,10 +210,16 @@ def time_rows(
             name, metrics = variant.name, timings[variant.name].metrics()
             if not timings[name].out_of_memory:
                 metrics |= speeds(metrics["step_p50_ms"]) | counted[name]
-                metrics |= {"comm_ms": None, "overlap_pct": None, "max_abs_param_diff": differences.get(name)}
+                metrics |= {
+                    "comm_ms": None,
+                    "overlap_pct": None,
+                    "max_abs_param_diff": differences.get(name),
+                }
                 metrics |= verdicts.get(name, {})
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
-            noted[name] = noted.get(name) or run.add(name, metrics, **config.facts(context), bucket_size_mb=size)
+            noted[name] = noted.get(name) or run.add(
+                name, metrics, **config.facts(context), bucket_size_mb=size
+            )
             noted[name].metrics.clear()
             noted[name].metrics.update(metrics)
         run.save()
@@ -203,9 +227,14 @@ def time_rows(
         how_to_continue(f"{samples} steps of each row, and not explained: {', '.join(noted)}")
 
     bench.time_rounds(
-        rows, rounds=config.rounds, warmup=config.warmup, steps=config.steps, progress=run.progress, inspect=count,
+        rows,
+        rounds=config.rounds,
+        warmup=config.warmup,
+        steps=config.steps,
+        progress=run.progress,
+        inspect=count,
         ended=note,
-    )  # fmt: skip
+    )
     return noted
 
 
@@ -231,7 +260,9 @@ def explain_rows(
     accounts, drawn = {}, {}  # row → account and picture of its trace
     left = sorted(rows, key=lambda name: (name != "local", noted[name].metrics["step_p50_ms"]))
     try:
-        while left and on_main(context, lambda: time.monotonic() - begin < max(took_s, EXPLAINED_S)):
+        while left and on_main(
+            context, lambda: time.monotonic() - begin < max(took_s, EXPLAINED_S)
+        ):
             how_to_continue(f"not explained: {', '.join(left)}")
             name, metrics = left[0], noted[left[0]].metrics
             run.progress(f"explaining {name}")
@@ -240,8 +271,12 @@ def explain_rows(
                 events = load_trace(path)
                 window = nearest_step(events, metrics["step_p50_ms"])
                 seen = accounts[name] = account(events, window)
-                drawn[f"{name}\n{metrics['step_p50_ms']:.0f} ms, traced {seen.step_ms:.0f}"] = lanes(events, window)
-                metrics.update(comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms)
+                drawn[f"{name}\n{metrics['step_p50_ms']:.0f} ms, traced {seen.step_ms:.0f}"] = (
+                    lanes(events, window)
+                )
+                metrics.update(
+                    comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms
+                )
                 metrics["traced_step_ms"] = seen.step_ms
                 if context.device.type == "cuda":
                     busy_ms = seen.step_ms - seen.idle_ms
@@ -253,22 +288,31 @@ def explain_rows(
                 run.notice(f"not explained: {name}, for whose trace no memory is left")
             left.remove(name)
     except Exception as error:
-        raise ValueError(f"not explained: {', '.join(left)} ({repr(error)[:99]}); the rest is in {run.path}") from error
+        raise ValueError(
+            f"not explained: {', '.join(left)} ({repr(error)[:99]}); the rest is in {run.path}"
+        ) from error
     if left:
-        run.notice(f"not explained, since that would take longer than measuring did: {', '.join(left)}")
+        run.notice(
+            f"not explained, since that would take longer than measuring did: {', '.join(left)}"
+        )
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
         timeline(run.path / "timeline.png", drawn, title=title)
 
 
-def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> dict[str, int | bool | None]:
+def sent(
+    bench: Workbench, variant: Variant, recorder: CollectiveRecorder
+) -> dict[str, int | bool | None]:
     """Collectives and bytes of one step, counted, beside the closed form."""
     counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     if bench.options.factory is not None or variant.name in bench.options.wraps:
-        silent = recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
+        silent = (
+            recorder.count == 0 and variant.strategy.synchronizes and bench.context.world_size > 1
+        )
         return counted | {"sent_nothing": silent or None}
     layout, model = variant.layout, bench.options.model()
-    part = rank_parts(model, layout, bench.options.checkpointing, variant.micro_batches)[0]  # rank 0's
+    # rank 0's
+    part = rank_parts(model, layout, bench.options.checkpointing, variant.micro_batches)[0]
     expected = layout_volume(
         variant.strategy,
         part.shape,
@@ -285,9 +329,16 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
         pipeline=layout.pipeline,
         keeps=part.keeps,
     )
-    said = dict(zip(counted, (expected.collectives, expected.bytes) if expected else (None, None), strict=True))
+    said = dict(
+        zip(
+            counted,
+            (expected.collectives, expected.bytes) if expected else (None, None),
+            strict=True,
+        )
+    )
     if variant.strategy.is_peer and bench.options.compile != "off":
-        # torch DDP makes its buckets in the order in which gradients come, and compiled blocks give theirs in another.
+        # torch DDP makes its buckets in the order in which gradients come, and compiled blocks give
+        # theirs in another.
         said["collectives_per_step"] = None
     predicted = {f"predicted_{name}": value for name, value in said.items()}
     as_predicted = expected and all(value in (None, counted[name]) for name, value in said.items())
@@ -296,28 +347,57 @@ def sent(bench: Workbench, variant: Variant, recorder: CollectiveRecorder) -> di
 
 QUICK = {
     "strategies": ("local", "naive", "bucketed", "torch-ddp"),
-    "rounds": 2, "steps": 4,
-}  # fmt: skip
+    "rounds": 2,
+    "steps": 4,
+}
 EXPERIMENT = Experiment(
-    DDPBenchConfig, measure, VIEW,
+    DDPBenchConfig,
+    measure,
+    VIEW,
     presets={
         "gpu": {
-            "size": "medium", "dtype": "bf16", "bucket_sizes_mb": (100.0,), "warmup": 3, "steps": 8, "rounds": 3,
+            "size": "medium",
+            "dtype": "bf16",
+            "bucket_sizes_mb": (100.0,),
+            "warmup": 3,
+            "steps": 8,
+            "rounds": 3,
             "strategies": strategies_on("cuda", meshes=False),
         },
-        # As many parameters and modules as xl has and next to nothing to compute: what a step takes longer than
-        # local's is what the strategy costs the host.
+        # As many parameters and modules as xl has and next to nothing to compute: what a step takes
+        # longer than local's is what the strategy costs the host.
         "host": {
-            "size": "xl", "d_model": 64, "d_ff": 64, "heads": 2, "vocab": 64, "context": 16, "batch": 1,
-            "bucket_sizes_mb": (1.0,), "rounds": 6, "steps": 20, "check_steps": 0, "profile_steps": 0,
+            "size": "xl",
+            "d_model": 64,
+            "d_ff": 64,
+            "heads": 2,
+            "vocab": 64,
+            "context": 16,
+            "batch": 1,
+            "bucket_sizes_mb": (1.0,),
+            "rounds": 6,
+            "steps": 20,
+            "check_steps": 0,
+            "profile_steps": 0,
             "strategies": strategies_on("cpu"),
         },
         "quick": QUICK,
-        "smoke": QUICK | {
-            "size": "tiny", "d_model": 32, "d_ff": 64, "heads": 2, "vocab": 64, "batch": 1, "context": 16,
-            "bucket_sizes_mb": (0.05,), "warmup": 1, "steps": 5, "rounds": 1, "check_steps": 1,
+        "smoke": QUICK
+        | {
+            "size": "tiny",
+            "d_model": 32,
+            "d_ff": 64,
+            "heads": 2,
+            "vocab": 64,
+            "batch": 1,
+            "context": 16,
+            "bucket_sizes_mb": (0.05,),
+            "warmup": 1,
+            "steps": 5,
+            "rounds": 1,
+            "check_steps": 1,
         },
     },
     ranks="many",
     wrong=wrong_rows,
-)  # fmt: skip
+)

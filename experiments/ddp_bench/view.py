@@ -50,7 +50,9 @@ def strategy_of(row: str) -> Strategy | None:
 
 
 LOCAL = row_of("local")
-TORCH = fastest("step_p50_ms", lambda r: (s := strategy_of(r.variant)) and s.is_peer and s.updates == "all")
+TORCH = fastest(
+    "step_p50_ms", lambda r: (s := strategy_of(r.variant)) and s.is_peer and s.updates == "all"
+)
 OVER_LOCAL = Ratio("vs_local", LOCAL)
 OVER_TORCH = Ratio("vs_torch_ddp", TORCH)
 
@@ -74,7 +76,9 @@ def compare(records: Records) -> None:
 def examples_of(records: Records) -> str:
     """Batch, and context where there is one, in a few words."""
     config = records[0].config
-    return f"batch {config.get('batch')}" + (f" × context {c}" if (c := config.get("context")) else "")
+    return f"batch {config.get('batch')}" + (
+        f" × context {c}" if (c := config.get("context")) else ""
+    )
 
 
 headline = headline_from(
@@ -127,7 +131,9 @@ def wrong_rows(records: Records) -> list[str]:
                 f"{metrics['predicted_collectives_per_step']} and {metrics['predicted_comm_bytes_per_step']}"
             )
         if metrics.get("sent_nothing"):
-            problems.append(f"{record.variant}: sent nothing, so no row is compared with it{_why_silent(record)}")
+            problems.append(
+                f"{record.variant}: sent nothing, so no row is compared with it{_why_silent(record)}"
+            )
     return problems + rows_that_ran_eager(records) + other_parameters(records)
 
 
@@ -169,7 +175,9 @@ def what_communication_costs(records: Records) -> list[str]:
     covers at least half of the communication. *In the way* needs an interval that begins above 10 %. Everything else
     is *cannot tell*, with the reason and what would help.
     """
-    overlapping = [r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward]
+    overlapping = [
+        r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
+    ]
     if not overlapping:
         return []
     best = min(overlapping, key=lambda r: r.metrics["step_p50_ms"])
@@ -187,7 +195,9 @@ def what_communication_costs(records: Records) -> list[str]:
     if doubt:
         return [f"This run cannot tell whether communication is hidden: {who} {measured}. {doubt}"]
     covered = best.metrics["overlap_pct"]
-    return [f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its communication."]
+    return [
+        f"Communication is hidden: {who} {measured}, and compute covers {covered:.0f} % of its communication."
+    ]
 
 
 def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
@@ -202,7 +212,9 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
         return f"A strategy cannot be faster than no communication, so other work disturbed the run. {try_again}"
     covered = metrics.get("overlap_pct")
     if not is_number(covered):
-        return "There is no trace of it that shows what covers its communication: see --profile-steps."
+        return (
+            "There is no trace of it that shows what covers its communication: see --profile-steps."
+        )
     if covered < COVERED_PCT:
         return f"Compute covers only {covered:.0f} % of its communication in the trace."
     return ""
@@ -229,7 +241,9 @@ def against_the_peer(records: Records) -> list[str]:
     if verdict_of(best, "vs_torch_ddp") == UNCLEAR:
         return [f"{best.variant}, the fastest of ours, ties with {theirs}: {measured}."]
     ratio, interval = measured.split(" ", 1)
-    return [f"{best.variant}, the fastest of ours, takes {ratio} times as long as {theirs} {interval}."]
+    return [
+        f"{best.variant}, the fastest of ours, takes {ratio} times as long as {theirs} {interval}."
+    ]
 
 
 def ours(records: Records, metric: str) -> list[Record]:
@@ -262,7 +276,11 @@ def draw_step_times(records: Records, path: Path) -> None:
         drawn = local is not None and is_number(metrics["step_p50_ms"])
         whiskers.append((metrics["step_p20_ms"], metrics["step_p80_ms"]) if drawn else None)
         medians.append(metrics["step_p50_ms"] if drawn else None)
-    shown = {name: values for name, values in parts.items() if any(values) or name in ("compute", "optimizer")}
+    shown = {
+        name: values
+        for name, values in parts.items()
+        if any(values) or name in ("compute", "optimizer")
+    }
     title = f"Where a step's time goes: {headline(records)}"
     labels = [record.variant for record in records]
     stacked_bars(path, labels, shown, title=title, unit="ms", whiskers=whiskers, totals=medians)
@@ -289,32 +307,74 @@ VIEW = View(
         Column("metrics.step_p80_ms", "p80 ms", ".1f", about="a fifth of the steps took more"),
         NOISE,
         Column(
-            "metrics.forward_backward_p50_ms", "fwd+bwd+sync ms", ".1f",
+            "metrics.forward_backward_p50_ms",
+            "fwd+bwd+sync ms",
+            ".1f",
             about="median of forward, backward and the wait for communication",
         ),
-        Column("metrics.optimizer_p50_ms", "optimizer ms", ".1f", about="median of the optimizer's step"),
         Column(
-            "metrics.overhead_ms", "overhead ms", ".1f", note=lambda r: OVER_LOCAL.tie(r) + open_account(r),
+            "metrics.optimizer_p50_ms",
+            "optimizer ms",
+            ".1f",
+            about="median of the optimizer's step",
+        ),
+        Column(
+            "metrics.overhead_ms",
+            "overhead ms",
+            ".1f",
+            note=lambda r: OVER_LOCAL.tie(r) + open_account(r),
             about="what a step takes longer than `local`'s; a tie where the 95 % interval of their ratio contains 1; "
             "open where the trace leaves more than 5 % of the step, or 1 ms, unexplained",
         ),
-        Column("metrics.comm_ms", "comm ms", ".1f", about="time of all communication in the trace of rank 0"),
-        Column("metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"),
-        Column("metrics.overlap_pct", "overlap %", ".0f", about="the share of communication that compute covers"),
         Column(
-            "metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True,
+            "metrics.comm_ms",
+            "comm ms",
+            ".1f",
+            about="time of all communication in the trace of rank 0",
+        ),
+        Column(
+            "metrics.exposed_ms", "exposed ms", ".1f", about="the part of it that no compute covers"
+        ),
+        Column(
+            "metrics.overlap_pct",
+            "overlap %",
+            ".0f",
+            about="the share of communication that compute covers",
+        ),
+        Column(
+            "metrics.gpu_idle_pct",
+            "GPU idle %",
+            ".0f",
+            optional=True,
             about="the part of an untraced step for which the trace shows no work on the GPU",
         ),
         Column(
-            "metrics.collectives_per_step", "calls", "d",
+            "metrics.collectives_per_step",
+            "calls",
+            "d",
             about="collectives of a step, counted at torch's dispatcher",
         ),
-        Column("metrics.comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, about="handed to them by a rank"),
+        Column(
+            "metrics.comm_bytes_per_step",
+            "sent MB",
+            ",.1f",
+            scale=1e-6,
+            about="handed to them by a rank",
+        ),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f", about="of all ranks"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True, about="of all ranks"),
-        Column("metrics.mfu_pct", "MFU %", ".1f", optional=True, about="FLOPs of the model over the device's peak"),
+        Column(
+            "metrics.mfu_pct",
+            "MFU %",
+            ".1f",
+            optional=True,
+            about="FLOPs of the model over the device's peak",
+        ),
         gib_column(
-            "metrics.peak_alloc_bytes", "peak GiB", ".1f", optional=True,
+            "metrics.peak_alloc_bytes",
+            "peak GiB",
+            ".1f",
+            optional=True,
             about="most that torch's allocator held",
         ),
         OVER_TORCH.column(
@@ -322,48 +382,91 @@ VIEW = View(
             about="over torch DDP's fastest row, paired step by step; a tie where the 95 % interval contains 1",
         ),
         Column(
-            "metrics.max_abs_param_diff", "max |Δparam|", ".1e",
+            "metrics.max_abs_param_diff",
+            "max |Δparam|",
+            ".1e",
             about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
             "on the tiny preset",
         ),
         text_column(
-            "config.ran_compiled", "compiled", optional=True, derived=compiled_parts,
+            "config.ran_compiled",
+            "compiled",
+            optional=True,
+            derived=compiled_parts,
             about="compiled graphs that ran in a step after the timing, of those that a compiled step runs",
         ),
         text_column(
-            "metrics.verdict", "as one process", optional=True,
+            "metrics.verdict",
+            "as one process",
+            optional=True,
             about="whether gradients, parameters and buffers are those of training in one process, as `distlab check` "
             "judges",
         ),
         Column(
-            "metrics.traced_step_ms", "traced step ms", ".1f", optional=True,
+            "metrics.traced_step_ms",
+            "traced step ms",
+            ".1f",
+            optional=True,
             about="the step under the profiler whose account is given: on a CPU, of several the one nearest the median",
         ),
         *(
             Column(f"metrics.{name}", f"overhead: {part} ms", form, optional=True, about=about)
             for name, part, form, about in (
-                ("overhead_exposed_ms", "exposed", ".1f", "the part of the overhead that is exposed communication"),
-                ("overhead_slowdown_ms", "slower compute", ".1f", "compute that communication slows"),
+                (
+                    "overhead_exposed_ms",
+                    "exposed",
+                    ".1f",
+                    "the part of the overhead that is exposed communication",
+                ),
+                (
+                    "overhead_slowdown_ms",
+                    "slower compute",
+                    ".1f",
+                    "compute that communication slows",
+                ),
                 ("overhead_copies_ms", "copies", ".1f", "copies into buckets and out of them"),
-                ("overhead_optimizer_ms", "optimizer", "+.1f", "negative where the optimizer is sharded"),
+                (
+                    "overhead_optimizer_ms",
+                    "optimizer",
+                    "+.1f",
+                    "negative where the optimizer is sharded",
+                ),
                 ("overhead_idle_ms", "idle", "+.1f", "nothing runs"),
-                ("overhead_unexplained_ms", "unexplained", "+.1f", "what of it is in no part of the trace's account"),
+                (
+                    "overhead_unexplained_ms",
+                    "unexplained",
+                    "+.1f",
+                    "what of it is in no part of the trace's account",
+                ),
             )
         ),
         text_column(
-            "config.does", "what it does", optional=True,
+            "config.does",
+            "what it does",
+            optional=True,
             derived=lambda record: (strategy := strategy_of(record.variant)) and strategy.does,
         ),
     ],
     headline=headline,
     derive=compare,
     terminal=(
-        "variant", "step_p50_ms", "noise_pct", "overhead_ms", "collectives_per_step", "overlap_pct",
-        "peak_alloc_bytes", "vs_torch_ddp", "verdict",
+        "variant",
+        "step_p50_ms",
+        "noise_pct",
+        "overhead_ms",
+        "collectives_per_step",
+        "overlap_pct",
+        "peak_alloc_bytes",
+        "vs_torch_ddp",
+        "verdict",
     ),
     pictures={"step_time.png": draw_step_times},
     findings=lambda records: [
-        *(f"Left out: {record.metrics['refusal']}." for record in records if record.metrics.get("refusal")),
+        *(
+            f"Left out: {record.metrics['refusal']}."
+            for record in records
+            if record.metrics.get("refusal")
+        ),
         *what_communication_costs(records),
         *against_the_peer(records),
         *open_accounts(records),

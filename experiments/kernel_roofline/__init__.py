@@ -44,11 +44,17 @@ from .prediction import predicted
 from .timing import Prepared, calls_within, ceilings, device_ms, fits, prepare, spills
 from .view import COMPARISON, VIEW, beside_peers, compare
 
-# Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes cuBLAS's.
-TEMPLATES = {"max_autotune_gemm": True, "max_autotune_gemm_backends": "TRITON",
-             "triton.enable_persistent_tma_matmul": True}  # fmt: skip
-NO_KERNELS = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")  # on the profiler's list of the device
-# Of the largest value: sums, then one rounding; in fp8 every factor is rounded to three bits or two.
+# Inductor's matmuls by its own Triton templates, the best of those it tries; without this it takes
+# cuBLAS's.
+TEMPLATES = {
+    "max_autotune_gemm": True,
+    "max_autotune_gemm_backends": "TRITON",
+    "triton.enable_persistent_tma_matmul": True,
+}
+# on the profiler's list of the device
+NO_KERNELS = ("Memcpy", "Memset", "Activity", "Lazy", "Optimizer.")
+# Of the largest value: sums, then one rounding; in fp8 every factor is rounded to three bits or
+# two.
 TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2, "float8_linear": 0.1}
 
 
@@ -57,25 +63,38 @@ class Config(Options):
     """One run: operations × directions × variants rows."""
 
     only: tuple[str, ...] = option((), "these operations [all]")
-    chain: tuple[str, ...] = option((), "these one after the other on one tensor instead", choices=tuple(OPERATIONS))
+    chain: tuple[str, ...] = option(
+        (), "these one after the other on one tensor instead", choices=tuple(OPERATIONS)
+    )
     variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
     repeat_ms: int = option(60, "ms of device time per number", least=1)
     rounds: int = option(10, "interleaved rounds; even: as many forwards as in reverse", least=3)
     small: bool = option(False, "small sizes, in fp32")
-    shrink: tuple[int, ...] = option((1,), "divide first dimensions by these, one after another", least=1)
+    shrink: tuple[int, ...] = option(
+        (1,), "divide first dimensions by these, one after another", least=1
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.only and self.chain:
             raise ValueError("--only and --chain: give one of them")
-        names = {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))} if self.only else set()
+        names = (
+            {case.name for case in table.cases(True) + list(map(chain_case, CHAINS))}
+            if self.only
+            else set()
+        )
         if unknown := set(self.only) - names:
-            raise ValueError(f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}")
+            raise ValueError(
+                f"--only {', '.join(sorted(unknown))}: choose among {', '.join(sorted(names))}"
+            )
 
     def cases(self) -> list[Case]:
         """The operations and chains of the run, in each of their sizes."""
         found = [] if self.chain else table.cases(self.small)
-        found += [chain_case(chain).sized(self.small) for chain in ([self.chain] if self.chain else CHAINS)]
+        found += [
+            chain_case(chain).sized(self.small)
+            for chain in ([self.chain] if self.chain else CHAINS)
+        ]
         return [
             dataclasses.replace(case, shape=(max(1, case.shape[0] // divisor), *case.shape[1:]))
             for case in found
@@ -108,7 +127,11 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
         shown |= {"chain": case.name.split("+")} if callable(case.takes) else {}
         for variant, metrics in Row(case, direction, missing, config, device).measure().items():
             metrics |= _rates(case, direction, metrics, limits)
-            run.add(variant, metrics | (predicted(case, direction, limits) if variant == "ours" else {}), **shown)
+            run.add(
+                variant,
+                metrics | (predicted(case, direction, limits) if variant == "ours" else {}),
+                **shown,
+            )
         if device == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
@@ -127,7 +150,9 @@ class Row:
         device: `cuda` or `cpu`.
     """
 
-    def __init__(self, case: Case, direction: str, variants: list[str], config: Config, device: str):
+    def __init__(
+        self, case: Case, direction: str, variants: list[str], config: Config, device: str
+    ):
         self.case, self.direction, self.config, self.device = case, direction, config, device
         self.inputs = case.inputs(device)
         self.upstream = upstream_of(first(case.main(*[t.detach() for t in self.inputs])), direction)
@@ -138,7 +163,8 @@ class Row:
     def measure(self) -> dict[str, dict[str, Any]]:
         """Variant → metrics."""
         if not {"compile", "template", "torchao"}.isdisjoint(self.found):
-            torch._dynamo.reset()  # not between the two: captured graphs launch what either compiled
+            # not between the two: captured graphs launch what either compiled
+            torch._dynamo.reset()
         try:
             expected = exact(self.case, self.inputs, self.direction, self.upstream)
         except torch.OutOfMemoryError:
@@ -154,17 +180,24 @@ class Row:
 
         Graphs are captured once if all can be held at once, otherwise again in every round.
         """
-        device, held = self.device, [metrics.get("peak_alloc_bytes", 0) for metrics in self.found.values()]
+        device, held = (
+            self.device,
+            [metrics.get("peak_alloc_bytes", 0) for metrics in self.found.values()],
+        )
         together = device == "cpu" or fits(sum(held))
         kept: dict[str, Prepared] = {}
         counts: dict[str, int] = {}
 
         def ready(variant: str) -> Prepared:
-            return kept.get(variant) or prepare(self._maker(self.functions[variant]), device, self.captures)
+            return kept.get(variant) or prepare(
+                self._maker(self.functions[variant]), device, self.captures
+            )
 
         def begin(variant: str) -> dict[str, Any]:  # compiles, so that no round does
             prepared = ready(variant)
-            counts[variant] = calls_within(self.config.repeat_ms / self.config.rounds, prepared.call, device)
+            counts[variant] = calls_within(
+                self.config.repeat_ms / self.config.rounds, prepared.call, device
+            )
             if together:
                 kept[variant] = prepared
             return {"captured": prepared.captured}
@@ -173,7 +206,9 @@ class Row:
             prepared = ready(variant)
             found = {"time": [device_ms(prepared.call, counts[variant], device)]}
             del prepared  # and its graph, where all do not fit
-            return found | (call_ms(self._maker(self.functions[variant])(), 1) if device == "cuda" else {})
+            return found | (
+                call_ms(self._maker(self.functions[variant])(), 1) if device == "cuda" else {}
+            )
 
         for variant in self.functions:
             self._add(variant, partial(begin, variant))
@@ -184,7 +219,9 @@ class Row:
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
         """Add what `work` measures; a peer that is missing, refuses or needs too much memory says so in `status`."""
         metrics = attempt(work).items()
-        self.found[variant] |= {name: value for name, value in metrics if (name, value) != ("status", "ok")}
+        self.found[variant] |= {
+            name: value for name, value in metrics if (name, value) != ("status", "ok")
+        }
 
     def _maker(self, function: Function) -> Callable[[], Callable[[], Any]]:
         """Makes what is timed, over copies of the inputs: a peer may overwrite what it is given."""
@@ -198,11 +235,16 @@ class Row:
         with peak_memory(self.device) as memory:
             results = runner(function, fresh, self.direction, self.upstream)()
         metrics: dict[str, Any] = {"error": worst_error(results, expected)}
-        if before is not None:  # inputs, results and what lies between, and nothing that lay there before
-            metrics["peak_alloc_bytes"] = memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
+        # inputs, results and what lies between, and nothing that lay there before
+        if before is not None:
+            metrics["peak_alloc_bytes"] = (
+                memory.peak_alloc_bytes - before + sum(t.nbytes for t in fresh)
+            )
             del fresh, results
             again = self._maker(function)()
-            kernels = [count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)]
+            kernels = [
+                count for name, count in launched(again).items() if not name.startswith(NO_KERNELS)
+            ]
             metrics |= {"kernels": sum(kernels)} | (spills(again) if variant == "ours" else {})
         allowed = TOLERANCE.get(self.case.name, TOLERANCE[self.case.dtype])
         if metrics["error"] is not None and not metrics["error"] <= allowed:
@@ -211,7 +253,9 @@ class Row:
         return metrics
 
 
-def exact(case: Case, inputs: list[Tensor], direction: str, upstream: Tensor) -> list[Tensor] | None:
+def exact(
+    case: Case, inputs: list[Tensor], direction: str, upstream: Tensor
+) -> list[Tensor] | None:
     """Results in float64, or in fp32 where that is too large to hold; None where they are random."""
     too_large = case.name.startswith("linear_cross_entropy") and math.prod(case.shape) > 10**9
     if case.name in ("dropout", "linear_gelu_dropout", "adamw"):
@@ -230,7 +274,9 @@ def build(case: Case, variant: str) -> Function:
     """The function of a variant; compiled ones are compiled for this size, as their users do."""
     if variant in case.variants:
         return case.variants[variant]
-    return torch.compile(case.plain, dynamic=False, options=TEMPLATES if variant == "template" else None)
+    return torch.compile(
+        case.plain, dynamic=False, options=TEMPLATES if variant == "template" else None
+    )
 
 
 def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
@@ -238,19 +284,32 @@ def worst_error(results: Any, expected: list[Tensor] | None) -> float | None:
     if expected is None:
         return None
     results = results if isinstance(results, tuple | list) else [results]
-    return max(((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
-               for x, y in zip(results, expected, strict=False))
+    return max(
+        ((x.double() - y).abs().max() / y.abs().max().clamp(min=1e-30)).item()
+        for x, y in zip(results, expected, strict=False)
+    )
 
 
-def _rates(case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]) -> dict[str, Any]:
+def _rates(
+    case: Case, direction: str, metrics: dict[str, Any], limits: dict[str, float]
+) -> dict[str, Any]:
     """Bandwidth and arithmetic rate of a row, and their shares of the ceilings."""
     if "time_p50_ms" not in metrics:
         return {}
     cost, ms = case.cost(direction), metrics["time_p50_ms"]
-    rates = {"min_bytes": cost.bytes, "flops": cost.flops, "gb_per_s": cost.bytes / ms / 1e6,
-             "tflop_per_s": cost.flops / ms / 1e9, **limits}
-    rates["of_copy_pct"] = None if case.compute else 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
-    rates["of_cublas_pct"] = 100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"] if case.compute else None
+    rates = {
+        "min_bytes": cost.bytes,
+        "flops": cost.flops,
+        "gb_per_s": cost.bytes / ms / 1e6,
+        "tflop_per_s": cost.flops / ms / 1e9,
+        **limits,
+    }
+    rates["of_copy_pct"] = (
+        None if case.compute else 100 * rates["gb_per_s"] / limits["copy_gb_per_s"]
+    )
+    rates["of_cublas_pct"] = (
+        100 * rates["tflop_per_s"] / limits["cublas_tflop_per_s"] if case.compute else None
+    )
     return rates
 
 

@@ -37,7 +37,11 @@ OPERANDS: dict[str, Callable[..., list[Operand]]] = {
     "x, weight": lambda n, d, f: [Operand((n, d)), Operand((f, d), 0.02)],
     "layer": lambda n, d, f: [Operand((n, d)), Operand((f, d)), Operand((f,))],
     "logits, targets": lambda n, v: [Operand((n, v)), Operand((n,), classes=v)],
-    "head, targets": lambda n, d, v: [Operand((n, d)), Operand((v, d), 0.02), Operand((n,), classes=v)],
+    "head, targets": lambda n, d, v: [
+        Operand((n, d)),
+        Operand((v, d), 0.02),
+        Operand((n,), classes=v),
+    ],
 }
 
 
@@ -76,7 +80,11 @@ class Case:
     @property
     def plain(self) -> Function | None:
         """What torch.compile is given, and what is right in float64: the naive form, or torch's own."""
-        return None if self.name == "adamw" else self.variants.get("naive", self.variants.get("builtin"))
+        return (
+            None
+            if self.name == "adamw"
+            else self.variants.get("naive", self.variants.get("builtin"))
+        )
 
     @property
     def main(self) -> Function:
@@ -89,13 +97,20 @@ class Case:
 
     def has(self, variant: str) -> bool:
         """Whether there is such a row: torch.compile takes what is plain, its templates are for single matmuls."""
-        made = {"compile": self.plain is not None, "template": self.name in ("matmul", "matmul_gelu")}
+        made = {
+            "compile": self.plain is not None,
+            "template": self.name in ("matmul", "matmul_gelu"),
+        }
         return variant in self.variants or made.get(variant, False)
 
     def inputs(self, device: str) -> list[Tensor]:
         """Its tensors; on the meta device nothing is drawn."""
         dtype, found = getattr(torch, self.dtype), []
-        generator = None if device == "meta" else torch.Generator(device).manual_seed(len(self.shape) + sum(self.shape))
+        generator = (
+            None
+            if device == "meta"
+            else torch.Generator(device).manual_seed(len(self.shape) + sum(self.shape))
+        )
         takes = OPERANDS[self.takes] if isinstance(self.takes, str) else self.takes
         for shape, deviation, mean, classes in takes(*self.shape):
             if classes:
@@ -107,7 +122,9 @@ class Case:
 
     def cost(self, direction: str) -> Cost:
         """Least FLOPs and bytes of a direction."""
-        passes = {"fwd": [{}], "bwd": [{"backward": True}], "both": [{}, {"backward": True}]}[direction]
+        passes = {"fwd": [{}], "bwd": [{"backward": True}], "both": [{}, {"backward": True}]}[
+            direction
+        ]
         costs = [self.least(self.shape, getattr(torch, self.dtype), **which) for which in passes]
         return functools.reduce(operator.add, costs)
 
@@ -134,19 +151,68 @@ def _element_wise() -> list[Case]:
     from kernels import adamw, dropout, elementwise, reference
 
     return [
-        Case("add", (8192, 8192), TINY, "bfloat16", "x, y", elementwise.add_cost,
-             {"ours": elementwise.add, "naive": reference.add}, ("fwd",)),
-        Case("gelu", (8192, 11008), TINY, "bfloat16", "x", elementwise.cost,
-             {"ours": elementwise.gelu, "naive": reference.gelu, "builtin": lambda x: F.gelu(x, approximate="tanh")}),
-        Case("add_gelu", (8192, 8192), TINY, "bfloat16", "x, y", elementwise.add_cost,
-             {"ours": lambda x, y: elementwise.gelu(elementwise.add(x, y)), "naive": lambda x, y: reference.gelu(x + y),
-              "builtin": lambda x, y: F.gelu(x + y, approximate="tanh")}, ("fwd",), moves={"fwd": 5 / 3}),
-        Case("dropout", (8192, 8192), TINY, "bfloat16", "x", dropout.cost,
-             {"ours": lambda x: dropout.dropout(x, 0.1), "builtin": lambda x: F.dropout(x, 0.1)}),
-        Case("adamw", (2**27,), (200,), "float32", "x", lambda s, d: adamw.cost(s[0], d),
-             {"ours": _stepping(adamw.AdamW), "naive": _stepping(torch.optim.AdamW, foreach=False),
-              "builtin": _stepping(torch.optim.AdamW, fused=True)}, ("fwd",)),
-    ]  # fmt: skip
+        Case(
+            "add",
+            (8192, 8192),
+            TINY,
+            "bfloat16",
+            "x, y",
+            elementwise.add_cost,
+            {"ours": elementwise.add, "naive": reference.add},
+            ("fwd",),
+        ),
+        Case(
+            "gelu",
+            (8192, 11008),
+            TINY,
+            "bfloat16",
+            "x",
+            elementwise.cost,
+            {
+                "ours": elementwise.gelu,
+                "naive": reference.gelu,
+                "builtin": lambda x: F.gelu(x, approximate="tanh"),
+            },
+        ),
+        Case(
+            "add_gelu",
+            (8192, 8192),
+            TINY,
+            "bfloat16",
+            "x, y",
+            elementwise.add_cost,
+            {
+                "ours": lambda x, y: elementwise.gelu(elementwise.add(x, y)),
+                "naive": lambda x, y: reference.gelu(x + y),
+                "builtin": lambda x, y: F.gelu(x + y, approximate="tanh"),
+            },
+            ("fwd",),
+            moves={"fwd": 5 / 3},
+        ),
+        Case(
+            "dropout",
+            (8192, 8192),
+            TINY,
+            "bfloat16",
+            "x",
+            dropout.cost,
+            {"ours": lambda x: dropout.dropout(x, 0.1), "builtin": lambda x: F.dropout(x, 0.1)},
+        ),
+        Case(
+            "adamw",
+            (2**27,),
+            (200,),
+            "float32",
+            "x",
+            lambda s, d: adamw.cost(s[0], d),
+            {
+                "ours": _stepping(adamw.AdamW),
+                "naive": _stepping(torch.optim.AdamW, foreach=False),
+                "builtin": _stepping(torch.optim.AdamW, fused=True),
+            },
+            ("fwd",),
+        ),
+    ]
 
 
 def _stepping(optimizer_class: type, **options: Any) -> Function:
@@ -172,22 +238,69 @@ def _rows() -> list[Case]:
     found = []
     for shape in (NORM, MANY_ROWS):
         found += [
-            Case("weighted_sum", shape, TINY, "bfloat16", "x, w", weighted_sum.cost,
-                 {"ours": weighted_sum.weighted_sum, "naive": reference.weighted_sum, "builtin": lambda x, w: x @ w}),
-            Case("layer_norm", shape, TINY, "bfloat16", "x, w, b", layernorm.cost,
-                 {"ours": layernorm.layer_norm, "naive": reference.layer_norm, "liger": _liger("layer_norm", 1e-5),
-                  "builtin": lambda x, w, b: F.layer_norm(x, w.shape, w, b)}),
-            Case("rms_norm", shape, TINY, "bfloat16", "x, w", rmsnorm.cost,
-                 {"ours": rmsnorm.rms_norm, "naive": reference.rms_norm, "liger": _liger("rms_norm", 1e-5),
-                  "builtin": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5)}),
-        ]  # fmt: skip
+            Case(
+                "weighted_sum",
+                shape,
+                TINY,
+                "bfloat16",
+                "x, w",
+                weighted_sum.cost,
+                {
+                    "ours": weighted_sum.weighted_sum,
+                    "naive": reference.weighted_sum,
+                    "builtin": lambda x, w: x @ w,
+                },
+            ),
+            Case(
+                "layer_norm",
+                shape,
+                TINY,
+                "bfloat16",
+                "x, w, b",
+                layernorm.cost,
+                {
+                    "ours": layernorm.layer_norm,
+                    "naive": reference.layer_norm,
+                    "liger": _liger("layer_norm", 1e-5),
+                    "builtin": lambda x, w, b: F.layer_norm(x, w.shape, w, b),
+                },
+            ),
+            Case(
+                "rms_norm",
+                shape,
+                TINY,
+                "bfloat16",
+                "x, w",
+                rmsnorm.cost,
+                {
+                    "ours": rmsnorm.rms_norm,
+                    "naive": reference.rms_norm,
+                    "liger": _liger("rms_norm", 1e-5),
+                    "builtin": lambda x, w: F.rms_norm(x, w.shape, w, 1e-5),
+                },
+            ),
+        ]
     for shape in (NORM, (32768, 1024), (1024, 32768), (256, 200000)):
         dtype = "float32" if shape[1] < 8192 else "bfloat16"
-        twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}  # what is read, twice
-        found.append(Case(
-            "softmax", shape, (4, shape[1] // 16), dtype, "x", softmax.cost,
-            {"ours": softmax.softmax, "naive": reference.softmax, "builtin": lambda x: F.softmax(x, -1),
-             "liger": _liger("softmax")}, moves=twice))  # fmt: skip
+        # what is read, twice
+        twice = {"fwd": 3 / 2, "bwd": 5 / 3} if shape[1] > softmax.HALF_TILE_BACKWARD else {}
+        found.append(
+            Case(
+                "softmax",
+                shape,
+                (4, shape[1] // 16),
+                dtype,
+                "x",
+                softmax.cost,
+                {
+                    "ours": softmax.softmax,
+                    "naive": reference.softmax,
+                    "builtin": lambda x: F.softmax(x, -1),
+                    "liger": _liger("softmax"),
+                },
+                moves=twice,
+            )
+        )
     return found
 
 
@@ -206,17 +319,27 @@ def _fused_norms() -> list[Case]:
 
     def variants(activation: str | None) -> dict[str, Function]:
         after = F.silu if activation else lambda y: y
-        return {"ours": lambda x, r, w: rmsnorm.add_rms_norm(x, r, w, 1e-5, activation),
-                "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation),
-                "builtin": lambda x, r, w: after(F.rms_norm(x + r, w.shape, w, 1e-5))}  # fmt: skip
+        return {
+            "ours": lambda x, r, w: rmsnorm.add_rms_norm(x, r, w, 1e-5, activation),
+            "naive": lambda x, r, w: reference.add_rms_norm(x, r, w, 1e-5, activation),
+            "builtin": lambda x, r, w: after(F.rms_norm(x + r, w.shape, w, 1e-5)),
+        }
 
     silu = variants("silu")
     return [
         Case("add_rms_norm", NORM, TINY, "bfloat16", "x, residual, w", cost, variants(None)),
         Case("add_rms_norm_silu", NORM, TINY, "bfloat16", "x, residual, w", cost, silu),
-        Case("spilling_add_rms_norm_silu", (2048, 16384), TINY, "bfloat16", "x, residual, w", cost,
-             silu | {"ours": spilling}, ("fwd",)),
-    ]  # fmt: skip
+        Case(
+            "spilling_add_rms_norm_silu",
+            (2048, 16384),
+            TINY,
+            "bfloat16",
+            "x, residual, w",
+            cost,
+            silu | {"ours": spilling},
+            ("fwd",),
+        ),
+    ]
 
 
 def _model_parts() -> list[Case]:
@@ -228,20 +351,42 @@ def _model_parts() -> list[Case]:
         def run(x: Tensor) -> Tensor:
             if x.is_meta or x.device not in tables:
                 length, width = x.shape[-2:]
-                angles = torch.arange(length, device=x.device)[:, None] * torch.logspace(0, -4, width // 2,
-                                                                                         device=x.device)
-                tables[x.device] = (torch.cat([angles.cos()] * 2, -1), torch.cat([-angles.sin(), angles.sin()], -1))
+                angles = torch.arange(length, device=x.device)[:, None] * torch.logspace(
+                    0, -4, width // 2, device=x.device
+                )
+                tables[x.device] = (
+                    torch.cat([angles.cos()] * 2, -1),
+                    torch.cat([-angles.sin(), angles.sin()], -1),
+                )
             return function(x, *tables[x.device])
 
         return run
 
     return [
-        Case("rope", (4, 32, 4096, 128), (2, 2, 8, 16), "bfloat16", "x", lambda s, d, **_: rope.cost(s, d),
-             {"ours": with_tables(rope.rope), "naive": with_tables(reference.rope)}),
-        Case("swiglu", (8192, 11008), TINY, "bfloat16", "x, y", swiglu.cost,
-             {"ours": swiglu.swiglu, "naive": reference.swiglu, "builtin": lambda g, u: F.silu(g) * u,
-              "liger": _liger("swiglu")}),
-    ]  # fmt: skip
+        Case(
+            "rope",
+            (4, 32, 4096, 128),
+            (2, 2, 8, 16),
+            "bfloat16",
+            "x",
+            lambda s, d, **_: rope.cost(s, d),
+            {"ours": with_tables(rope.rope), "naive": with_tables(reference.rope)},
+        ),
+        Case(
+            "swiglu",
+            (8192, 11008),
+            TINY,
+            "bfloat16",
+            "x, y",
+            swiglu.cost,
+            {
+                "ours": swiglu.swiglu,
+                "naive": reference.swiglu,
+                "builtin": lambda g, u: F.silu(g) * u,
+                "liger": _liger("swiglu"),
+            },
+        ),
+    ]
 
 
 def _matmuls() -> list[Case]:
@@ -249,29 +394,82 @@ def _matmuls() -> list[Case]:
 
     def layer_cost(shape: tuple[int, ...], dtype: torch.dtype, backward: bool = False) -> Cost:
         n, _, f = shape
-        return matmul.cost(shape, dtype, backward=backward) + dropout.cost((n, f), dtype, gelu=True, backward=backward)
+        return matmul.cost(shape, dtype, backward=backward) + dropout.cost(
+            (n, f), dtype, gelu=True, backward=backward
+        )
 
-    squares = [Case("matmul", (size,) * 3, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
-                    {"ours": matmul.matmul, "builtin": torch.matmul}, ("fwd",), True) for size in (4096, 8192)]
+    squares = [
+        Case(
+            "matmul",
+            (size,) * 3,
+            (40, 24, 33),
+            "bfloat16",
+            "a, b",
+            matmul.cost,
+            {"ours": matmul.matmul, "builtin": torch.matmul},
+            ("fwd",),
+            True,
+        )
+        for size in (4096, 8192)
+    ]
     gelu = partial(F.gelu, approximate="tanh")
     epilogues = [
-        Case(f"matmul_{name}", shape, (40, 24, 33), "bfloat16", "a, b", matmul.cost,
-             {"ours": partial(matmul.matmul, epilogue=name), "builtin": lambda a, b, after=after: after(a @ b)},
-             ("fwd",), True)
+        Case(
+            f"matmul_{name}",
+            shape,
+            (40, 24, 33),
+            "bfloat16",
+            "a, b",
+            matmul.cost,
+            {
+                "ours": partial(matmul.matmul, epilogue=name),
+                "builtin": lambda a, b, after=after: after(a @ b),
+            },
+            ("fwd",),
+            True,
+        )
         for name, shape, after in (
-            ("gelu", (4096,) * 3, gelu), ("gelu", (8192,) * 3, gelu), ("relu", (4096,) * 3, F.relu),
+            ("gelu", (4096,) * 3, gelu),
+            ("gelu", (8192,) * 3, gelu),
+            ("relu", (4096,) * 3, F.relu),
             ("leaky_relu", (4096,) * 3, F.leaky_relu),
-            ("rms_norm", (65536, 1024, 256), lambda y: F.rms_norm(y, y.shape[-1:], eps=1e-5)))
-    ]  # fmt: skip
-    layer = {"ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
-             "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1)}  # fmt: skip
-    return squares + epilogues + [
-        Case("float8_linear", (8192, 4096, 14336), (16, 32, 48), "bfloat16", "x, weight", float8_linear.cost,
-             {"ours": float8_linear.float8_linear, "builtin": F.linear, "torchao": lambda x, w: _torchao()(x, w)},
-             compute=True),
-        Case("linear_gelu_dropout", (8192, 4096, 11008), (8, 16, 24), "bfloat16", "layer", layer_cost, layer,
-             compute=True),
-    ]  # fmt: skip
+            ("rms_norm", (65536, 1024, 256), lambda y: F.rms_norm(y, y.shape[-1:], eps=1e-5)),
+        )
+    ]
+    layer = {
+        "ours": lambda x, w, b: dropout.linear_gelu_dropout(x, w, b, 0.1),
+        "builtin": lambda x, w, b: F.dropout(F.gelu(F.linear(x, w, b), approximate="tanh"), 0.1),
+    }
+    return (
+        squares
+        + epilogues
+        + [
+            Case(
+                "float8_linear",
+                (8192, 4096, 14336),
+                (16, 32, 48),
+                "bfloat16",
+                "x, weight",
+                float8_linear.cost,
+                {
+                    "ours": float8_linear.float8_linear,
+                    "builtin": F.linear,
+                    "torchao": lambda x, w: _torchao()(x, w),
+                },
+                compute=True,
+            ),
+            Case(
+                "linear_gelu_dropout",
+                (8192, 4096, 11008),
+                (8, 16, 24),
+                "bfloat16",
+                "layer",
+                layer_cost,
+                layer,
+                compute=True,
+            ),
+        ]
+    )
 
 
 def _losses() -> list[Case]:
@@ -283,12 +481,33 @@ def _losses() -> list[Case]:
     head = (8192, 4096, 151936), (8, 16, 100), "bfloat16", "head, targets", head_cost
     liger = _liger("fused_linear_cross_entropy")
     return [
-        Case("cross_entropy", (2048, 151936), (8, 500), "bfloat16", "logits, targets", cross_entropy.cost,
-             {"ours": cross_entropy.cross_entropy, "naive": reference.cross_entropy,
-              "builtin": lambda z, t: F.cross_entropy(z.float(), t), "liger": _liger("cross_entropy")}, ("both",)),
-        Case("linear_cross_entropy", *head, {"ours": linear_cross_entropy.linear_cross_entropy, "liger": liger,
-             "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t)}, ("both",), True),
-    ]  # fmt: skip
+        Case(
+            "cross_entropy",
+            (2048, 151936),
+            (8, 500),
+            "bfloat16",
+            "logits, targets",
+            cross_entropy.cost,
+            {
+                "ours": cross_entropy.cross_entropy,
+                "naive": reference.cross_entropy,
+                "builtin": lambda z, t: F.cross_entropy(z.float(), t),
+                "liger": _liger("cross_entropy"),
+            },
+            ("both",),
+        ),
+        Case(
+            "linear_cross_entropy",
+            *head,
+            {
+                "ours": linear_cross_entropy.linear_cross_entropy,
+                "liger": liger,
+                "builtin": lambda x, w, t: F.cross_entropy((x @ w.T).float(), t),
+            },
+            ("both",),
+            True,
+        ),
+    ]
 
 
 @functools.cache
@@ -327,7 +546,9 @@ def first(out: Any) -> Tensor:
     return out[0] if isinstance(out, tuple) else out
 
 
-def runner(function: Function, inputs: list[Tensor], direction: str, upstream: Tensor) -> Callable[[], Any]:
+def runner(
+    function: Function, inputs: list[Tensor], direction: str, upstream: Tensor
+) -> Callable[[], Any]:
     """What is timed: the forward without gradients, or the backward of a forward made now, or both."""
     if direction == "fwd":
         plain = [t.detach() for t in inputs]

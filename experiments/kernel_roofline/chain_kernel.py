@@ -17,9 +17,24 @@ from kernels._rows import row_launch
 
 
 @triton.jit
-def chain_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, bias_ptr, y_ptr, rows, cols, eps, RESIDUAL: tl.constexpr,
-                 KIND: tl.constexpr, SCALE: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr,
-                 BLOCK: tl.constexpr):
+def chain_kernel(
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    b_ptr,
+    bias_ptr,
+    y_ptr,
+    rows,
+    cols,
+    eps,
+    RESIDUAL: tl.constexpr,
+    KIND: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     columns = tl.arange(0, BLOCK)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     real = (columns < cols)[None, :]
@@ -29,7 +44,9 @@ def chain_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, bias_ptr, y_ptr, rows, cols,
     if RESIDUAL:
         s += tl.load(residual_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if KIND == "softmax":
-        powered = tl.where(real, tl.exp(s - tl.max(tl.where(real, s, float("-inf")), 1)[:, None]), 0.0)
+        powered = tl.where(
+            real, tl.exp(s - tl.max(tl.where(real, s, float("-inf")), 1)[:, None]), 0.0
+        )
         y = powered / tl.sum(powered, 1)[:, None]
     else:
         if KIND == "layer_norm":
@@ -46,12 +63,39 @@ def chain_kernel(x_ptr, residual_ptr, w_ptr, b_ptr, bias_ptr, y_ptr, rows, cols,
     tl.store(y_ptr + at, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
-def launch(x: Tensor, residual: Tensor | None, kind: str, w: Tensor | None, b: Tensor | None, scale: float,
-           bias: Tensor | None, silu: bool, eps: float = 1e-5) -> Tensor:
+def launch(
+    x: Tensor,
+    residual: Tensor | None,
+    kind: str,
+    w: Tensor | None,
+    b: Tensor | None,
+    scale: float,
+    bias: Tensor | None,
+    silu: bool,
+    eps: float = 1e-5,
+) -> Tensor:
     """y; `kind` is rms_norm, layer_norm or softmax."""
     y, (rows, cols) = torch.empty_like(x), x.shape
     how = row_launch("chain", cols)
-    _dispatch.launch(chain_kernel, (triton.cdiv(rows, how.rows),), x, residual, w, b, bias, y, rows, cols, eps,
-                     RESIDUAL=residual is not None, KIND=kind, SCALE=scale, BIAS=bias is not None, SILU=silu,
-                     ROWS=how.rows, BLOCK=how.block, num_warps=how.warps)
+    _dispatch.launch(
+        chain_kernel,
+        (triton.cdiv(rows, how.rows),),
+        x,
+        residual,
+        w,
+        b,
+        bias,
+        y,
+        rows,
+        cols,
+        eps,
+        RESIDUAL=residual is not None,
+        KIND=kind,
+        SCALE=scale,
+        BIAS=bias is not None,
+        SILU=silu,
+        ROWS=how.rows,
+        BLOCK=how.block,
+        num_warps=how.warps,
+    )
     return y

@@ -19,7 +19,8 @@ from .cases import Case, first, leaves, with_gradients
 
 def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
     """Traffic of the naive form by kind, one operation at a time; None where there is no naive form."""
-    if "naive" not in case.variants or case.name == "adamw":  # adamw's tensors are not those of its call
+    # adamw's tensors are not those of its call
+    if "naive" not in case.variants or case.name == "adamw":
         return None
     inputs = with_gradients(case.inputs("meta"))
     log, found = TrafficLog(), Counter()

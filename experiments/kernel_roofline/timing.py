@@ -51,7 +51,11 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
 
 def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
     """Median of `count` calls after one that is not timed; the L2 holds something else before each."""
-    flush = torch.empty(2**28, dtype=torch.int8, device=device).zero_ if device == "cuda" else lambda: None
+    flush = (
+        torch.empty(2**28, dtype=torch.int8, device=device).zero_
+        if device == "cuda"
+        else lambda: None
+    )
     timer = clock.PhaseTimer(device)
     call()
     for _ in range(count):
@@ -72,7 +76,9 @@ def fits(held: int) -> bool:
 
     As much again is left for what is lost between blocks, the runs before a capture and the calls in a loop.
     """
-    free = torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    free = (
+        torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    )
     return 2 * held <= free
 
 
@@ -104,12 +110,15 @@ def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
     reached = memory_traffic.rates(x, lambda run: ms(run) / 1e3)
     half, out, tiny = x.bfloat16(), torch.empty_like(x), torch.ones(1, device=device)
     reached["copy"] = max(reached["copy"], 2 * x.nbytes / ms(lambda: torch.abs(x, out=out)) * 1e3)
-    reached["rows"] = 2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) * 1e3
+    reached["rows"] = (
+        2 * half.nbytes / ms(lambda: torch.nn.functional.layer_norm(half, (cols,))) * 1e3
+    )
     limits = {f"{kind}_gb_per_s": rate / 1e9 for kind, rate in reached.items()}
     limits["empty_kernel_ms"] = ms(lambda: torch.abs(tiny, out=tiny))
     size = 8192 if on_gpu else 64
     a, b = (torch.randn(size, size, device=device).bfloat16() for _ in range(2))
     limits["cublas_tflop_per_s"] = 2 * size**3 / ms(lambda: torch.mm(a, b)) / 1e9
     square = torch.ones(64, 64, device=device, requires_grad=True)
-    (square @ square).sum().backward()  # cuBLAS takes its workspaces now, and no row is charged for them
+    # cuBLAS takes its workspaces now, and no row is charged for them
+    (square @ square).sum().backward()
     return limits

@@ -28,8 +28,11 @@ from distlab.report.style import BLUE, GREEN, INK, ORANGE, picture
 from .cases import VARIANTS
 
 PEERS = VARIANTS[1:]
-DIRECTIONS = {"fwd": ("o", BLUE, "forward"), "bwd": ("s", ORANGE, "backward"),
-              "both": ("^", GREEN, "forward and backward")}
+DIRECTIONS = {
+    "fwd": ("o", BLUE, "forward"),
+    "bwd": ("s", ORANGE, "backward"),
+    "both": ("^", GREEN, "forward and backward"),
+}
 CLOSE_PCT = 15  # of the measured ratio to the naive form: a prediction that is called close
 NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 
@@ -46,7 +49,8 @@ def headline(records: Sequence[Record]) -> str:
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
     if not any("copy_gb_per_s" in r.metrics for r in records):
         return where
-    copy, cublas = (  # a run that was resumed has ceilings of every process, and rows are held against their own
+    # a run that was resumed has ceilings of every process, and rows are held against their own
+    copy, cublas = (
         " and ".join(dict.fromkeys(f"{r.metrics[name]:,.0f}" for r in records if name in r.metrics))
         for name in ("copy_gb_per_s", "cublas_tflop_per_s")
     )
@@ -94,7 +98,9 @@ def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
         found[verdict].append(ours)
         if verdict == SLOWER:
             measured = with_interval(ours, ratio.name)
-            names.append(f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})")
+            names.append(
+                f"{' '.join(row)} ({peer.variant}, ours / it {measured}{host_bound(ours)})"
+            )
     compared = sum(map(len, found.values()))
     if not compared:
         return ""
@@ -116,7 +122,8 @@ def _predictions(records: Sequence[Record]) -> list[str]:
         if measured is None:
             unclear.append(record)
             continue
-        # Predicted over measured at both ends, in %; a ratio has no end at or below 0 unless its noise is above 100 %.
+        # Predicted over measured at both ends, in %; a ratio has no end at or below 0 unless its
+        # noise is above 100 %.
         low = 100 * (predicted / measured.high - 1)
         high = 100 * (predicted / measured.low - 1) if measured.low > 0 else math.inf
         if low >= -CLOSE_PCT and high <= CLOSE_PCT:
@@ -142,10 +149,20 @@ def beside_peers(records: Sequence[Record]) -> list[Record]:
     for rows in by_row(records).values():
         if "ours" in rows:
             ours = rows["ours"]
-            times = {f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None for peer in PEERS}
+            times = {
+                f"{peer}_ms": rows[peer].metrics.get("time_p50_ms") if peer in rows else None
+                for peer in PEERS
+            }
             mine = ours.metrics | times | {"noise_pct": noise_of(ours.metrics, "time")}
             found.append(
-                Record(COMPARISON.name, ours.config["operation"], ours.config, mine, ours.environment, ours.commit)
+                Record(
+                    COMPARISON.name,
+                    ours.config["operation"],
+                    ours.config,
+                    mine,
+                    ours.environment,
+                    ours.commit,
+                )
             )
     return found
 
@@ -165,48 +182,97 @@ def wall_notes(record: Record) -> str:
 
 # Of both tables.
 ROW = [Column("config.label", "operation", align="left"), Column("config.direction", "")]
-WALL = Column("metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes)
+WALL = Column(
+    "metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes
+)
 WALL_OVER_PEER = OVER_PEER_WALL.column("ours / best peer, wall", ".2f", missing="", optional=True)
 NOISE = Column("metrics.noise_pct", "± %", ".1f", derived=lambda r: noise_of(r.metrics, "time"))
-SHARES = [Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
-          Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing="")]  # fmt: skip
-HELD = [Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30), Column("metrics.error", "error", ".0e")]
-NAIVE = [OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
-         Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""), OFF]  # fmt: skip
+SHARES = [
+    Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
+    Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
+]
+HELD = [
+    Column("metrics.peak_alloc_bytes", "peak GiB", ".2f", scale=2**-30),
+    Column("metrics.error", "error", ".0e"),
+]
+NAIVE = [
+    OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
+    Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""),
+    OFF,
+]
 COMPARISON_COLUMNS = [
-    *ROW, WALL, WALL_OVER_PEER, Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000), NOISE,
-    *(Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True) for peer in PEERS),
+    *ROW,
+    WALL,
+    WALL_OVER_PEER,
+    Column("metrics.time_p50_ms", "ours µs", ",.1f", scale=1000),
+    NOISE,
+    *(
+        Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True)
+        for peer in PEERS
+    ),
     Column("metrics.over_peer", "ours / best peer", ".2f", note=_tie),
-    *SHARES, *HELD, OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True), *NAIVE,
+    *SHARES,
+    *HELD,
+    OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True),
+    *NAIVE,
 ]
 
 
 def plot_roofline(records: Sequence[Record], path: Path) -> None:
     """Every kernel of ours as a point under the two measured ceilings; those that stay below are named."""
-    mine = [r for r in records if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics]
+    mine = [
+        r
+        for r in records
+        if r.variant == "ours" and r.metrics.get("flops") and "tflop_per_s" in r.metrics
+    ]
     if not mine:
         return
-    title = "Our kernels under the ceilings of the run; named are those below three quarters of them"
+    title = (
+        "Our kernels under the ceilings of the run; named are those below three quarters of them"
+    )
     with picture(path, title, 4.5) as figure:
         axes = figure.add_subplot()
         # Every process of a resumed run measures its own ceilings: those that held highest.
-        bandwidth, peak = (max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s"))
+        bandwidth, peak = (
+            max(r.metrics[name] for r in mine) for name in ("copy_gb_per_s", "cublas_tflop_per_s")
+        )
         knee = 1000 * peak / bandwidth
         intensities = sorted([0.05, knee, max(2 * knee, 20000.0)])
-        axes.plot(intensities, [min(peak, x * bandwidth / 1000) for x in intensities], color=INK, linewidth=1.2,
-                  label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s")
-        points = [(r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine]
+        axes.plot(
+            intensities,
+            [min(peak, x * bandwidth / 1000) for x in intensities],
+            color=INK,
+            linewidth=1.2,
+            label=f"measured: copy {bandwidth:,.0f} GB/s, cuBLAS {peak:,.0f} TFLOP/s",
+        )
+        points = [
+            (r.metrics["flops"] / r.metrics["min_bytes"], r.metrics["tflop_per_s"]) for r in mine
+        ]
         for direction, (marker, colour, label) in DIRECTIONS.items():
-            chosen = [p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction]
+            chosen = [
+                p for p, r in zip(points, mine, strict=True) if r.config["direction"] == direction
+            ]
             if chosen:
-                axes.plot(*zip(*chosen, strict=True), marker, color=colour, alpha=0.75, markersize=4,
-                          linestyle="none", label=label)
+                axes.plot(
+                    *zip(*chosen, strict=True),
+                    marker,
+                    color=colour,
+                    alpha=0.75,
+                    markersize=4,
+                    linestyle="none",
+                    label=label,
+                )
         for (intensity, rate), r in zip(points, mine, strict=True):
             if rate < NAMED_BELOW * min(peak, intensity * bandwidth / 1000):
                 left = intensity > 100  # of the point: there is no room on the other side
-                axes.annotate(f"{r.config['label']} {r.config['direction']}", (intensity, rate), fontsize=5.5,
-                              ha="right" if left else "left",
-                              xytext=(-5 if left else 5, -5), textcoords="offset points")
+                axes.annotate(
+                    f"{r.config['label']} {r.config['direction']}",
+                    (intensity, rate),
+                    fontsize=5.5,
+                    ha="right" if left else "left",
+                    xytext=(-5 if left else 5, -5),
+                    textcoords="offset points",
+                )
         axes.set(xscale="log", yscale="log")
         axes.set_xlabel("FLOPs per byte of least traffic")
         axes.set_ylabel("TFLOP/s")
@@ -215,17 +281,33 @@ def plot_roofline(records: Sequence[Record], path: Path) -> None:
 
 VIEW = View(
     columns=[
-        *ROW, Column("variant", "variant"), WALL,
+        *ROW,
+        Column("variant", "variant"),
+        WALL,
         Column("metrics.host_p50_ms", "host µs", ",.1f", scale=1000, optional=True),
-        Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000), NOISE, WALL_OVER_PEER,
+        Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
+        NOISE,
+        WALL_OVER_PEER,
         OVER_PEER.column("ours / best peer", ".2f", missing="", optional=True),
-        Column("metrics.gb_per_s", "GB/s", ",.0f"), *SHARES,
-        Column("metrics.kernels", "kernels"), Column("metrics.registers", "registers", missing=""),
+        Column("metrics.gb_per_s", "GB/s", ",.0f"),
+        *SHARES,
+        Column("metrics.kernels", "kernels"),
+        Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
-        *HELD, *NAIVE, Column("metrics.status", "status"),
+        *HELD,
+        *NAIVE,
+        Column("metrics.status", "status"),
     ],
     headline=headline,
-    terminal=("label", "direction", "variant", "wall_p50_ms", "time_p50_ms", "of_copy_pct", "status"),
+    terminal=(
+        "label",
+        "direction",
+        "variant",
+        "wall_p50_ms",
+        "time_p50_ms",
+        "of_copy_pct",
+        "status",
+    ),
     pictures={"roofline.png": plot_roofline},
     derive=compare,
     findings=verdicts,
@@ -247,8 +329,16 @@ COMPARISON = View(
     question="Ours beside every peer, one row per operation and direction",
     columns=COMPARISON_COLUMNS,
     headline=headline,
-    terminal=("label", "direction", "wall_p50_ms", "over_peer_wall", "time_p50_ms", "noise_pct", "over_peer",
-              "of_copy_pct"),
+    terminal=(
+        "label",
+        "direction",
+        "wall_p50_ms",
+        "over_peer_wall",
+        "time_p50_ms",
+        "noise_pct",
+        "over_peer",
+        "of_copy_pct",
+    ),
     reading="Times in µs; wall is of calls in a loop, with a warm L2; the others are on the device, with a cold one. A "
     "wall time below its device time is marked L2. Ratios: below 1 ours is faster. The naive form widens its inputs to "
     "fp32, operation by operation, which makes the last ratio smaller; builtin is torch's own operators in the inputs' "

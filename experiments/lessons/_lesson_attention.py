@@ -36,8 +36,25 @@ def load(ptr, desc, row, offsets, TMA: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def forward_walk(acc, row_sum, row_max, q, k_ptr, v_ptr, k_desc, v_desc, row0, rows, first, last, scale_log2,
-                 MASKED: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):
+def forward_walk(
+    acc,
+    row_sum,
+    row_max,
+    q,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    row0,
+    rows,
+    first,
+    last,
+    scale_log2,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Fold keys [first, last) into the running softmax of these rows."""
     cols = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
@@ -55,9 +72,23 @@ def forward_walk(acc, row_sum, row_max, q, k_ptr, v_ptr, k_desc, v_desc, row0, r
 
 
 @triton.jit
-def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse2_ptr, length, scale_log2, SKIP: tl.constexpr,
-                   SPLIT: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                   BLOCK_N: tl.constexpr):
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    o_ptr,
+    lse2_ptr,
+    length,
+    scale_log2,
+    SKIP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """BLOCK_M rows of o, and their log-sum-exp in units of log2."""
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M  # the longest rows first
     row0 = tl.program_id(1) * length
@@ -73,14 +104,51 @@ def forward_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse2_ptr, length,
     if SKIP:
         last = tl.minimum(tl.cdiv(begin + BLOCK_M, BLOCK_N) * BLOCK_N, length)
     if SPLIT:
-        acc, row_sum, row_max = forward_walk(acc, row_sum, row_max, q, k_ptr, v_ptr, k_desc, v_desc, row0, rows, 0,
-                                             seen, scale_log2, False, TMA, D, BLOCK_N)
+        acc, row_sum, row_max = forward_walk(
+            acc,
+            row_sum,
+            row_max,
+            q,
+            k_ptr,
+            v_ptr,
+            k_desc,
+            v_desc,
+            row0,
+            rows,
+            0,
+            seen,
+            scale_log2,
+            False,
+            TMA,
+            D,
+            BLOCK_N,
+        )
         first = seen
-    acc, row_sum, row_max = forward_walk(acc, row_sum, row_max, q, k_ptr, v_ptr, k_desc, v_desc, row0, rows, first,
-                                         last, scale_log2, True, TMA, D, BLOCK_N)
+    acc, row_sum, row_max = forward_walk(
+        acc,
+        row_sum,
+        row_max,
+        q,
+        k_ptr,
+        v_ptr,
+        k_desc,
+        v_desc,
+        row0,
+        rows,
+        first,
+        last,
+        scale_log2,
+        True,
+        TMA,
+        D,
+        BLOCK_N,
+    )
     at = (row0 + rows).to(tl.int64)
     tl.store(lse2_ptr + at, row_max + tl.log2(row_sum))
-    tl.store(o_ptr + at[:, None] * D + tl.arange(0, D)[None, :], (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty))
+    tl.store(
+        o_ptr + at[:, None] * D + tl.arange(0, D)[None, :],
+        (acc / row_sum[:, None]).to(o_ptr.dtype.element_ty),
+    )
 
 
 @triton.jit
@@ -93,9 +161,31 @@ def delta_kernel(o_ptr, do_ptr, delta_ptr, D: tl.constexpr, BLOCK_M: tl.constexp
 
 
 @triton.jit
-def dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr, dq_ptr, dq_desc, row0, cols, first,
-              last, scale_log2, MASKED: tl.constexpr, TMA: tl.constexpr, FUSED: tl.constexpr, ATOMIC: tl.constexpr,
-              D: tl.constexpr, BLOCK_M: tl.constexpr):
+def dkdv_walk(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    do_ptr,
+    q_desc,
+    do_desc,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    dq_desc,
+    row0,
+    cols,
+    first,
+    last,
+    scale_log2,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    FUSED: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Fold queries [first, last) into dK / scale and dV; scores are transposed, (keys, queries)."""
     rows = tl.arange(0, BLOCK_M)
     for start in tl.range(first, last, BLOCK_M):
@@ -113,7 +203,8 @@ def dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr,
         dk = tl.dot(ds, q, dk)
         if FUSED:
             dq = tl.dot(ds.T, k)
-            if ATOMIC:  # by TMA, which adds in the L2: the program waits only until its tile has been read
+            # by TMA, which adds in the L2: the program waits only until its tile has been read
+            if ATOMIC:
                 dq_desc.atomic_add([row0 + start, 0], dq)
             else:
                 at = (row0 + start + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
@@ -122,10 +213,31 @@ def dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr,
 
 
 @triton.jit
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr, dq_ptr, dq_desc, dk_ptr, dv_ptr,
-                length, scale, scale_log2, SKIP: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr,
-                FUSED: tl.constexpr, ATOMIC: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-                BLOCK_N: tl.constexpr):
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    q_desc,
+    do_desc,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    dq_desc,
+    dk_ptr,
+    dv_ptr,
+    length,
+    scale,
+    scale_log2,
+    SKIP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    FUSED: tl.constexpr,
+    ATOMIC: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """BLOCK_N rows of dK and dV; FUSED: and their share of dQ / scale, added to the fp32 matrix at dq_ptr."""
     begin = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries
     row0 = tl.program_id(1) * length
@@ -140,19 +252,84 @@ def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_pt
     if SKIP:
         first = begin // BLOCK_M * BLOCK_M
     if SPLIT:
-        last = tl.minimum(tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M, length)  # all later queries see all keys
-        dk, dv = dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr, dq_ptr, dq_desc, row0,
-                           cols, last, length, scale_log2, False, TMA, FUSED, ATOMIC, D, BLOCK_M)
-    dk, dv = dkdv_walk(dk, dv, k, v, q_ptr, do_ptr, q_desc, do_desc, lse2_ptr, delta_ptr, dq_ptr, dq_desc, row0, cols,
-                       first, last, scale_log2, True, TMA, FUSED, ATOMIC, D, BLOCK_M)
+        # all later queries see all keys
+        last = tl.minimum(tl.cdiv(begin + BLOCK_N, BLOCK_M) * BLOCK_M, length)
+        dk, dv = dkdv_walk(
+            dk,
+            dv,
+            k,
+            v,
+            q_ptr,
+            do_ptr,
+            q_desc,
+            do_desc,
+            lse2_ptr,
+            delta_ptr,
+            dq_ptr,
+            dq_desc,
+            row0,
+            cols,
+            last,
+            length,
+            scale_log2,
+            False,
+            TMA,
+            FUSED,
+            ATOMIC,
+            D,
+            BLOCK_M,
+        )
+    dk, dv = dkdv_walk(
+        dk,
+        dv,
+        k,
+        v,
+        q_ptr,
+        do_ptr,
+        q_desc,
+        do_desc,
+        lse2_ptr,
+        delta_ptr,
+        dq_ptr,
+        dq_desc,
+        row0,
+        cols,
+        first,
+        last,
+        scale_log2,
+        True,
+        TMA,
+        FUSED,
+        ATOMIC,
+        D,
+        BLOCK_M,
+    )
     at = (row0 + cols).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dk_ptr + at, (dk * scale).to(dk_ptr.dtype.element_ty))
     tl.store(dv_ptr + at, dv.to(dv_ptr.dtype.element_ty))
 
 
 @triton.jit
-def dq_walk(dq, q, do, lse2, delta, k_ptr, v_ptr, k_desc, v_desc, row0, rows, first, last, scale_log2,
-            MASKED: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr):
+def dq_walk(
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    row0,
+    rows,
+    first,
+    last,
+    scale_log2,
+    MASKED: tl.constexpr,
+    TMA: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """Fold keys [first, last) into dQ / scale."""
     cols = tl.arange(0, BLOCK_N)
     for start in tl.range(first, last, BLOCK_N):
@@ -168,9 +345,26 @@ def dq_walk(dq, q, do, lse2, delta, k_ptr, v_ptr, k_desc, v_desc, row0, rows, fi
 
 
 @triton.jit
-def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, k_desc, v_desc, lse2_ptr, delta_ptr, dq_ptr, length, scale, scale_log2,
-              SKIP: tl.constexpr, SPLIT: tl.constexpr, TMA: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr,
-              BLOCK_N: tl.constexpr):
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    k_desc,
+    v_desc,
+    lse2_ptr,
+    delta_ptr,
+    dq_ptr,
+    length,
+    scale,
+    scale_log2,
+    SKIP: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TMA: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
     """BLOCK_M rows of dQ."""
     begin = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     row0 = tl.program_id(1) * length
@@ -187,11 +381,47 @@ def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, k_desc, v_desc, lse2_ptr, delta_ptr, 
     if SKIP:
         last = tl.minimum(tl.cdiv(begin + BLOCK_M, BLOCK_N) * BLOCK_N, length)
     if SPLIT:
-        dq = dq_walk(dq, q, do, lse2, delta, k_ptr, v_ptr, k_desc, v_desc, row0, rows, 0, seen, scale_log2, False,
-                     TMA, D, BLOCK_N)
+        dq = dq_walk(
+            dq,
+            q,
+            do,
+            lse2,
+            delta,
+            k_ptr,
+            v_ptr,
+            k_desc,
+            v_desc,
+            row0,
+            rows,
+            0,
+            seen,
+            scale_log2,
+            False,
+            TMA,
+            D,
+            BLOCK_N,
+        )
         first = seen
-    dq = dq_walk(dq, q, do, lse2, delta, k_ptr, v_ptr, k_desc, v_desc, row0, rows, first, last, scale_log2, True, TMA,
-                 D, BLOCK_N)
+    dq = dq_walk(
+        dq,
+        q,
+        do,
+        lse2,
+        delta,
+        k_ptr,
+        v_ptr,
+        k_desc,
+        v_desc,
+        row0,
+        rows,
+        first,
+        last,
+        scale_log2,
+        True,
+        TMA,
+        D,
+        BLOCK_N,
+    )
     at = (row0 + rows).to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
     tl.store(dq_ptr + at, (dq * scale).to(dq_ptr.dtype.element_ty))
 
@@ -234,8 +464,10 @@ class Step:
     def matmul_flops(self, length: int) -> dict[str, int]:
         """`fwd` and `bwd`: of all visited tiles of one head, masked or not; per 2 · head dim."""
         two_passes = 4 * self.visited("dkdv", length) + 3 * self.visited("dq", length)
-        return {"fwd": 2 * self.visited("forward", length),
-                "bwd": 5 * self.visited("dkdv", length) if self.fused else two_passes}  # fmt: skip
+        return {
+            "fwd": 2 * self.visited("forward", length),
+            "bwd": 5 * self.visited("dkdv", length) if self.fused else two_passes,
+        }
 
 
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
@@ -244,7 +476,9 @@ def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[obje
         return [None] * len(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    return [TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, x.shape[-1]]) for x in tensors]
+    return [
+        TensorDescriptor.from_tensor(x.view(-1, x.shape[-1]), [rows, x.shape[-1]]) for x in tensors
+    ]
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,28 +486,89 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
     heads, length, head_dim = q.shape
     tile, o = step.forward, torch.empty_like(q)
     lse2 = torch.empty(heads, length, device=q.device)
-    launch(forward_kernel, (length // tile.m, heads), q, k, v, *descriptors((k, v), tile.n, step.tma), o, lse2, length,
-           head_dim**-0.5 * LOG2_E, SKIP=step.skip, SPLIT=step.split, TMA=step.tma, D=head_dim, BLOCK_M=tile.m,
-           BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
+    launch(
+        forward_kernel,
+        (length // tile.m, heads),
+        q,
+        k,
+        v,
+        *descriptors((k, v), tile.n, step.tma),
+        o,
+        lse2,
+        length,
+        head_dim**-0.5 * LOG2_E,
+        SKIP=step.skip,
+        SPLIT=step.split,
+        TMA=step.tma,
+        D=head_dim,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return o, lse2
 
 
-def backward(step: Step, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor) -> tuple[Tensor, ...]:
+def backward(
+    step: Step, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor
+) -> tuple[Tensor, ...]:
     """(dq, dk, dv), all (H, T, D)."""
     heads, length, head_dim = q.shape
-    scale, flags = head_dim**-0.5, {"SKIP": step.skip, "SPLIT": step.split, "TMA": step.tma, "D": head_dim}
+    scale, flags = (
+        head_dim**-0.5,
+        {"SKIP": step.skip, "SPLIT": step.split, "TMA": step.tma, "D": head_dim},
+    )
     delta, dk, dv = torch.empty_like(lse2), torch.empty_like(k), torch.empty_like(v)
     dq = torch.zeros_like(q, dtype=torch.float32) if step.fused else torch.empty_like(q)
     launch(delta_kernel, (heads * length // 16,), o, do, delta, D=head_dim, BLOCK_M=16)
     tile = step.dkdv
     atomic = step.fused and not interpreted()  # which has no reductions through descriptors
-    launch(dkdv_kernel, (length // tile.n, heads), q, k, v, do, *descriptors((q, do), tile.m, step.tma), lse2, delta,
-           dq, *descriptors((dq,), tile.m, atomic), dk, dv, length, scale, scale * LOG2_E, **flags, FUSED=step.fused,
-           ATOMIC=atomic, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps, num_stages=tile.stages)  # fmt: skip
+    launch(
+        dkdv_kernel,
+        (length // tile.n, heads),
+        q,
+        k,
+        v,
+        do,
+        *descriptors((q, do), tile.m, step.tma),
+        lse2,
+        delta,
+        dq,
+        *descriptors((dq,), tile.m, atomic),
+        dk,
+        dv,
+        length,
+        scale,
+        scale * LOG2_E,
+        **flags,
+        FUSED=step.fused,
+        ATOMIC=atomic,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     if step.fused:
         return dq.mul_(scale).to(q.dtype), dk, dv
     tile = step.dq
-    launch(dq_kernel, (length // tile.m, heads), q, k, v, do, *descriptors((k, v), tile.n, step.tma), lse2, delta, dq,
-           length, scale, scale * LOG2_E, **flags, BLOCK_M=tile.m, BLOCK_N=tile.n, num_warps=tile.warps,
-           num_stages=tile.stages)  # fmt: skip
+    launch(
+        dq_kernel,
+        (length // tile.m, heads),
+        q,
+        k,
+        v,
+        do,
+        *descriptors((k, v), tile.n, step.tma),
+        lse2,
+        delta,
+        dq,
+        length,
+        scale,
+        scale * LOG2_E,
+        **flags,
+        BLOCK_M=tile.m,
+        BLOCK_N=tile.n,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return dq, dk, dv

@@ -9,7 +9,9 @@ from kernels._dispatch import tl, triton
 
 
 @triton.jit
-def column_sums_kernel(x_ptr, out_ptr, rows, cols, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def column_sums_kernel(
+    x_ptr, out_ptr, rows, cols, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
     """Σ over this program's rows of BLOCK columns of x (rows, cols): added to out (cols), or row p of out (P, cols)."""
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -41,9 +43,12 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
         else:
             mean += x
             square += x * x
-    if FORM == "Welford":  # lanes have read equally many: what they differ by counts once for each element
+    # lanes have read equally many: what they differ by counts once for each element
+    if FORM == "Welford":
         whole = tl.sum(mean, 0) / BLOCK
-        variance = (tl.sum(square, 0) + cols // BLOCK * tl.sum((mean - whole) * (mean - whole), 0)) / cols
+        variance = (
+            tl.sum(square, 0) + cols // BLOCK * tl.sum((mean - whole) * (mean - whole), 0)
+        ) / cols
     elif FORM == "squares":
         whole = tl.sum(mean, 0) / cols
         variance = tl.sum(square, 0) / cols - whole * whole
@@ -80,8 +85,18 @@ def gelu_of(x):
 
 
 @triton.jit
-def prologue_kernel(x_ptr, w_ptr, y_ptr, rows, cols, depth, FORM: tl.constexpr, BLOCK_M: tl.constexpr,
-                    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
+def prologue_kernel(
+    x_ptr,
+    w_ptr,
+    y_ptr,
+    rows,
+    cols,
+    depth,
+    FORM: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """y = f(x) w, f computed in every program that multiplies with those rows: nothing, GeLU, or softmax of rows."""
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -121,7 +136,9 @@ def gelu_forward_kernel(x_ptr, h_ptr, y_ptr, scale, STORED: tl.constexpr, BLOCK:
 
 
 @triton.jit
-def gelu_backward_kernel(dy_ptr, x_ptr, h_ptr, dx_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr):
+def gelu_backward_kernel(
+    dy_ptr, x_ptr, h_ptr, dx_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr
+):
     """dx = scale·dy·GeLU′(h), h read or computed again."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if STORED:
@@ -143,4 +160,6 @@ def log_sum_kernel(x_ptr, y_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.arange(0, K).to(tl.int64)[:, None] * count + at[None, :]).to(tl.float32)
     top = tl.max(x, 0)
-    tl.store(y_ptr + at, (top + tl.log(tl.sum(tl.exp(x - top[None, :]), 0))).to(y_ptr.dtype.element_ty))
+    tl.store(
+        y_ptr + at, (top + tl.log(tl.sum(tl.exp(x - top[None, :]), 0))).to(y_ptr.dtype.element_ty)
+    )

@@ -19,7 +19,8 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
 def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr):
     """y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], read past the L1."""
     total = tl.zeros([BLOCK], tl.float32)
-    for r in tl.range(0, rounds, loop_unroll_factor=4):  # loads of four rounds are under way at once
+    # loads of four rounds are under way at once
+    for r in tl.range(0, rounds, loop_unroll_factor=4):
         block = (tl.program_id(0) + r * tl.num_programs(0)) % (SPAN // BLOCK)
         total += tl.load(x_ptr + block * BLOCK + tl.arange(0, BLOCK), cache_modifier=".cg")
     tl.store(y_ptr + tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), total)
@@ -37,13 +38,15 @@ def busy_kernel(y_ptr, rounds, BLOCK: tl.constexpr):
     """y[i] = x after `rounds` of x ← x / 2 + 1, beginning at i: work for one multiprocessor, without memory."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = at.to(tl.float32)
-    for _ in tl.range(0, rounds, loop_unroll_factor=16):  # else half of the instructions are the loop's
+    # else half of the instructions are the loop's
+    for _ in tl.range(0, rounds, loop_unroll_factor=16):
         x = x * 0.5 + 1.0
     tl.store(y_ptr + at, x)
 
 
-# Lane by lane: `rounds` of x ← x / 2 + 1 in the one branch of four that the lane takes. Triton branches for a whole
-# program, and turns what differs by element into a selection: a branch of a thread has to be written in PTX.
+# Lane by lane: `rounds` of x ← x / 2 + 1 in the one branch of four that the lane takes. Triton
+# branches for a whole program, and turns what differs by element into a selection: a branch of a
+# thread has to be written in PTX.
 _BRANCH = """setp.ne.u32 other, $2, {n}; @other bra DONE{n};
 mov.u32 left, $3;
 LOOP{n}: fma.rn.f32 value, value, 0f3F000000, 0f3F800000;
@@ -52,8 +55,9 @@ DONE{n}:
 """
 DIVERGENT = tl.constexpr(
     "{ .reg .pred other, more; .reg .u32 left; .reg .f32 value; mov.f32 value, $1;\n"
-    + "".join(_BRANCH.format(n=n) for n in range(4)) + "mov.f32 $0, value; }"
-)  # fmt: skip
+    + "".join(_BRANCH.format(n=n) for n in range(4))
+    + "mov.f32 $0, value; }"
+)
 
 
 @triton.jit
@@ -61,6 +65,12 @@ def divergent_kernel(y_ptr, rounds, WIDTH: tl.constexpr, WAYS: tl.constexpr, BLO
     """As `busy_kernel`; WIDTH neighbouring lanes take the same one of WAYS branches."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     branch = (at // WIDTH) % WAYS
-    x = tl.inline_asm_elementwise(DIVERGENT, "=f,f,r,r", [at.to(tl.float32), branch, rounds + at * 0], tl.float32,
-                                  is_pure=True, pack=1)
+    x = tl.inline_asm_elementwise(
+        DIVERGENT,
+        "=f,f,r,r",
+        [at.to(tl.float32), branch, rounds + at * 0],
+        tl.float32,
+        is_pure=True,
+        pack=1,
+    )
     tl.store(y_ptr + at, x)

@@ -48,7 +48,8 @@ TUNED = {16: {"forward": Tile(32, 64), "dkdv": Tile(32, 32), "dq": Tile(32, 64)}
 ONE_PASS = {16: Tile(32, 32), 64: FULL, 128: Tile(64, 64, 8)}
 NAIVE = "as in the formula"
 OTHERS = {NAIVE: "naive", "shipped": "ours", "sdpa-flash": "sdpa-flash", "sdpa-cudnn": "sdpa-cudnn"}
-TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}  # of the largest value; a GPU's fp32 steps are TF32
+# of the largest value; a GPU's fp32 steps are TF32
+TOLERANCE = {"float32": 4e-3, "float16": 4e-3, "bfloat16": 4e-2}
 PASSES = ("fwd", "bwd", "fwd_bwd")
 Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its call
 
@@ -68,7 +69,9 @@ class Config(Options):
         super().__post_init__()
         tiles = [t for d in self.head_dims for s in staircase(d) for t in (s.forward, s.dkdv, s.dq)]
         if self.length % (most := max(max(tile.m, tile.n) for tile in tiles)):
-            raise ValueError(f"length={self.length}: these kernels have no ragged tiles; give a multiple of {most}")
+            raise ValueError(
+                f"length={self.length}: these kernels have no ragged tiles; give a multiple of {most}"
+            )
 
 
 def staircase(head_dim: int) -> list[Step]:
@@ -87,25 +90,34 @@ def staircase(head_dim: int) -> list[Step]:
     ]
 
 
-def calls_of(name: str, shape: Shape, tensors: Sequence[Tensor],
-             steps: Mapping[str, Step]) -> Calls:  # fmt: skip
+def calls_of(
+    name: str, shape: Shape, tensors: Sequence[Tensor], steps: Mapping[str, Step]
+) -> Calls:
     """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (1, H, T, D); each can be called alone."""
     q, k, v, do = tensors
     if step := steps.get(name):  # of (H, T, D)
         q, k, v, do = (x.detach()[0] for x in tensors)
         saved = forward(step, q, k, v)
-        return {"fwd": lambda: forward(step, q, k, v)[0], "bwd": lambda: backward(step, q, k, v, *saved, do)}
+        return {
+            "fwd": lambda: forward(step, q, k, v)[0],
+            "bwd": lambda: backward(step, q, k, v, *saved, do),
+        }
     attention = build(OTHERS[name], shape, q.device.type)
     o = attention(q, k, v)
-    return {"fwd": lambda: attention(q, k, v),
-            "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True)}  # fmt: skip
+    return {
+        "fwd": lambda: attention(q, k, v),
+        "bwd": lambda: torch.autograd.grad(o, (q, k, v), do, retain_graph=True),
+    }
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
     """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
-    apart = [((x.double() - y).abs().max() / y.abs().max()).item() for x, y in zip(found, expected, strict=True)]
+    apart = [
+        ((x.double() - y).abs().max() / y.abs().max()).item()
+        for x, y in zip(found, expected, strict=True)
+    ]
     dtype = str(tensors[0].dtype).removeprefix("torch.")
     metrics = {"error": apart[0], "grad_error": max(apart[1:])}
     if not max(apart) <= TOLERANCE[dtype]:
@@ -127,21 +139,32 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             for name in names:
                 run.progress(f"{name}, head dim {head_dim}")
                 found[name] = attempt(partial(ready, calls, name, shape, tensors, steps))
-            timed = {name: partial(once, mine, config.calls, context.device) for name, mine in calls.items()}
+            timed = {
+                name: partial(once, mine, config.calls, context.device)
+                for name, mine in calls.items()
+            }
             for name, metrics in sample_rounds(timed, config.rounds).items():
                 found[name] |= metrics
             gains(found, [*steps.values()], config.length)
             for name, metrics in found.items():
                 if "fwd_p50_ms" in metrics:
-                    work = shape.flops() / 1e9  # by convention: visible pairs, backward 2.5 × forward
-                    metrics |= {f"{way}_tflop_per_s": times * work / metrics[f"{way}_p50_ms"]
-                                for way, times in (("fwd", 1.0), ("bwd", 2.5), ("fwd_bwd", 3.5))}
+                    # by convention: visible pairs, backward 2.5 × forward
+                    work = shape.flops() / 1e9
+                    metrics |= {
+                        f"{way}_tflop_per_s": times * work / metrics[f"{way}_p50_ms"]
+                        for way, times in (("fwd", 1.0), ("bwd", 2.5), ("fwd_bwd", 3.5))
+                    }
                 kind = "steps" if name in steps else "others"
                 run.add(name, metrics, head_dim=head_dim, kind=kind)
 
 
-def ready(calls: dict[str, Calls], name: str, shape: Shape, tensors: Sequence[Tensor],
-          steps: Mapping[str, Step]) -> Metrics:  # fmt: skip
+def ready(
+    calls: dict[str, Calls],
+    name: str,
+    shape: Shape,
+    tensors: Sequence[Tensor],
+    steps: Mapping[str, Step],
+) -> Metrics:
     """Put the calls of a variant among `calls` once they have run; gives its errors."""
     mine = calls_of(name, shape, tensors, steps)
     metrics = check(mine, shape, tensors)
@@ -152,7 +175,10 @@ def ready(calls: dict[str, Calls], name: str, shape: Shape, tensors: Sequence[Te
 def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
     """ms of forward and of backward, timed in one round, and their sums as both."""
     warmup = int(device.type == "cuda")
-    times = {way: clock.measure(call, warmup=warmup, repeats=repeats, device=device) for way, call in calls.items()}
+    times = {
+        way: clock.measure(call, warmup=warmup, repeats=repeats, device=device)
+        for way, call in calls.items()
+    }
     return times | {"fwd_bwd": [sum(pair) for pair in zip(*times.values(), strict=True)]}
 
 
@@ -177,24 +203,52 @@ def draw(records: Records, path: Path) -> None:
     records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1
     labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
-    parts = {text: [r.metrics.get(f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"])
-                    for r in records] for way, text in (("fwd", "forward"), ("bwd", "backward"))}  # fmt: skip
+    parts = {
+        text: [
+            r.metrics.get(
+                f"{way}_p50_ms", None if r.metrics["status"] == "ok" else r.metrics["status"]
+            )
+            for r in records
+        ]
+        for way, text in (("fwd", "forward"), ("bwd", "backward"))
+    }
     stacked_bars(path, labels, parts, title=headline(records), unit="ms")
 
 
-headline = headline_from("{heads} × {length:,} × d, {dtype}, causal, {device_name}, torch {torch}, triton {triton}")
+headline = headline_from(
+    "{heads} × {length:,} × d, {dtype}, causal, {device_name}, torch {torch}, triton {triton}"
+)
 VIEW = View(
     columns=[
-        Column("config.head_dim", "d"), Column("variant", "step"),
-        *(Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f") for way, text in zip(PASSES, ("fwd", "bwd", "f+b"),
-                                                                                   strict=True)),
-        Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "fwd_bwd")),
-        *(column for way in PASSES for column in (
-            sparse_column(f"metrics.{way}_gain", f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×", ".2f"),
-            sparse_column(f"metrics.{way}_predicted_gain", "predicted", ".2f", optional=True),
-            prediction_error(f"{way}_predicted_gain", f"{way}_gain"))),
-        Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"), Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
-        Column("metrics.error", "error", ".0e"), Column("metrics.grad_error", "grad", ".0e"),
+        Column("config.head_dim", "d"),
+        Column("variant", "step"),
+        *(
+            Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f")
+            for way, text in zip(PASSES, ("fwd", "bwd", "f+b"), strict=True)
+        ),
+        Column(
+            "metrics.noise_pct",
+            "± %",
+            ".1f",
+            derived=lambda record: noise_of(record.metrics, "fwd_bwd"),
+        ),
+        *(
+            column
+            for way in PASSES
+            for column in (
+                sparse_column(
+                    f"metrics.{way}_gain",
+                    f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×",
+                    ".2f",
+                ),
+                sparse_column(f"metrics.{way}_predicted_gain", "predicted", ".2f", optional=True),
+                prediction_error(f"{way}_predicted_gain", f"{way}_gain"),
+            )
+        ),
+        Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"),
+        Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
+        Column("metrics.error", "error", ".0e"),
+        Column("metrics.grad_error", "grad", ".0e"),
         Column("metrics.status", "status", optional=True),
     ],
     headline=headline,
@@ -207,17 +261,33 @@ VIEW = View(
     "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "
     "matmul hides, and programs of unequal length. Errors are over the largest exact value, of the first head. "
     "TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's interpreter times say nothing.",
-    terminal=("fwd_p50_ms", "bwd_p50_ms", "fwd_bwd_p50_ms", "fwd_gain", "fwd_predicted_gain", "bwd_gain",
-              "bwd_predicted_gain", "fwd_bwd_gain", "grad_error"),
+    terminal=(
+        "fwd_p50_ms",
+        "bwd_p50_ms",
+        "fwd_bwd_p50_ms",
+        "fwd_gain",
+        "fwd_predicted_gain",
+        "bwd_gain",
+        "bwd_predicted_gain",
+        "fwd_bwd_gain",
+        "grad_error",
+    ),
     pictures={"steps.png": draw},
-    findings=lambda records: [] if records[0].environment.get("cuda") else [
-        "Interpreted: the errors count, and no time does."],
+    findings=lambda records: (
+        []
+        if records[0].environment.get("cuda")
+        else ["Interpreted: the errors count, and no time does."]
+    ),
     prediction="From the tiles that a step visits, where a step changes their number or what is done in each.",
-)  # fmt: skip
+)
 SMALL = {"head_dims": (16,), "heads": 1, "length": 64, "dtype": "float32", "rounds": 3, "calls": 1}
 EXPERIMENT = Experiment(
-    Config, measure, VIEW,
+    Config,
+    measure,
+    VIEW,
     presets={"quick": {"rounds": 3}, "quick-cpu": SMALL, "smoke": SMALL},
     gpus=1,
-    wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],
+    wrong=lambda records: [
+        f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"
+    ],
 )

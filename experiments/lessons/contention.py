@@ -17,7 +17,13 @@ from typing import Any
 import torch
 
 from distlab.comm import collectives
-from distlab.comm.messages import Messages, all_gathers, all_reduces, copied_all_gathers, copied_all_reduces
+from distlab.comm.messages import (
+    Messages,
+    all_gathers,
+    all_reduces,
+    copied_all_gathers,
+    copied_all_reduces,
+)
 from distlab.experiment import (
     Column,
     Experiment,
@@ -34,7 +40,8 @@ from distlab.measure import computations, disturb, traffic
 MIB = 2**20
 
 
-Way = Callable[[RankContext, int], Any]  # the rank and a payload's elements → messages, as a context
+# the rank and a payload's elements → messages, as a context
+Way = Callable[[RankContext, int], Any]
 EVERYWHERE: dict[str, Way] = {"all-reduce": all_reduces, "all-gather": all_gathers}
 ON_GPUS: dict[str, Way] = {
     **{f"all-reduce-{ctas}-ctas": partial(all_reduces, ctas=ctas) for ctas in (1, 4, 16, 32)},
@@ -75,11 +82,24 @@ def measure(config: ContentionConfig, context: RankContext, run: Run) -> None:
                 error = checked(context, way, messages)
                 for name, compute in computations(config.matrix, context.device).items():
                     found = disturb(
-                        context, compute, messages.send, least_ms=config.least_ms, rounds=config.rounds
+                        context,
+                        compute,
+                        messages.send,
+                        least_ms=config.least_ms,
+                        rounds=config.rounds,
                     )
-                    found |= costs(found, way, 4 * count, context.world_size) | {"max_abs_error": error}
+                    found |= costs(found, way, 4 * count, context.world_size) | {
+                        "max_abs_error": error
+                    }
                     shared = {"world_size": context.world_size, "backend": context.backend}
-                    run.add(f"{name} beside {way}", found, computation=name, way=way, megabytes=size, **shared)
+                    run.add(
+                        f"{name} beside {way}",
+                        found,
+                        computation=name,
+                        way=way,
+                        megabytes=size,
+                        **shared,
+                    )
 
 
 def fill(tensors: Sequence[torch.Tensor], value: float) -> None:
@@ -105,7 +125,9 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
 
 def costs(found: dict[str, float], way: str, num_bytes: int, ranks: int) -> dict[str, float]:
     """What a message costs the computation, in its own time, and its bus bandwidth, alone and beside."""
-    carried = num_bytes * traffic("all_gather" if way.startswith("all-gather") else "all_reduce", ranks)
+    carried = num_bytes * traffic(
+        "all_gather" if way.startswith("all-gather") else "all_reduce", ranks
+    )
     lost_ms = found["comm_beside_ms"] * (1 - found["compute_rate"])
     return {
         "alone_busbw_gb_per_s": carried / found["comm_alone_ms"] / 1e6,
@@ -137,18 +159,29 @@ VIEW = View(
         Column("metrics.lost_ms_per_gb", "ms lost per GB", ".3f"),
         Column("metrics.max_abs_error", "max |Δ|", ".1e"),
     ],
-    headline=headline_from("Contention on {world_size} ranks, {device_name} ({backend}), torch {torch}"),
-    terminal=("variant", "megabytes", "compute_rate", "compute_noise_pct", "alone_busbw_gb_per_s",
-              "beside_busbw_gb_per_s", "lost_ms_per_gb"),
+    headline=headline_from(
+        "Contention on {world_size} ranks, {device_name} ({backend}), torch {torch}"
+    ),
+    terminal=(
+        "variant",
+        "megabytes",
+        "compute_rate",
+        "compute_noise_pct",
+        "alone_busbw_gb_per_s",
+        "beside_busbw_gb_per_s",
+        "lost_ms_per_gb",
+    ),
     reading="A rate is the speed relative to running alone, of the computation and of the messages. What is lost is "
     "the computation's own time that a message takes from it, per gigabyte of payload: a slow message that disturbs "
     "little can cost as much as a fast one that disturbs a lot. Bus bandwidth as in allreduce_sweep.",
     noise="Half of the range of the computation's times beside messages.",
-)  # fmt: skip
+)
 
 QUICK = {"megabytes": (4.0,), "matrix": 384, "rounds": 2, "least_ms": 10.0}
 EXPERIMENT = Experiment(
-    ContentionConfig, measure, VIEW,
+    ContentionConfig,
+    measure,
+    VIEW,
     presets={
         "cpu": {"megabytes": (1.0, 4.0), "matrix": 384},
         "quick": QUICK,
@@ -156,4 +189,4 @@ EXPERIMENT = Experiment(
     },
     ranks="many",
     wrong=wrong_rows,
-)  # fmt: skip
+)

@@ -15,12 +15,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distlab.experiment import Column, Experiment, Options, RankContext, Run, View, headline_from, option
+from distlab.experiment import (
+    Column,
+    Experiment,
+    Options,
+    RankContext,
+    Run,
+    View,
+    headline_from,
+    option,
+)
 from distlab.report import text_column
 from kernels import elementwise, layernorm, matmul, softmax
 from kernels._dispatch import check_runs, tl, triton
 
-TOLERANCE = 1e-3  # each error is above 0.1; fp32 rounds by less than 1e-4, and that where the mean is 1,000
+# each error is above 0.1; fp32 rounds by less than 1e-4, and that where the mean is 1,000
+TOLERANCE = 1e-3
 
 
 @triton.jit
@@ -29,9 +39,11 @@ def gram_kernel(x_ptr, y_ptr, rows, cols):
     place = tl.program_id(0)
     row = place // (2 * rows) * 2 + place % 2  # ERROR: the last group may have one row
     col = place % (2 * rows) // 2
-    k = (tl.program_id(1) * 16 + tl.arange(0, 16)) % cols  # ERROR: beyond the last column the first are added again
+    # ERROR: beyond the last column the first are added again
+    k = (tl.program_id(1) * 16 + tl.arange(0, 16)) % cols
     part = tl.sum(tl.load(x_ptr + row % rows * cols + k) * tl.load(x_ptr + col * cols + k), 0)
-    tl.atomic_add(y_ptr + row * rows + col, part.to(tl.float16), mask=row < rows)  # ERROR: y has the sum so far
+    # ERROR: y has the sum so far
+    tl.atomic_add(y_ptr + row * rows + col, part.to(tl.float16), mask=row < rows)
 
 
 @triton.jit
@@ -44,10 +56,13 @@ def statistics_kernel(x_ptr, y_ptr, rows, cols):
     square = 0.0
     for start in range(0, cols, 16):
         col = start + tl.arange(0, 16)
-        x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0)  # ERROR: exp(0 − top) is not 0
+        # ERROR: exp(0 − top) is not 0
+        x = tl.load(x_ptr + row * cols + col, mask=col < cols, other=0.0)
         top = tl.maximum(top, tl.max(x, 0))
-        total += tl.sum(tl.exp(x - top), 0)  # ERROR: the sum so far is relative to an earlier maximum
-        count = tl.minimum(cols - start, 16) * tl.cdiv(cols, 16)  # ERROR: a short block counts as much as others
+        # ERROR: the sum so far is relative to an earlier maximum
+        total += tl.sum(tl.exp(x - top), 0)
+        # ERROR: a short block counts as much as others
+        count = tl.minimum(cols - start, 16) * tl.cdiv(cols, 16)
         mean += tl.sum(x, 0) / count
         square += tl.sum(x * x, 0) / count
     tl.store(y_ptr + row, top + tl.log(total))
@@ -72,7 +87,9 @@ def launch(kernel, x: Tensor, y: Tensor, *grid: int) -> Tensor:
 def gram(x: Tensor) -> Tensor:
     """x xᵀ in fp16."""
     rows, cols = x.shape
-    return launch(gram_kernel, x, torch.zeros(rows, rows).half(), rows * rows, triton.cdiv(cols, 16))
+    return launch(
+        gram_kernel, x, torch.zeros(rows, rows).half(), rows * rows, triton.cdiv(cols, 16)
+    )
 
 
 def statistics(x: Tensor) -> Tensor:
@@ -101,15 +118,64 @@ def trials() -> list[tuple]:
     short = deep[:, :32]
     descending = torch.randn(4, 32).sort(descending=True).values
     return [
-        ("small last group", GRAM, short, short[:3], "3 rows, groups of 2", "min(rows left, group)"),
-        ("wrapped offsets", GRAM, short, short[:, :24], "24 columns, blocks of 16", "masks, loads 0 there"),
+        (
+            "small last group",
+            GRAM,
+            short,
+            short[:3],
+            "3 rows, groups of 2",
+            "min(rows left, group)",
+        ),
+        (
+            "wrapped offsets",
+            GRAM,
+            short,
+            short[:, :24],
+            "24 columns, blocks of 16",
+            "masks, loads 0 there",
+        ),
         ("sums in fp16", GRAM, short, deep, "sums of 41,472", "sums in fp32, rounds once"),
-        ("masked lanes are 0", SOFTMAX, descending, descending[:, :24] - 20, "24 columns, about −20", "loads −∞"),
-        ("sum not rescaled", SOFTMAX, descending, descending.flip(1), "maximum in the last block", "one maximum"),
-        ("equal weights", NORM, descending, descending[:, :24], "24 columns, blocks of 16", "weights by count"),
-        ("E[x²] − E[x]²", NORM, descending, descending + 1000, "mean of 1,000", "squares deviations"),
-        ("exp / (exp + 1)", GELU, descending, descending * 10, "values up to 20", "x / (1 + exp(−2u))"),
-    ]  # fmt: skip
+        (
+            "masked lanes are 0",
+            SOFTMAX,
+            descending,
+            descending[:, :24] - 20,
+            "24 columns, about −20",
+            "loads −∞",
+        ),
+        (
+            "sum not rescaled",
+            SOFTMAX,
+            descending,
+            descending.flip(1),
+            "maximum in the last block",
+            "one maximum",
+        ),
+        (
+            "equal weights",
+            NORM,
+            descending,
+            descending[:, :24],
+            "24 columns, blocks of 16",
+            "weights by count",
+        ),
+        (
+            "E[x²] − E[x]²",
+            NORM,
+            descending,
+            descending + 1000,
+            "mean of 1,000",
+            "squares deviations",
+        ),
+        (
+            "exp / (exp + 1)",
+            GELU,
+            descending,
+            descending * 10,
+            "values up to 20",
+            "x / (1 + exp(−2u))",
+        ),
+    ]
 
 
 @dataclass(frozen=True)
@@ -128,9 +194,11 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             errors = {
                 case: (function(x) - exact(x.double())).abs().max().item()
                 for case, function, x in (
-                    ("benign", faulty, benign), ("hostile", faulty, hostile), ("ours", ours, hostile)
+                    ("benign", faulty, benign),
+                    ("hostile", faulty, hostile),
+                    ("ours", ours, hostile),
                 )
-            }  # fmt: skip
+            }
             run.add(name, errors, shown_by=shown_by, instead=instead)
 
 
@@ -149,8 +217,13 @@ VIEW = View(
     "The last column says what that function does instead.",
 )
 EXPERIMENT = Experiment(
-    Config, measure, VIEW, presets={"smoke": {}},
+    Config,
+    measure,
+    VIEW,
+    presets={"smoke": {}},
     wrong=lambda records: [
-        r.variant for r in records if [error < TOLERANCE for error in r.metrics.values()] != [True, False, True]
-    ]
-)  # fmt: skip
+        r.variant
+        for r in records
+        if [error < TOLERANCE for error in r.metrics.values()] != [True, False, True]
+    ],
+)

@@ -38,7 +38,14 @@ from .by_part import PART_VIEW
 from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
 from .taken_apart import KERNEL_VIEW, WORK_VIEW, profile
 from .timing import agreed, timed, verdict
-from .trials import BenchmarkConfig, TrialConfig, errors_against_reference, headline, ms_column, prefix
+from .trials import (
+    BenchmarkConfig,
+    TrialConfig,
+    errors_against_reference,
+    headline,
+    ms_column,
+    prefix,
+)
 
 
 def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
@@ -52,28 +59,42 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
     """
     modes = [mode for mode in MODES if mode in config.modes]
     if config.factory is None:
-        planned = [trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes]
+        planned = [
+            trial.planned(trial.strategy, mode) for trial in config.trials() for mode in modes
+        ]
         require(planned, context.device, context, some=True)
     if config.nvtx:
         torch.cuda.profiler.start()
     for trial in config.trials():
         names = {}
         for mode, warmup in itertools.product(modes, config.warmups):
-            parts = [config.label(trial), mode, f"warm-up {warmup}" if len(config.warmups) > 1 else ""]
+            parts = [
+                config.label(trial),
+                mode,
+                f"warm-up {warmup}" if len(config.warmups) > 1 else "",
+            ]
             names[mode, warmup] = ", ".join(filter(None, parts))
         if all(map(run.done, names.values())):
             continue
         rows = timed(config, trial, context, run.progress)  # first, while the process is cold
         # By rank 0: the check needs no other rank, and those would only take its memory and cores.
         check = config.factory is None and context.is_main
-        checked = agreed(partial(errors_against_reference, context, trial) if check else dict, context)
+        checked = agreed(
+            partial(errors_against_reference, context, trial) if check else dict, context
+        )
         checked = collectives.gather_objects(checked, context.group)[0]
         for (mode, warmup), metrics in rows.items():
             metrics |= {name: checked.get(name) for name in ("loss_rel_error", "grad_rel_error")}
             if metrics["status"] == "ok":
                 metrics["status"] = verdict(checked, trial)
             metrics["predicted_peak_bytes"] = predicted_peak(trial, context, mode)
-            run.add(names[mode, warmup], metrics, **asdict(trial) | trial.facts(context), mode=mode, warmup=warmup)
+            run.add(
+                names[mode, warmup],
+                metrics,
+                **asdict(trial) | trial.facts(context),
+                mode=mode,
+                warmup=warmup,
+            )
     if config.nvtx:
         torch.cuda.profiler.stop()
     for trial in config.trials():
@@ -114,10 +135,16 @@ def draw_steps(records: Records, path: Path) -> None:
     rows = [record.metrics for record in records]
     timed = [metrics.get("step_p50_ms") is not None for metrics in rows]
     parts = {
-        phase: [(m.get(f"{phase}_p50_ms") or 0.0) if ok else m["status"] for m, ok in zip(rows, timed, strict=True)]
+        phase: [
+            (m.get(f"{phase}_p50_ms") or 0.0) if ok else m["status"]
+            for m, ok in zip(rows, timed, strict=True)
+        ]
         for phase in PHASES
     }
-    ends = [(m["step_p20_ms"], m["step_p80_ms"]) if ok else None for m, ok in zip(rows, timed, strict=True)]
+    ends = [
+        (m["step_p20_ms"], m["step_p80_ms"]) if ok else None
+        for m, ok in zip(rows, timed, strict=True)
+    ]
     unit, labels = "ms (median; whiskers p20 to p80)", [record.variant for record in records]
     stacked_bars(path, labels, parts, title=headline(records), unit=unit, whiskers=ends)
 
@@ -125,23 +152,37 @@ def draw_steps(records: Records, path: Path) -> None:
 VIEW = View(
     columns=[
         Column("variant", "what"),
-        ms_column("step_mean_ms", "mean ms"), ms_column("step_std_ms", "± std"), ms_column("step_p20_ms", "p20"),
+        ms_column("step_mean_ms", "mean ms"),
+        ms_column("step_std_ms", "± std"),
+        ms_column("step_p20_ms", "p20"),
         ms_column("step_p50_ms", "p50"),
-        ms_column("step_p80_ms", "p80"), ms_column("first_ms", "first"), ms_column("forward_p50_ms", "forward"),
-        ms_column("backward_p50_ms", "backward"), ms_column("optimizer_p50_ms", "optimizer"),
+        ms_column("step_p80_ms", "p80"),
+        ms_column("first_ms", "first"),
+        ms_column("forward_p50_ms", "forward"),
+        ms_column("backward_p50_ms", "backward"),
+        ms_column("optimizer_p50_ms", "optimizer"),
         gib_column("metrics.peak_alloc_bytes", "peak GiB", ".2f"),
         gib_column("metrics.predicted_peak_bytes", "predicted", ".2f", missing="", optional=True),
         prediction_error("predicted_peak_bytes", "peak_alloc_bytes", form="+.1f"),
         Column("metrics.tokens_per_s", "tokens/s", ",.0f"),
         Column("metrics.examples_per_s", "examples/s", ",.1f", optional=True),
         Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
-        Column("metrics.mfu_pct", "MFU %", ".1f"), Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
+        Column("metrics.mfu_pct", "MFU %", ".1f"),
+        Column("metrics.gpu_idle_pct", "GPU idle %", ".0f", optional=True),
         Column("metrics.grad_rel_error", "gradient error", ".0e"),
-        NOISE, text_column("metrics.status", "status"),
+        NOISE,
+        text_column("metrics.status", "status"),
     ],
     headline=lambda records: headline(records) + waiting(records),
     terminal=(
-        *("variant", "step_p50_ms", "noise_pct", "peak_alloc_bytes", "predicted_peak_bytes", "tokens_per_s"),
+        *(
+            "variant",
+            "step_p50_ms",
+            "noise_pct",
+            "peak_alloc_bytes",
+            "predicted_peak_bytes",
+            "tokens_per_s",
+        ),
         *("mfu_pct", "status"),
     ),
     pictures={"steps.png": draw_steps},
@@ -157,29 +198,60 @@ VIEW = View(
 )
 # Where the time and the memory of a step and of a forward alone go, over contexts.
 PROFILED = {
-    "size": ("medium",), "batch": (2,), "context": (256, 512, 1024, 2048, 4096), "dtype": ("bf16",),
-    "modes": ("inference", "step"), "warmups": (2,), "repeats": 5,
-}  # fmt: skip
+    "size": ("medium",),
+    "batch": (2,),
+    "context": (256, 512, 1024, 2048, 4096),
+    "dtype": ("bf16",),
+    "modes": ("inference", "step"),
+    "warmups": (2,),
+    "repeats": 5,
+}
 ON_CPU = {"size": ("tiny",), "batch": (1,), "dtype": ("fp32",), "context": (64, 256), "repeats": 3}
 EXPERIMENT = Experiment(
-    BenchmarkConfig, measure, VIEW,
+    BenchmarkConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"warmups": (1,)},
         "profile": PROFILED | {"attention": ("naive", "sdpa"), "profile": True},
         "profile-cpu": ON_CPU,
-        "memory": PROFILED | {"context": (256, 1024, 2048), "dtype": ("fp32", "bf16"), "memory": True},
+        "memory": PROFILED
+        | {"context": (256, 1024, 2048), "dtype": ("fp32", "bf16"), "memory": True},
         "memory-cpu": ON_CPU,
         "recomputation": {
-            "size": ("xl",), "batch": (4,), "context": (1024,), "dtype": ("bf16",), "modes": ("forward_backward",),
-            "checkpointing": ("none", "block", "every-2", "every-4", "every-8", "every-16", "every-32"),
+            "size": ("xl",),
+            "batch": (4,),
+            "context": (1024,),
+            "dtype": ("bf16",),
+            "modes": ("forward_backward",),
+            "checkpointing": (
+                "none",
+                "block",
+                "every-2",
+                "every-4",
+                "every-8",
+                "every-16",
+                "every-32",
+            ),
         },
-        "recomputation-cpu": ON_CPU | {
-            "layers": (8,), "batch": (4,), "context": (128,), "vocab": (256,), "memory": True,
+        "recomputation-cpu": ON_CPU
+        | {
+            "layers": (8,),
+            "batch": (4,),
+            "context": (128,),
+            "vocab": (256,),
+            "memory": True,
             "checkpointing": ("none", "block", "every-2", "every-4"),
         },
-        "smoke": {"batch": (1,), "context": (16,), "warmups": (1,), "repeats": 3, "modes": ("forward", "step")},
+        "smoke": {
+            "batch": (1,),
+            "context": (16,),
+            "warmups": (1,),
+            "repeats": 3,
+            "modes": ("forward", "step"),
+        },
     },
     ranks="many",
     nproc=1,
     parts=(KERNEL_VIEW, WORK_VIEW, PART_VIEW, MEMORY_VIEW, SAVED_VIEW),
-)  # fmt: skip
+)

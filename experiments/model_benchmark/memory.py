@@ -29,9 +29,7 @@ MEMORY = "model_memory"
 SCOPES = {"inference": "forward only", "step": "full step"}
 
 
-def memory(
-    context: RankContext, config: TrialConfig, folder: Path, slug: str
-) -> dict[str, Rows]:
+def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -> dict[str, Rows]:
     """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
     with what is held then.
     """
@@ -51,19 +49,34 @@ def memory(
             timeline = replace(timeline, phases={"forward": timeline.phases["forward"]})
         where = described([asdict(config) | config.facts(context)], environment(device))
         picture = folder / f"memory_{slug}{'_forward' * (mode == 'inference')}.png"
-        memory_areas(picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}")
+        memory_areas(
+            picture, timeline, title=f"Memory over one {scope.replace('only', 'alone')}: {where}"
+        )
         _, categories = timeline.peak()
         total = sum(categories.values())
-        shared = {f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()}
+        shared = {
+            f"at_peak_{name.replace(' ', '_')}_bytes": size for name, size in categories.items()
+        }
         shared |= {"timeline_peak_bytes": total, "peak_alloc_bytes": allocator.peak_alloc_bytes}
-        shared |= {"scope": scope, "predicted_timeline_peak_bytes": predicted_peak(config, context, mode)}
+        shared |= {
+            "scope": scope,
+            "predicted_timeline_peak_bytes": predicted_peak(config, context, mode),
+        }
         rows += [
-            (block.origin, {
-                "block_bytes": block.bytes, "of_peak_pct": 100 * block.bytes / total, "category": block.category,
-                "phase": block.phase, "from_ms": block.start_ms, "to_ms": block.end_ms,
-            } | shared)
+            (
+                block.origin,
+                {
+                    "block_bytes": block.bytes,
+                    "of_peak_pct": 100 * block.bytes / total,
+                    "category": block.category,
+                    "phase": block.phase,
+                    "from_ms": block.start_ms,
+                    "to_ms": block.end_ms,
+                }
+                | shared,
+            )
             for block in timeline.largest(8)
-        ]  # fmt: skip
+        ]
     return {MEMORY: rows}
 
 
@@ -74,10 +87,15 @@ def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
     trial.last_loss = None
     if not trial.context.is_main:
         return trial(mode)
-    device, named = trial.context.device, named_ranges(trial.model, emitter("profiler"), trial.optimizer)
+    device, named = (
+        trial.context.device,
+        named_ranges(trial.model, emitter("profiler"), trial.optimizer),
+    )
     with tempfile.TemporaryDirectory(prefix="distlab-memory-") as temporary, named:
         path = Path(temporary) / "trace.json"
-        held = memory_timeline.record_memory(partial(trial, mode), trial.model, trial.optimizer, path, device)
+        held = memory_timeline.record_memory(
+            partial(trial, mode), trial.model, trial.optimizer, path, device
+        )
         return memory_timeline.memory_timeline(path, held, device)
 
 
@@ -87,27 +105,44 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
 
     A step is a settled one; of forward and backward alone no optimizer state is there.
     """
-    if config.factory is not None or mode == "forward" or (mode == "inference" and config.model().loss_in_head):
+    if (
+        config.factory is not None
+        or mode == "forward"
+        or (mode == "inference" and config.model().loss_in_head)
+    ):
         return None
-    expected = config.planned(config.strategy, mode).memory(context.world_size, on_gpu=context.device.type == "cuda")
+    expected = config.planned(config.strategy, mode).memory(
+        context.world_size, on_gpu=context.device.type == "cuda"
+    )
     if mode == "step":
         return expected.peak.total
     if mode == "forward_backward":
         moments = [moment for phase, moment in expected.moments if phase != "optimizer step"]
         return max(moment.total - moment.optimizer_state for moment in moments)
-    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    model, precision = (
+        config.model(),
+        PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"],
+    )
     sizes = config.batch, model.context_length, precision, model.attention
     shape, held = ModelShape.of(model), expected.after_init.total + expected.before_step.temporary
-    if context.device.type == "cpu" and precision.copies_weights:  # autocast keeps them there; see `ops.linear`
-        held += precision.compute * (shape.num_layers * shape.block_matrices + shape.embedding_parameters)
+    # autocast keeps them there; see `ops.linear`
+    if context.device.type == "cpu" and precision.copies_weights:
+        held += precision.compute * (
+            shape.num_layers * shape.block_matrices + shape.embedding_parameters
+        )
     return held + inference_temporary(shape, *sizes)
 
 
 def memory_findings(records: Records) -> list[str]:
     """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
     lines = []
-    for (label, scope), m in {(r.config["label"], r.metrics["scope"]): r.metrics for r in records}.items():
-        held = {name: m[f"at_peak_{name.replace(' ', '_')}_bytes"] for name in memory_timeline.CATEGORIES}
+    for (label, scope), m in {
+        (r.config["label"], r.metrics["scope"]): r.metrics for r in records
+    }.items():
+        held = {
+            name: m[f"at_peak_{name.replace(' ', '_')}_bytes"]
+            for name in memory_timeline.CATEGORIES
+        }
         parts = [f"{name} {size / 2**20:,.1f}" for name, size in held.items() if size]
         count, predicted = m["peak_alloc_bytes"], m["predicted_timeline_peak_bytes"]
         allocator = f", by the allocator's count {count / 2**20:,.1f}" if count else ""
@@ -122,17 +157,23 @@ def memory_findings(records: Records) -> list[str]:
 MEMORY_VIEW = View(
     name=MEMORY,
     question="What holds the memory at the peak of a step and of its forward alone, and where was it allocated?",
-    columns=[text_column("metrics.scope", "over"), Column("variant", "allocated by"),
-     mib_column("block_bytes", "MiB"),
-     Column("metrics.of_peak_pct", "of peak %", ".1f"), text_column("metrics.category", "kind"),
-     text_column("metrics.phase", "phase"), ms_column("from_ms", "from ms"), ms_column("to_ms", "to ms")],
+    columns=[
+        text_column("metrics.scope", "over"),
+        Column("variant", "allocated by"),
+        mib_column("block_bytes", "MiB"),
+        Column("metrics.of_peak_pct", "of peak %", ".1f"),
+        text_column("metrics.category", "kind"),
+        text_column("metrics.phase", "phase"),
+        ms_column("from_ms", "from ms"),
+        ms_column("to_ms", "to ms"),
+    ],
     headline=headline,
     findings=memory_findings,
     reading="The largest blocks at the peak. The origin is the named part of the model and the "
     "operator that allocated the block. Activations are what forward leaves for backward; temporary blocks live within "
     "a phase, or are made in backward; before is memory that existed at the start and is neither parameter nor state.",
     prediction="The closed form of distlab.theory.memory for an eager step, and for a forward without gradients.",
-)  # fmt: skip
+)
 
 
 SAVED = "model_saved"
@@ -158,29 +199,43 @@ def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
         name = f"blocks.{config.model().num_layers // 2}"
         kept, total = blocks[name], sum(tensor.bytes for tensor in blocks[name])
         whole = {
-            "status": "ok", "saved_block_bytes": total, "tensors": len(kept), "of_block_pct": 100.0,
+            "status": "ok",
+            "saved_block_bytes": total,
+            "tensors": len(kept),
+            "of_block_pct": 100.0,
             "saved_all_bytes": sum(tensor.bytes for block in blocks.values() for tensor in block),
             "gradient_block_bytes": found["gradients"][name],
             "predicted_saved_block_bytes": predicted_saved(config, fused=form != "eager"),
-        }  # fmt: skip
+        }
         rows.append((f"{form}, all", whole))
         for rank, tensor in enumerate(kept[:5], 1):
             metrics = {
-                "status": "ok", "saved_block_bytes": tensor.bytes, "of_block_pct": 100 * tensor.bytes / total,
-                "shape": "×".join(map(str, tensor.shape)), "dtype": str(tensor.dtype).removeprefix("torch."),
+                "status": "ok",
+                "saved_block_bytes": tensor.bytes,
+                "of_block_pct": 100 * tensor.bytes / total,
+                "shape": "×".join(map(str, tensor.shape)),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
                 "made_by": tensor.made_by,
-            }  # fmt: skip
+            }
             rows.append((f"{form}, {rank}", metrics))
     return {SAVED: rows}
 
 
 def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict[str, Any]:
     with opened(context, config) as trial:
-        # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++ compiler.
-        compiled(trial.module, how, "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition")
+        # On a CPU the saved tensors are chosen as by `inductor`, without waiting for its C++
+        # compiler.
+        compiled(
+            trial.module,
+            how,
+            "inductor" if context.device.type == "cuda" else "aot_eager_decomp_partition",
+        )
         blocks = {f"blocks.{index}": block for index, block in enumerate(trial.module.blocks)}
         trial.forward().backward()  # what is compiled is compiled, and gradients are there
-        return {"saved": saved_for_backward(trial.forward, trial.module, blocks), "gradients": gradient_bytes(blocks)}
+        return {
+            "saved": saved_for_backward(trial.forward, trial.module, blocks),
+            "gradients": gradient_bytes(blocks),
+        }
 
 
 def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
@@ -189,7 +244,10 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
     """
     if config.checkpointing != "none":
         return None
-    model, precision = config.model(), PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"]
+    model, precision = (
+        config.model(),
+        PRECISIONS["fp32" if config.dtype == "fp32" else "bf16-autocast"],
+    )
     shape = ModelShape.of(model)
     kept = block_activations(shape, config.batch, model.context_length, precision, model.attention)
     silu = precision.compute * config.batch * model.context_length * model.d_ff
@@ -199,17 +257,23 @@ def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
 SAVED_VIEW = View(
     name=SAVED,
     question="What does a block save for backward, eager, compiled and with this lab's kernels?",
-    columns=[Column("variant", "form"), mib_column("saved_block_bytes", "MiB"),
-     Column("metrics.of_block_pct", "of block %", ".1f"),
-     mib_column("predicted_saved_block_bytes", "predicted"),
-     prediction_error("predicted_saved_block_bytes", "saved_block_bytes"), Column("metrics.shape", "shape"),
-     Column("metrics.dtype", "type"), text_column("metrics.made_by", "made by"),
-     mib_column("gradient_block_bytes", "gradients MiB"),
-     Column("metrics.tensors", "tensors"), mib_column("saved_all_bytes", "whole model MiB"),
-     text_column("metrics.status", "status")],
+    columns=[
+        Column("variant", "form"),
+        mib_column("saved_block_bytes", "MiB"),
+        Column("metrics.of_block_pct", "of block %", ".1f"),
+        mib_column("predicted_saved_block_bytes", "predicted"),
+        prediction_error("predicted_saved_block_bytes", "saved_block_bytes"),
+        Column("metrics.shape", "shape"),
+        Column("metrics.dtype", "type"),
+        text_column("metrics.made_by", "made by"),
+        mib_column("gradient_block_bytes", "gradients MiB"),
+        Column("metrics.tensors", "tensors"),
+        mib_column("saved_all_bytes", "whole model MiB"),
+        text_column("metrics.status", "status"),
+    ],
     headline=headline,
     prediction="The closed form of distlab.theory.memory for eager blocks, with autocast's copies of matrices; "
     "compiled and with our kernels without silu(w1 x), which backward computes again.",
     reading="Tensors as they are handed to autograd, parameters left out, each storage once; the block is the one in "
     "the middle. The operator that made a tensor is searched through views and casts.",
-)  # fmt: skip
+)

@@ -52,8 +52,13 @@ def profile(context: RankContext, config: TrialConfig, folder: Path, slug: str) 
         flops["inference"] = flops["forward"]
         # Forwards without gradients, whose phase is inference.
         forwards = tuple(replace(kernel, phase="inference") for kernel in inference.kernels)
-        phases = dict.fromkeys(PHASES, training) | {"inference": replace(inference, kernels=forwards)}
-        rows = {KERNELS: _kernel_rows(phases), WORK: _work_rows(phases, timer_ms, timer_noise_pct, flops)}
+        phases = dict.fromkeys(PHASES, training) | {
+            "inference": replace(inference, kernels=forwards)
+        }
+        rows = {
+            KERNELS: _kernel_rows(phases),
+            WORK: _work_rows(phases, timer_ms, timer_noise_pct, flops),
+        }
         if by_part is not None:
             rows[PART_VIEW.name] = part_rows(measured_parts(by_part), predicted, matmuls)
     return collectives.gather_objects(rows, context.group)[0]
@@ -76,20 +81,32 @@ def _traced(
         return []
     path = folder / f"{name}_rank0.json.gz"
     profile_steps(
-        step, steps=steps, path=path, rank=context.rank, world_size=context.world_size,
-        device=context.device, finish=partial(dist.barrier, context.group),
-    )  # fmt: skip
+        step,
+        steps=steps,
+        path=path,
+        rank=context.rank,
+        world_size=context.world_size,
+        device=context.device,
+        finish=partial(dist.barrier, context.group),
+    )
     return load_trace(path)
 
 
 def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
     return [
-        (short_name(kernel.name), {
-            "phase": phase, "category": kernel.category, "calls_per_step": kernel.count, "kernel_ms": kernel.ms,
-            "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
-        })
-        for phase, profile in profiles.items() for kernel in profile.top(phase, 8)
-    ]  # fmt: skip
+        (
+            short_name(kernel.name),
+            {
+                "phase": phase,
+                "category": kernel.category,
+                "calls_per_step": kernel.count,
+                "kernel_ms": kernel.ms,
+                "of_kernel_time_pct": 100 * kernel.ms / profile.kernel_ms,
+            },
+        )
+        for phase, profile in profiles.items()
+        for kernel in profile.top(phase, 8)
+    ]
 
 
 def short_name(kernel: str) -> str:
@@ -108,15 +125,19 @@ def short_name(kernel: str) -> str:
 
 
 def _work_rows(
-    profiles: Mapping[str, Profile], timer_ms: float, timer_noise_pct: float, flops: Mapping[str, Mapping[str, int]]
+    profiles: Mapping[str, Profile],
+    timer_ms: float,
+    timer_noise_pct: float,
+    flops: Mapping[str, Mapping[str, int]],
 ) -> Rows:
     training, rows = profiles["forward"], []
     shared = {
         "profiler_step_ms": training.step_ms,
-        "profiler_kernel_ms": training.kernel_ms, "timer_step_ms": timer_ms,
+        "profiler_kernel_ms": training.kernel_ms,
+        "timer_step_ms": timer_ms,
         "timer_noise_pct": timer_noise_pct,
         "profiler_error_pct": 100 * (training.step_ms / timer_ms - 1),
-    }  # fmt: skip
+    }
     for phase, profile in profiles.items():
         times, calls = Counter[str](), Counter[str]()
         for kernel in profile.kernels:
@@ -127,11 +148,15 @@ def _work_rows(
             ms, operations = times[kind], flops[phase].get(kind, 0)
             if ms or operations:
                 metrics = {
-                    "phase": phase, "kernel_ms": ms, "of_kernel_time_pct": 100 * ms / (times.total() or 1),
+                    "phase": phase,
+                    "kernel_ms": ms,
+                    "of_kernel_time_pct": 100 * ms / (times.total() or 1),
                     "calls_per_step": calls[kind],
-                    "flops": operations, "of_flops_pct": 100 * operations / (sum(flops[phase].values()) or 1),
-                    "tflops_per_s": operations / ms / 1e9 if ms else None, "phase_kernel_ms": times.total(),
-                }  # fmt: skip
+                    "flops": operations,
+                    "of_flops_pct": 100 * operations / (sum(flops[phase].values()) or 1),
+                    "tflops_per_s": operations / ms / 1e9 if ms else None,
+                    "phase_kernel_ms": times.total(),
+                }
                 rows.append((kind, metrics | shared))
     return rows
 
@@ -144,24 +169,35 @@ def draw_work(records: Records, path: Path) -> None:
     if len({label for label, _ in bars}) > 1:
         bars = dict.fromkeys(bar for bar in bars if bar[1] in ("forward", "backward"))
     known = {
-        (r.config["label"], r.metrics["phase"], r.variant.removeprefix(prefix(r.config["label"]))): r.metrics
+        (
+            r.config["label"],
+            r.metrics["phase"],
+            r.variant.removeprefix(prefix(r.config["label"])),
+        ): r.metrics
         for r in records
     }
     shares = {"time": "of_kernel_time_pct", "FLOPs": "of_flops_pct"}
     rows = [f"{prefix(label)}{phase}, {what}" for label, phase in bars for what in shares]
     parts = {
-        kind: [known.get((*bar, kind), {}).get(share, 0.0) for bar in bars for share in shares.values()]
+        kind: [
+            known.get((*bar, kind), {}).get(share, 0.0) for bar in bars for share in shares.values()
+        ]
         for kind in CATEGORIES
         if any((*bar, kind) in known for bar in bars)
     }
-    stacked_bars(path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%")
+    stacked_bars(
+        path, rows, parts, title=f"Where time and arithmetic go: {headline(records)}", unit="%"
+    )
 
 
 def work_findings(records: Records) -> list[str]:
     """Compare the profiler's step with the timer's, and say whether the difference is inside the timer's noise."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
-        m, phases = rows[0].metrics, {r.metrics["phase"]: r.metrics["phase_kernel_ms"] for r in rows}
+        m, phases = (
+            rows[0].metrics,
+            {r.metrics["phase"]: r.metrics["phase_kernel_ms"] for r in rows},
+        )
         lines.append(
             f"{prefix(label)}the profiler's step takes {m['profiler_step_ms']:.2f} ms and its kernels "
             f"{m['profiler_kernel_ms']:.2f} ms ({', '.join(f'{phase} {ms:.2f}' for phase, ms in phases.items())}); "
@@ -187,20 +223,31 @@ _CALLS = Column("metrics.calls_per_step", "calls", ",.0f")
 KERNEL_VIEW = View(
     name=KERNELS,
     question="Which kernels take the time in forward, backward and optimizer, and in inference?",
-    columns=[text_column("metrics.phase", "phase"), Column("variant", "kernel"),
-     text_column("metrics.category", "kind"), _CALLS,
-     ms_column("kernel_ms", "ms per step"), _SHARE],
+    columns=[
+        text_column("metrics.phase", "phase"),
+        Column("variant", "kernel"),
+        text_column("metrics.category", "kind"),
+        _CALLS,
+        ms_column("kernel_ms", "ms per step"),
+        _SHARE,
+    ],
     headline=headline,
     reading="Kernels of the GPU by the phase in which the host launched them; without a GPU, operators and nodes of "
     "autograd.",
-)  # fmt: skip
+)
 WORK_VIEW = View(
     name=WORK,
     question="Which kind of work takes the time, and which does the arithmetic?",
-    columns=[text_column("metrics.phase", "phase"), Column("variant", "kind"), _CALLS,
-     ms_column("kernel_ms", "ms per step"), _SHARE,
-     Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9), Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
-     Column("metrics.tflops_per_s", "TFLOP/s", ",.2f")],
+    columns=[
+        text_column("metrics.phase", "phase"),
+        Column("variant", "kind"),
+        _CALLS,
+        ms_column("kernel_ms", "ms per step"),
+        _SHARE,
+        Column("metrics.flops", "GFLOP", ",.2f", scale=1e-9),
+        Column("metrics.of_flops_pct", "of FLOPs %", ".2f"),
+        Column("metrics.tflops_per_s", "TFLOP/s", ",.2f"),
+    ],
     headline=headline,
     pictures={"work.png": draw_work},
     findings=work_findings,
@@ -208,4 +255,4 @@ WORK_VIEW = View(
     "the names of kernels and of the operators that launched them. FLOPs are counted in an "
     "eager step at torch's dispatcher, matmuls and attention by formula, everything else per element. On a CPU torch "
     "decomposes normalisation into simple operations, and its backward counts as element-wise.",
-)  # fmt: skip
+)

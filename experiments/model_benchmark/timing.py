@@ -37,8 +37,10 @@ from distlab.train.memory_budget import shortage
 from .trials import BenchmarkConfig, TrialConfig, opened
 
 OOM = "OOM"
-PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}  # in units of a forward's FLOPs
-TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}  # relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
+# in units of a forward's FLOPs
+PASSES = {"inference": 1, "forward": 1, "forward_backward": 3, "step": 3}
+# relative error of all gradients; seen: 1e-6, 2e-2, 3e-3
+TOLERANCE = {"fp32": 1e-3, "bf16": 0.1, "fp16": 0.05}
 
 
 def timed(
@@ -60,7 +62,8 @@ def timed(
                 progress(label)
                 pace = Pace(max(config.warmups) + config.repeats, label, progress)
                 found[mode] = agreed(
-                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)}, context
+                    lambda mode=mode, pace=pace: {"rows": time_mode(ready, mode, config, pace)},
+                    context,
                 )
         return {}
 
@@ -79,7 +82,11 @@ def timed(
 def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
     """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
     found = attempt(measure)
-    failed = [status for status in collectives.gather_objects(found["status"], context.group) if status != "ok"]
+    failed = [
+        status
+        for status in collectives.gather_objects(found["status"], context.group)
+        if status != "ok"
+    ]
     if failed:  # what lay on the way to the failure must not make the next combination fail
         gc.collect()
         if context.device.type == "cuda":
@@ -91,7 +98,8 @@ def verdict(checked: Metrics, trial: TrialConfig) -> str:
     """`ok`, or why the row must not be believed."""
     if checked["status"] != "ok":
         return f"unchecked ({checked['status']})"
-    if trial.factory is not None:  # which has no plainer form to be held against; ddp_bench checks its gradients
+    # which has no plainer form to be held against; ddp_bench checks its gradients
+    if trial.factory is not None:
         return "ok"
     if not checked["grad_rel_error"] <= TOLERANCE[trial.dtype]:
         return "wrong gradients"
@@ -145,7 +153,10 @@ def time_mode(
     there = mode in ("forward_backward", "step")
     check_work(trial.last_loss, itertools.chain(*trial.model.gradients()) if there else None)
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
-    rows = {warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared for warmup in config.warmups}
+    rows = {
+        warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared
+        for warmup in config.warmups
+    }
     for row in rows.values() if busy is not None else ():
         row["gpu_idle_pct"] = 100 * max(0.0, 1 - busy / row["step_p50_ms"])
     if compiled is not None:
@@ -177,12 +188,12 @@ def _metrics(
     found["tflops_per_s"] = flops / p50 / 1e9
     share = mfu(flops, p50 / 1e3, peak)
     found["mfu_pct"] = None if share is None else 100 * share
-    found["tokens_per_s"] = (trial.options.batch * trial.shape.context_length * trial.context.world_size) / (p50 / 1e3)
+    found["tokens_per_s"] = (
+        trial.options.batch * trial.shape.context_length * trial.context.world_size
+    ) / (p50 / 1e3)
     return found
 
 
 def step_flops(config: TrialConfig, mode: str, causal: bool = False) -> int:
     """FLOPs of one call on one rank, without what checkpointing recomputes."""
     return forward_flops(**config.model().sizes(config.batch), causal=causal).total * PASSES[mode]
-
-

@@ -54,8 +54,12 @@ class BenchmarkConfig(OwnModel, Swept):
     cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
     """
 
-    modes: tuple[str, ...] = option(MODES, "parts of a step, in this order", choices=MODES, flag="--mode")
-    warmups: tuple[int, ...] = option((5,), "numbers of first calls to leave out", least=0, flag="--warmup")
+    modes: tuple[str, ...] = option(
+        MODES, "parts of a step, in this order", choices=MODES, flag="--mode"
+    )
+    warmups: tuple[int, ...] = option(
+        (5,), "numbers of first calls to leave out", least=0, flag="--warmup"
+    )
     repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
     bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
     seed: int = option(0, "of parameters and data", **SEED)
@@ -70,7 +74,9 @@ class BenchmarkConfig(OwnModel, Swept):
         super().__post_init__()
         self.trials()
         if self.factory is not None and self.saved:
-            raise ValueError("--saved takes the lab's Transformer apart block by block; with --model leave it out")
+            raise ValueError(
+                "--saved takes the lab's Transformer apart block by block; with --model leave it out"
+            )
         if self.nvtx:
             emitter("nvtx")  # refuses where there is no GPU
 
@@ -90,7 +96,9 @@ class BenchmarkConfig(OwnModel, Swept):
         """What tells this trial from the others of the run: the options that have several values."""
         varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
         plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
-        return ", ".join([str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied])
+        return ", ".join(
+            [str(getattr(trial, n)) if n in plain else f"{n} {getattr(trial, n)}" for n in varied]
+        )
 
 
 @contextmanager
@@ -101,7 +109,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
         with closing(Trial(context, config, variant, scaled=config.dtype == "fp16")) as trial:
             yield trial
     finally:
-        if config.compile != "off":  # the next trial is compiled as in a process of its own: its shapes are other ones
+        # the next trial is compiled as in a process of its own: its shapes are other ones
+        if config.compile != "off":
             torch.compiler.reset()
         torch.cuda.empty_cache()  # for whoever shares the GPU; nothing where there is none
 
@@ -115,16 +124,21 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
     Returns:
         See `relative_errors`.
     """
-    keeps = "block" if config.checkpointing == "auto" else config.checkpointing  # which changes no value
+    # which changes no value
+    keeps = "block" if config.checkpointing == "auto" else config.checkpointing
     ours = replace(config, strategy="local", checkpointing=keeps)
-    plain = replace(ours, attention="naive", ops="torch", dtype="fp32", compile="off", checkpointing="block")
+    plain = replace(
+        ours, attention="naive", ops="torch", dtype="fp32", compile="off", checkpointing="block"
+    )
     losses, gradients = [], []
     for each in (ours, plain):
         with opened(context, each) as trial:
             trial("forward_backward")
             losses.append(trial.last_loss.item())
             gradients.append([parameter.grad for parameter in trial.module.parameters()])
-    return relative_errors(*losses, *gradients, LossScaler().scale if config.dtype == "fp16" else 1.0)
+    return relative_errors(
+        *losses, *gradients, LossScaler().scale if config.dtype == "fp16" else 1.0
+    )
 
 
 # -- in words ------------------------------------------------------------------------------------------------
@@ -133,11 +147,28 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
     """One line that says what several trials have in common, of their configurations as records hold them."""
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
-    count = f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)" if "num_parameters" in shared else ""
-    named = ("batch", "context", "dtype", "strategy", "attention", "ops", "compile", "checkpointing")
+    count = (
+        f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)"
+        if "num_parameters" in shared
+        else ""
+    )
+    named = (
+        "batch",
+        "context",
+        "dtype",
+        "strategy",
+        "attention",
+        "ops",
+        "compile",
+        "checkpointing",
+    )
     named = named if shared.get("factory") is None else ("batch", "dtype", "strategy", "compile")
     plain = ("dtype", "strategy")  # values that say what they are
-    texts = [str(shared[name]) if name in plain else f"{name} {shared[name]}" for name in named if name in shared]
+    texts = [
+        str(shared[name]) if name in plain else f"{name} {shared[name]}"
+        for name in named
+        if name in shared
+    ]
     parts = [f"{shared.get('size', 'several sizes')}{count}", *texts]
     where = f"{shared.get('world_size', 1)} × {environment['device_name']}, torch {environment['torch']}"
     return f"{', '.join(parts)}; {where}"

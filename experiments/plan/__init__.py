@@ -33,7 +33,14 @@ from distlab.experiment import (
 from distlab.model import kept_levels
 from distlab.parallel import Layout, get_strategy
 from distlab.report import gib_column, text_column
-from distlab.simulate.choices import BUCKET_SIZES_MB, MOST_MICRO_BATCHES, Choice, choices, estimated, memory
+from distlab.simulate.choices import (
+    BUCKET_SIZES_MB,
+    MOST_MICRO_BATCHES,
+    Choice,
+    choices,
+    estimated,
+    memory,
+)
 from distlab.simulate.estimate import FP32, host_time
 from distlab.simulate.timeline import Machine, replay
 from distlab.theory.flops import mfu, step_flops
@@ -45,14 +52,18 @@ from experiments._own_model import simulated
 from .question import PlanConfig
 
 PER_STRATEGY = 2  # of each strategy, group and recomputation, the fastest micro-batches
-# Micro-batches of a series that are timed: those of a pipeline, or the few largest, of which the fastest is one.
+# Micro-batches of a series that are timed: those of a pipeline, or the few largest, of which the
+# fastest is one.
 CANDIDATES = max(PER_STRATEGY, MOST_MICRO_BATCHES)
 NOTHING_FITS = {"predicted_step_ms": None, "limited_by": "memory"}
 HOST_SHARE = 0.75  # of a step that the host takes: beyond it a slower one decides
 PARTS = {  # of a step, and the metric of each
-    "compute": "compute", "memory bandwidth": "memory_bandwidth", "overhead of communication": "communication",
-    "waiting for the host": "host", "optimizer": "optimizer",
-}  # fmt: skip
+    "compute": "compute",
+    "memory bandwidth": "memory_bandwidth",
+    "overhead of communication": "communication",
+    "waiting for the host": "host",
+    "optimizer": "optimizer",
+}
 STATE_BYTES = 12  # of a checkpoint per parameter: fp32 parameters and AdamW's two moments
 NODE_WRITES = 2e9  # bytes per second of a checkpoint
 RESTART_S = 600.0  # from a failure to the first new step
@@ -64,9 +75,13 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
     own = {"num_parameters": config.num_parameters(), "world_size": ranks}
     layouts = config.offered()
     for number, layout in enumerate(layouts, 1):
-        run.progress(f"layout {number} of {len(layouts)}: {layout if layout.ranks > 1 else 'a model on every rank'}")
+        run.progress(
+            f"layout {number} of {len(layouts)}: {layout if layout.ranks > 1 else 'a model on every rank'}"
+        )
         for choice, metrics in search(config, layout, machine):
-            row = run.add(str(choice), metrics, **own, **vars(choice) | {"layout": str(choice.layout)})
+            row = run.add(
+                str(choice), metrics, **own, **vars(choice) | {"layout": str(choice.layout)}
+            )
             row.environment["device_name"] = f"{gpu.name}, predicted"
     run.records.sort(
         key=lambda r: (
@@ -90,7 +105,8 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
         return _memory(config, choice, ranks)
 
     def needed(choice: Choice) -> Metrics:
-        return memory_of(replace(choice, bucket_size_mb=BUCKET_SIZES_MB[0]))  # which takes the same at every size
+        # which takes the same at every size
+        return memory_of(replace(choice, bucket_size_mb=BUCKET_SIZES_MB[0]))
 
     series = _series(config, layout, machine)
     ways: dict[tuple, list[list[Choice]]] = {}  # one series per size of buckets
@@ -130,12 +146,20 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
     _, ranks = config.fleet()
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
-    strategies = [name for name in config.strategies if config.factory is None or not get_strategy(name).takes_mesh]
+    strategies = [
+        name
+        for name in config.strategies
+        if config.factory is None or not get_strategy(name).takes_mesh
+    ]
     found: dict[tuple, list[Choice]] = {}
     for choice in choices(
-        ranks // (layout.tensor * layout.pipeline), max(1, nodes // layout.tensor),
-        config.batch * layout.ranks // ranks, strategies, recomputation, layout,
-    ):  # fmt: skip
+        ranks // (layout.tensor * layout.pipeline),
+        max(1, nodes // layout.tensor),
+        config.batch * layout.ranks // ranks,
+        strategies,
+        recomputation,
+        layout,
+    ):
         way = (choice.strategy, choice.group, choice.recompute, choice.bucket_size_mb)
         found.setdefault(way, []).append(replace(choice, optimizer=config.optimizer))
     return list(found.values())
@@ -154,7 +178,10 @@ def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metric
 
 
 def _fastest(
-    config: PlanConfig, series: Sequence[Sequence[Choice]], machine: Machine, needed: Callable[[Choice], Metrics]
+    config: PlanConfig,
+    series: Sequence[Sequence[Choice]],
+    machine: Machine,
+    needed: Callable[[Choice], Metrics],
 ) -> Choice | None:
     """Return the fastest choice that fits, or None.
 
@@ -162,7 +189,8 @@ def _fastest(
     faster, except in a pipeline, which it keeps busier: there all are timed at once.
     """
     shape, (_, ranks) = config.shape(), config.fleet()
-    waiting: list[tuple[float, int, Sequence[Choice]]] = []  # seconds, a number that breaks ties, what is left
+    # seconds, a number that breaks ties, what is left
+    waiting: list[tuple[float, int, Sequence[Choice]]] = []
     numbers = count()
 
     def wait(left: Sequence[Choice]) -> None:
@@ -191,7 +219,9 @@ def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
     if config.factory is not None:
         needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     else:
-        needed = memory(config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off")
+        needed = memory(
+            config.shape(), choice, ranks, config.dtype, compiled=config.compile != "off"
+        )
     usable = config.usable_bytes()
     return {
         "fits": needed.peak.total <= usable,
@@ -236,7 +266,9 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
     _, ranks = config.fleet()
     step = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     once, steps = replay(step, machine), choice.micro_batches
-    optimizer_s = sum(machine.device.seconds(op) for op in step.operators if op.phase == "optimizer")
+    optimizer_s = sum(
+        machine.device.seconds(op) for op in step.operators if op.phase == "optimizer"
+    )
     compute_s = sum(map(machine.device.seconds, step.operators)) - optimizer_s  # of a micro-batch
     flops = sum(op.flops for op in step.operators) * steps
     matmuls = min(flops / machine.device.flops_per_s, steps * compute_s)
@@ -255,7 +287,12 @@ def _time_of_own(config: PlanConfig, choice: Choice, machine: Machine) -> Metric
 
 
 def _step(
-    config: PlanConfig, step: float, overhead: float, host: float, parts: dict[str, float], flops: float
+    config: PlanConfig,
+    step: float,
+    overhead: float,
+    host: float,
+    parts: dict[str, float],
+    flops: float,
 ) -> Metrics:
     """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
@@ -333,12 +370,20 @@ def _way(record: Record) -> tuple:
 
 def _reasons(best: Record, records: Records) -> str:
     """Why not with less recomputation, or whole parameters: what these would take."""
-    same = [r for r in records if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]]
+    same = [
+        r
+        for r in records
+        if _way(r) == _way(best) and r.config["recompute"] != best.config["recompute"]
+    ]
     lighter = [r for r in same if not r.metrics["fits"]]  # what does not fit recomputes less
     if lighter:
         least = min(lighter, key=lambda r: r.metrics["predicted_peak_bytes"])
         return f" Less recomputation takes {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB and does not fit."
-    whole = [r for r in records if get_strategy(r.config["strategy"]).sends != "units" and not r.metrics["fits"]]
+    whole = [
+        r
+        for r in records
+        if get_strategy(r.config["strategy"]).sends != "units" and not r.metrics["fits"]
+    ]
     if whole and get_strategy(best.config["strategy"]).sends == "units":
         least = min(whole, key=lambda r: r.metrics["predicted_peak_bytes"])
         return f" Whole parameters on every GPU take {least.metrics['predicted_peak_bytes'] / 2**30:.0f} GiB."
@@ -365,8 +410,16 @@ VIEW = View(
         gpu=lambda records: PlanConfig.of(records[0].config).place(),
         examples=examples_of,
     ),
-    terminal=("variant", "fits", "predicted_peak_bytes", "predicted_step_ms", "predicted_tokens_per_s",
-              "predicted_mfu_pct", "predicted_days", "limited_by"),
+    terminal=(
+        "variant",
+        "fits",
+        "predicted_peak_bytes",
+        "predicted_step_ms",
+        "predicted_tokens_per_s",
+        "predicted_mfu_pct",
+        "predicted_days",
+        "limited_by",
+    ),
     findings=lambda records: [answer(records)],
     reading="A row per strategy and micro-batch, the fastest first; `recomputed` means activation checkpointing of "
     "every block, `selective` of all but attention and every other matmul; `in 8s` is the group that shares a copy of "
@@ -374,10 +427,12 @@ VIEW = View(
     prediction="Everything here is predicted: memory and operators in closed form, at the shares of the "
     "datasheets' peaks that a calibrated machine reached. How good they were: docs/learn/theory/simulation.md.",
     noise="Nothing was measured.",
-)  # fmt: skip
+)
 
 EXPERIMENT = Experiment(
-    PlanConfig, measure, VIEW,
+    PlanConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"strategies": ("bucketed", "fsdp")},
         "smoke": {"strategies": ("fsdp",), "model": "small"},

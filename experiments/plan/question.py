@@ -30,15 +30,21 @@ class PlanConfig(MachineOptions):
     strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
     optimizer: str = option("adamw", "muon: of blocks' matrices", choices=tuple(OPTIMIZERS))
     recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
-    layouts: tuple[str, ...] = option((), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]")
+    layouts: tuple[str, ...] = option(
+        (), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         _, count = self.fleet()
         if self.layouts and self.factory is not None:
-            raise ValueError("--layouts: ranks share the lab's Transformer; with a model of your own leave them out")
+            raise ValueError(
+                "--layouts: ranks share the lab's Transformer; with a model of your own leave them out"
+            )
         if self.optimizer != "adamw" and self.factory is not None:
-            raise ValueError(f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out")
+            raise ValueError(
+                f"--optimizer {self.optimizer}: a model of your own is planned with AdamW: leave it out"
+            )
         for text in self.layouts:
             if reason := mismatch(self, Layout.parse(text)):
                 raise ValueError(f"layout {text or 'of one rank'}: {reason}")
@@ -50,7 +56,9 @@ class PlanConfig(MachineOptions):
                 f"--batch {count}, or {max(1, self.batch)} devices"
             )
         near = max(1, round(self.batch / count)) * count
-        raise ValueError(f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}")
+        raise ValueError(
+            f"{count} devices do not divide a batch of {self.batch}; the nearest is --batch {near}"
+        )
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
@@ -98,7 +106,9 @@ class PlanConfig(MachineOptions):
         if self.factory is None:
             return super().shape()
         check_name(self.factory)
-        idle = [each.name for each in fields(ModelChanges) if getattr(self, each.name) != each.default]
+        idle = [
+            each.name for each in fields(ModelChanges) if getattr(self, each.name) != each.default
+        ]
         if idle:
             raise ValueError(
                 f"--{idle[0].replace('_', '-')} is of the lab's Transformer, and --model {self.model} decides it itself"
@@ -139,7 +149,9 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
     _, count = config.fleet()
     nodes = config.machine().network.devices_per_node
     if count % layout.ranks or config.batch % (count // layout.ranks):
-        return f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
+        return (
+            f"{count} devices, {layout.ranks} to a model, do not divide a batch of {config.batch}"
+        )
     if layout.ranks == 1:
         return None
     if layout.tensor > 1 and config.optimizer == "muon":

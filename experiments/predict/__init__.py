@@ -46,7 +46,9 @@ def _case(text: str) -> tuple[str, int]:
     size, _, batch = text.partition(":")
     if not batch.isdigit() or size not in MODELS or int(batch) < 1:
         known = ", ".join(MODELS)
-        raise argparse.ArgumentTypeError(f"{text!r}: give PRESET:BATCH, such as xl:8, with a preset of {known}")
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give PRESET:BATCH, such as xl:8, with a preset of {known}"
+        )
     return size, int(batch)
 
 
@@ -54,19 +56,31 @@ def _case(text: str) -> tuple[str, int]:
 class PredictConfig(Options):
     """What to predict, or where that stands, and what to compare it with."""
 
-    case: tuple[str, ...] = option((), "files of runs to predict instead of the published ones", metavar="FILE")
-    calibrate: str | None = option(None, "a record of ddp_bench on the machine, with local, naive, flat and overlap")
-    models: tuple[tuple[str, int], ...] = option((), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH")
+    case: tuple[str, ...] = option(
+        (), "files of runs to predict instead of the published ones", metavar="FILE"
+    )
+    calibrate: str | None = option(
+        None, "a record of ddp_bench on the machine, with local, naive, flat and overlap"
+    )
+    models: tuple[tuple[str, int], ...] = option(
+        (), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH"
+    )
     ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
     rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
-    memory: str | None = option(None, "a record with local of a model that does less arithmetic per byte")
+    memory: str | None = option(
+        None, "a record with local of a model that does less arithmetic per byte"
+    )
     predictions: str | None = option(None, "what was predicted before, instead of predicting")
     compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
 
     def __post_init__(self) -> None:
         super().__post_init__()
         steps = any((self.calibrate, self.models, self.predictions, self.compare))
-        if steps and not (self.compare and self.predictions) and not (self.calibrate and self.models):
+        if (
+            steps
+            and not (self.compare and self.predictions)
+            and not (self.calibrate and self.models)
+        ):
             raise ValueError("give --calibrate and --models, or --compare and --predictions")
 
     @classmethod
@@ -108,41 +122,81 @@ def sizes(records: Records) -> str:
 of_published = headline_from(
     "{count} runs, predicted from datasheets and this lab's one-host records", count=len
 )
-of_steps = headline_from("Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}", sizes=sizes)
+of_steps = headline_from(
+    "Predicted: {sizes}, context {context}, {dtype}; constants from {calibrated_on}", sizes=sizes
+)
 FIT = (
     "Each strategy's own code runs on fake tensors; five constants of the machine, fitted to one record of ddp_bench, "
     "put times to what it did. Peaks are the closed form of distlab.theory.memory."
 )
-CASE = (text_column("config.size", "model", optional=True), Column("config.batch", "batch", optional=True))
+CASE = (
+    text_column("config.size", "model", optional=True),
+    Column("config.batch", "batch", optional=True),
+)
 VIEW = View(
     columns=[
         *CASE,
         Column("config.gpus", "GPUs", derived=lambda record: record.config["world_size"]),
         Column("variant", "run"),
         sparse_column("metrics.predicted_step_ms", "step ms", ",.0f"),
-        *(sparse_column(f"metrics.{name}", title, form, optional=True) for name, title, form in (
-            ("published_step_ms", "published", ",.0f"), ("step_ms_error_pct", "error %", "+.1f"),
-            ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
-            ("published_tokens_per_s_per_gpu", "published", ",.0f"),
-            ("predicted_memory_gib", "GiB", ",.1f"), ("published_memory_gib", "published", ",.1f"),
-            ("memory_gib_error_pct", "error %", "+.1f"),
-            ("predicted_states_gb", "states GB", ",.1f"), ("published_states_gb", "published", ",.1f"),
-        )),
+        *(
+            sparse_column(f"metrics.{name}", title, form, optional=True)
+            for name, title, form in (
+                ("published_step_ms", "published", ",.0f"),
+                ("step_ms_error_pct", "error %", "+.1f"),
+                ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
+                ("published_tokens_per_s_per_gpu", "published", ",.0f"),
+                ("predicted_memory_gib", "GiB", ",.1f"),
+                ("published_memory_gib", "published", ",.1f"),
+                ("memory_gib_error_pct", "error %", "+.1f"),
+                ("predicted_states_gb", "states GB", ",.1f"),
+                ("published_states_gb", "published", ",.1f"),
+            )
+        ),
         text_column("config.memory_is", "memory is", optional=True),
-        gib_column("metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", missing="", optional=True),
-        *(sparse_column(f"metrics.predicted_{name}", title, form, optional=True) for name, title, form in (
-            ("overhead_ms", "overhead ms", ",.1f"), ("comm_ms", "comm ms", ",.1f"), ("overlap_pct", "overlap %", ".0f"),
-            ("collectives_per_step", "calls", "d"), ("mfu_pct", "MFU %", ".0f"),
-        )),
-        Column("metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, optional=True),
+        gib_column(
+            "metrics.predicted_reserved_bytes", "reserved GiB", ",.1f", missing="", optional=True
+        ),
+        *(
+            sparse_column(f"metrics.predicted_{name}", title, form, optional=True)
+            for name, title, form in (
+                ("overhead_ms", "overhead ms", ",.1f"),
+                ("comm_ms", "comm ms", ",.1f"),
+                ("overlap_pct", "overlap %", ".0f"),
+                ("collectives_per_step", "calls", "d"),
+                ("mfu_pct", "MFU %", ".0f"),
+            )
+        ),
+        Column(
+            "metrics.predicted_comm_bytes_per_step", "sent MB", ",.1f", scale=1e-6, optional=True
+        ),
         gib_column("metrics.predicted_peak_alloc_bytes", "peak GiB", ".1f", optional=True),
-        *(text_column(f"config.{name}", name, optional=True) for name in ("source", "known", "assumed")),
+        *(
+            text_column(f"config.{name}", name, optional=True)
+            for name in ("source", "known", "assumed")
+        ),
     ],
     headline=lambda records: (of_steps if "size" in records[0].config else of_published)(records),
     terminal=(
-        *("size", "batch", "gpus", "predicted_step_ms", "step_ms_error_pct", "predicted_tokens_per_s_per_gpu"),
-        *("predicted_memory_gib", "memory_gib_error_pct", "predicted_reserved_bytes", "predicted_overhead_ms"),
-        *("predicted_collectives_per_step", "predicted_comm_bytes_per_step", "predicted_peak_alloc_bytes"),
+        *(
+            "size",
+            "batch",
+            "gpus",
+            "predicted_step_ms",
+            "step_ms_error_pct",
+            "predicted_tokens_per_s_per_gpu",
+        ),
+        *(
+            "predicted_memory_gib",
+            "memory_gib_error_pct",
+            "predicted_reserved_bytes",
+            "predicted_overhead_ms",
+        ),
+        *(
+            "predicted_collectives_per_step",
+            "predicted_comm_bytes_per_step",
+            "predicted_peak_alloc_bytes",
+        ),
     ),
     findings=findings,
     reading="A row per run. Of published ones `allocated` is the peak of tensors; `reserved` what torch's allocator "
@@ -151,7 +205,7 @@ VIEW = View(
     prediction="Published runs: operators, collectives and memory in closed form; constants from one-host records and "
     "datasheets. Steps: " + FIT,
     noise="Nothing was measured here. Published rows of one configuration differ by up to 9 % among themselves.",
-)  # fmt: skip
+)
 COMPARISON_VIEW = View(
     name=COMPARISON,
     question="How good were the predictions?",
@@ -185,7 +239,9 @@ COMPARISON_VIEW = View(
 )
 
 EXPERIMENT = Experiment(
-    PredictConfig, measure, VIEW,
+    PredictConfig,
+    measure,
+    VIEW,
     presets={
         "published": {},
         "ddp_bench": {
@@ -201,4 +257,4 @@ EXPERIMENT = Experiment(
     },
     ranks="none",
     parts=(COMPARISON_VIEW,),
-)  # fmt: skip
+)

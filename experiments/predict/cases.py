@@ -22,13 +22,31 @@ ASSUMED = "FlashAttention-2 (torch of that time preferred it), fp32 reduction, m
 OLD_NORM = "; RMSNorm in separate operators"
 
 
-def _llama(name: str, source: str, gpus: int, compiled: bool, kernels: str | None, rate: int, gib: float, why: str):
-    assumed = ASSUMED + (OLD_NORM if kernels == "composite" else "" if compiled else "; a fused RMSNorm")
+def _llama(
+    name: str,
+    source: str,
+    gpus: int,
+    compiled: bool,
+    kernels: str | None,
+    rate: int,
+    gib: float,
+    why: str,
+):
+    assumed = ASSUMED + (
+        OLD_NORM if kernels == "composite" else "" if compiled else "; a fused RMSNorm"
+    )
     published = {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"}
     return LLAMA | {
-        "name": name, "source": source, "cluster": f"grand-teton:{gpus}", "compiled": compiled, "kernels": kernels,
-        "known": f"{KNOWN}, {gpus} GPUs", "assumed": assumed, "published": published, "why": why,
-    }  # fmt: skip
+        "name": name,
+        "source": source,
+        "cluster": f"grand-teton:{gpus}",
+        "compiled": compiled,
+        "kernels": kernels,
+        "known": f"{KNOWN}, {gpus} GPUs",
+        "assumed": assumed,
+        "published": published,
+        "why": why,
+    }
 
 
 POWER = "500 W: the rate of matmuls there is a rule, not a measurement"
@@ -40,8 +58,13 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
     flops = 96 * gpus * batch * context * layers * width**2
     flops *= 1 + context / (6 * width) + vocabulary / (16 * layers * width)
     return {
-        "name": f"GPT-3 175B, ZeRO-3, {gpus} A100", "model": "gpt3-175B", "cluster": f"dgx-a100:{gpus}",
-        "strategy": "fsdp", "batch": batch, "recompute": "full", "attention": "flash",
+        "name": f"GPT-3 175B, ZeRO-3, {gpus} A100",
+        "model": "gpt3-175B",
+        "cluster": f"dgx-a100:{gpus}",
+        "strategy": "fsdp",
+        "batch": batch,
+        "recompute": "full",
+        "attention": "flash",
         "source": "Narayanan et al. 2021, Efficient Large-Scale Language Model Training, table 2",
         "known": f"174.6 B, context 2,048, batch 1,536, micro-batch {batch}, {teraflops:g} TFLOP/s by its formula",
         "assumed": "full recomputation, attention that keeps no scores, fp32 reduction; SwiGLU of equal FLOPs for GeLU",
@@ -49,21 +72,32 @@ def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
         "why": f"Less the predicted compute, the published step leaves {why} GB/s per host to the 1.05 TB that ZeRO-3 "
         "sends, were none of it hidden: one or two of the eight cards. The prediction assumes rings through all of "
         "them (158 GB/s) behind compute",
-    }  # fmt: skip
+    }
 
 
 PUBLISHED: list[dict[str, Any]] = [
     _llama("Llama 3.1 8B, 8 GPUs", TORCHTITAN, 8, False, "composite", 5762, 82.4, POWER),
     _llama("Llama 3.1 8B, 8 GPUs, compiled", TORCHTITAN, 8, True, None, 6667, 77.0, POWER),
     _llama("Llama 3.1 8B, 8 GPUs, paper", PAPER, 8, False, None, 6258, 81.9, POWER),
-    _llama("Llama 3.1 8B, 128 GPUs, paper", PAPER, 128, False, None, 5645, 67.0, "10 % slower than its row of 8 GPUs: "
-           "jitter of 128 GPUs, and eager kernels that wait for the host, are not in the closed form"),
+    _llama(
+        "Llama 3.1 8B, 128 GPUs, paper",
+        PAPER,
+        128,
+        False,
+        None,
+        5645,
+        67.0,
+        "10 % slower than its row of 8 GPUs: "
+        "jitter of 128 GPUs, and eager kernels that wait for the host, are not in the closed form",
+    ),
     _llama("Llama 3.1 8B, 128 GPUs, compiled, paper", PAPER, 128, True, None, 6482, 62.1, POWER),
     *(_gpt3(*row) for row in ((384, 4, 144, 42), (768, 2, 88, 28), (1536, 1, 44, 20))),
-]  # fmt: skip
+]
 
-SHARED = "Less all else that is predicted, {} s of messages too, the published step leaves attention {} times its " \
+SHARED = (
+    "Less all else that is predicted, {} s of messages too, the published step leaves attention {} times its "
     "predicted time, which with one and two GPUs to a sequence is 1.05 times: the source gives no cause"
+)
 
 
 def _long(context_ranks: int, rate: int, gib: float, why: str = "") -> dict[str, Any]:
@@ -71,13 +105,19 @@ def _long(context_ranks: int, rate: int, gib: float, why: str = "") -> dict[str,
     context = 32_768 * context_ranks
     fsdp = f"FSDP {8 // context_ranks}, CP {context_ranks}"
     return LLAMA | {
-        "name": f"Llama 3.1 8B, {context:,} tokens, {fsdp}", "source": f"{TORCHTITAN}, table 2",
-        "model": vars(preset("llama-8B")) | {"context_length": context}, "cluster": "grand-teton:8", "batch": 1,
-        "recompute": "full", "compiled": True, "layout": f"cp{context_ranks}" if context_ranks > 1 else "",
+        "name": f"Llama 3.1 8B, {context:,} tokens, {fsdp}",
+        "source": f"{TORCHTITAN}, table 2",
+        "model": vars(preset("llama-8B")) | {"context_length": context},
+        "cluster": "grand-teton:8",
+        "batch": 1,
+        "recompute": "full",
+        "compiled": True,
+        "layout": f"cp{context_ranks}" if context_ranks > 1 else "",
         "known": f"{fsdp}, context {context:,}, local batch 1, full recomputation, compiled, Float8 linear layers",
         "assumed": f"matmuls in bf16 (Float8 is not in the closed form), keys and values gathered; {ASSUMED}",
-        "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"}, "why": why,
-    }  # fmt: skip
+        "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"},
+        "why": why,
+    }
 
 
 PUBLISHED += [
@@ -93,18 +133,29 @@ UNCOVERED = (
 )
 
 
-def _pipelined(schedule: str, stages: tuple[int, ...], rate: int, gib: float, why: str) -> dict[str, Any]:
+def _pipelined(
+    schedule: str, stages: tuple[int, ...], rate: int, gib: float, why: str
+) -> dict[str, Any]:
     """A row of torchtitan's table 5: 512 GPUs, 32 sequences on the 64 that share a model, a micro-batch per stage."""
     return {
-        "name": f"Llama 3.1 405B, {schedule}", "source": f"{TORCHTITAN}, table 5",
-        "model": "llama-405B", "cluster": "grand-teton:512", "strategy": "fsdp2", "batch": 32 // len(stages),
-        "micro_batches": len(stages), "layout": f"{schedule},tp8", "stages": stages, "recompute": "full",
-        "compiled": True, "attention": "flash",
+        "name": f"Llama 3.1 405B, {schedule}",
+        "source": f"{TORCHTITAN}, table 5",
+        "model": "llama-405B",
+        "cluster": "grand-teton:512",
+        "strategy": "fsdp2",
+        "batch": 32 // len(stages),
+        "micro_batches": len(stages),
+        "layout": f"{schedule},tp8",
+        "stages": stages,
+        "recompute": "full",
+        "compiled": True,
+        "attention": "flash",
         "known": "FSDP 8, TP 8, PP 8, context 8,192, local batch 32, full recomputation, compiled, Float8, AsyncTP",
         "assumed": f"{len(stages)} micro-batches, torchtitan's default, and its cut of the blocks; matmuls in bf16 and "
         f"nothing beside tensor parallelism's messages (no Float8, no AsyncTP in the closed form); {ASSUMED}",
-        "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"}, "why": why,
-    }  # fmt: skip
+        "published": {"tokens_per_s_per_gpu": rate, "memory_gib": gib, "memory_is": "reserved"},
+        "why": why,
+    }
 
 
 PUBLISHED += [
@@ -112,7 +163,8 @@ PUBLISHED += [
     _pipelined("pp8-interleaved", (7, *[8] * 14, 7), 128, 72.7, UNCOVERED.format(8, 15)),
 ]
 
-# Rajbhandari et al. 2020, ZeRO, figure 1: 7.5 B parameters on 64 GPUs, K = 12; model states, GB of 10⁹.
+# Rajbhandari et al. 2020, ZeRO, figure 1: 7.5 B parameters on 64 GPUs, K = 12; model states, GB of
+# 10⁹.
 ZERO_TABLE = {0: 120.0, 1: 31.4, 2: 16.6, 3: 1.9}
 
 # This lab's own runs: record → the rows taken; FSDP, and one process without communication.
@@ -124,38 +176,59 @@ OWN = (
     ("ddp_bench/h200x4-medium-batch8.json", ("fsdp",)),
 )
 LONG_RUN = {
-    "model": {"d_model": 4096, "d_ff": 11008, "num_layers": 34, "num_heads": 32, "vocab_size": 151_936,
-              "context": 32768},
-    "cluster": "dgx-h200:2", "batch": 1, "recompute": "full", "compiled": True,
+    "model": {
+        "d_model": 4096,
+        "d_ff": 11008,
+        "num_layers": 34,
+        "num_heads": 32,
+        "vocab_size": 151_936,
+        "context": 32768,
+    },
+    "cluster": "dgx-h200:2",
+    "batch": 1,
+    "recompute": "full",
+    "compiled": True,
     "source": "measured by this lab, two H200s, torch 2.11",
     "assumed": "one sequence of 32,768 tokens per GPU",
-}  # fmt: skip
+}
 PUBLISHED += [
-    LONG_RUN | {
-        "name": "8 B, FSDP of this lab, 2 H200", "strategy": "fsdp", "fused_loss": True,
+    LONG_RUN
+    | {
+        "name": "8 B, FSDP of this lab, 2 H200",
+        "strategy": "fsdp",
+        "fused_loss": True,
         "known": "32,768 tokens per GPU, every block recomputed, Triton operators, SDPA",
         "published": {"step_ms": 5684.0, "memory_gib": 68.4, "memory_is": "allocated"},
         "why": "memory: the fused loss keeps chunks of logits and the head's fp32 gradient",
     },
-    LONG_RUN | {
-        "name": "8 B, FSDP2 compiled, 2 H200", "strategy": "fsdp2",
+    LONG_RUN
+    | {
+        "name": "8 B, FSDP2 compiled, 2 H200",
+        "strategy": "fsdp2",
         "known": "32,768 tokens per GPU, every block recomputed, compiled blocks, SDPA",
         "published": {"step_ms": 5818.0, "memory_gib": 113.3, "memory_is": "allocated"},
     },
-]  # fmt: skip
+]
 MUON_RUN = {
-    "model": vars(preset("xl")) | {"context_length": 512}, "cluster": "dgx-h100:2", "strategy": "zero1", "batch": 4,
-    "micro_batches": 32, "source": "measured by this lab, two H100s, torch 2.11 (muon_placements)",
+    "model": vars(preset("xl")) | {"context_length": 512},
+    "cluster": "dgx-h100:2",
+    "strategy": "zero1",
+    "batch": 4,
+    "micro_batches": 32,
+    "source": "measured by this lab, two H100s, torch 2.11 (muon_placements)",
     "known": "3.4 B parameters, 65,536 tokens per GPU and step, bf16, eager",
-}  # fmt: skip
+}
 PUBLISHED += [
-    MUON_RUN | {
+    MUON_RUN
+    | {
         "name": "3.4 B, ZeRO-1 with AdamW, 2 H100",
         "published": {"step_ms": 4047.9, "memory_gib": 53.6, "memory_is": "allocated"},
     },
-    MUON_RUN | {
-        "name": "3.4 B, ZeRO-1 with Muon, exchanged, 2 H100", "optimizer": "muon",
+    MUON_RUN
+    | {
+        "name": "3.4 B, ZeRO-1 with Muon, exchanged, 2 H100",
+        "optimizer": "muon",
         "published": {"step_ms": 4314.3, "memory_gib": 47.3, "memory_is": "allocated"},
         "why": "orthogonalising runs at 400 TFLOP/s, and is predicted at the rate of larger matmuls",
     },
-]  # fmt: skip
+]

@@ -24,9 +24,14 @@ def add_published(run: Run) -> None:
         states = zero_paper_bytes(7.5e9, 64, stage)
         metrics = _compared({"predicted_states_gb": states / 1e9}, {"states_gb": gigabytes})
         run.add(
-            f"ZeRO stage {stage}, 7.5 B on 64 GPUs", metrics, source="Rajbhandari et al. 2020, ZeRO, figure 1",
-            known="model states, K = 12", assumed="", why="", memory_is="states",
-        )  # fmt: skip
+            f"ZeRO stage {stage}, 7.5 B on 64 GPUs",
+            metrics,
+            source="Rajbhandari et al. 2020, ZeRO, figure 1",
+            known="model states, K = 12",
+            assumed="",
+            why="",
+            memory_is="states",
+        )
     for case in _own():
         add(run, case)
 
@@ -78,19 +83,30 @@ def _own() -> Iterator[Case]:
             yield from_json(
                 {
                     "name": f"{size}, batch {facts['batch']}, {record.variant}, {ranks} H200",
-                    "model": shape, "cluster": f"dgx-h200:{ranks}", "strategy": record.variant,
-                    "batch": facts["batch"], "published": published, "source": f"records/{name}",
+                    "model": shape,
+                    "cluster": f"dgx-h200:{ranks}",
+                    "strategy": record.variant,
+                    "batch": facts["batch"],
+                    "published": published,
+                    "source": f"records/{name}",
                     "known": f"{facts['batch']} × {shape['context_length']} tokens per GPU, bf16, eager",
                     "why": HOST if size == "medium" else "",
                 }
-            )  # fmt: skip
+            )
 
 
 def findings(records: Records) -> list[str]:
     """How many points lie within the bars, and each that does not, with its reason."""
     lines = []
-    for metric, bar, unit in (("step_ms", TIME_BAR, "step times"), ("memory_gib", MEMORY_BAR, "peaks of memory")):
-        errors = {r.variant: r.metrics[f"{metric}_error_pct"] for r in records if f"{metric}_error_pct" in r.metrics}
+    for metric, bar, unit in (
+        ("step_ms", TIME_BAR, "step times"),
+        ("memory_gib", MEMORY_BAR, "peaks of memory"),
+    ):
+        errors = {
+            r.variant: r.metrics[f"{metric}_error_pct"]
+            for r in records
+            if f"{metric}_error_pct" in r.metrics
+        }
         if errors:
             inside = sum(abs(error) <= bar for error in errors.values())
             lines.append(f"{inside} of {len(errors)} {unit} within {bar:g} %.")
@@ -101,7 +117,9 @@ def findings(records: Records) -> list[str]:
             if abs(record.metrics.get(f"{metric}_error_pct", 0.0)) > bar
         ]
         if missed:
-            lines.append(f"{record.variant}: {', '.join(missed)}. {record.config.get('why') or 'Not explained.'}")
+            lines.append(
+                f"{record.variant}: {', '.join(missed)}. {record.config.get('why') or 'Not explained.'}"
+            )
         if record.metrics.get("shortage"):
             lines.append(f"{record.metrics['shortage']}.")
     return lines

@@ -61,7 +61,9 @@ def fit(path: str, memory: str | None = None) -> tuple[Machine, dict]:
     if memory is not None:
         local = next((record for record in read_json(memory) if record.variant == "local"), None)
         if local is None:
-            raise ValueError(f"{memory} has no row of local, from which to fit the memory's bandwidth")
+            raise ValueError(
+                f"{memory} has no row of local, from which to fit the memory's bandwidth"
+            )
         second = _simulated(local.config, "local"), local.metrics["forward_backward_p50_ms"] / 1e3
     calibration = calibrate({name: record.metrics for name, record in rows.items()}, steps, second)
     return calibration, settings
@@ -77,7 +79,12 @@ def _simulated(settings: dict, strategy: str) -> SimulatedStep:
             "eager model that says what it recomputes"
         )
     return simulate_training(
-        options.model(), strategy, batch=settings["batch"], world_size=ranks, dtype=options.dtype, checkpointing=keeps
+        options.model(),
+        strategy,
+        batch=settings["batch"],
+        world_size=ranks,
+        dtype=options.dtype,
+        checkpointing=keeps,
     )
 
 
@@ -87,7 +94,12 @@ def predict(
     """The metrics of one row of ddp_bench."""
     strategy, bucket_size_mb = ROWS[row]
     step = simulate_training(
-        model, strategy, batch=batch, world_size=ranks, dtype=dtype, bucket_size_mb=bucket_size_mb or 25.0
+        model,
+        strategy,
+        batch=batch,
+        world_size=ranks,
+        dtype=dtype,
+        bucket_size_mb=bucket_size_mb or 25.0,
     )
     line = replay(step, calibration)
     return {
@@ -97,7 +109,9 @@ def predict(
         "predicted_overlap_pct": line.overlap_pct,
         "predicted_collectives_per_step": len(step.calls),
         "predicted_comm_bytes_per_step": step.comm_bytes,
-        "predicted_peak_alloc_bytes": PlannedStep(model, batch, strategy, dtype).memory(ranks).peak.total,
+        "predicted_peak_alloc_bytes": PlannedStep(model, batch, strategy, dtype)
+        .memory(ranks)
+        .peak.total,
     }
 
 
@@ -126,18 +140,27 @@ def compare(predictions: Records, measured: Records) -> list[Record]:
         predicted, local = (known.get((*case, variant)) for variant in (name, "local"))
         if predicted is None or not is_number(row.metrics.get("step_p50_ms")):
             continue
-        if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:  # of other dimensions
+        # of other dimensions
+        if row.config.get("num_parameters") != preset(row.config["size"]).num_parameters:
             continue
-        metrics = {name: value for name, value in predicted.metrics.items() if name.startswith("predicted_")}
+        metrics = {
+            name: value
+            for name, value in predicted.metrics.items()
+            if name.startswith("predicted_")
+        }
         if local is not None:  # the bench's overhead is what a step takes longer than local's
             without = local.metrics["predicted_step_ms"]
             metrics["predicted_overhead_ms"] = metrics["predicted_step_ms"] - without
         metrics |= {f"measured_{name}": row.metrics.get(name) for name in COMPARED}
         step, peak = row.metrics["step_p50_ms"], row.metrics.get("peak_alloc_bytes")
         metrics["step_error_pct"] = 100 * (metrics["predicted_step_ms"] / step - 1)
-        metrics["peak_error_pct"] = 100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
+        metrics["peak_error_pct"] = (
+            100 * (metrics["predicted_peak_alloc_bytes"] / peak - 1) if peak else None
+        )
         volume = ("collectives_per_step", "comm_bytes_per_step")
-        metrics["volume_as_predicted"] = all(metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume)
+        metrics["volume_as_predicted"] = all(
+            metrics[f"predicted_{n}"] == row.metrics.get(n) for n in volume
+        )
         config = {name: row.config[name] for name in CASE}
         config["calibrated_on"] = predicted.config["calibrated_on"]
         records.append(Record(COMPARISON, name, config, metrics, row.environment, row.commit))

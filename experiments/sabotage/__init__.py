@@ -47,8 +47,8 @@ from .faults import healthy_attention
 from .mistakes import ATTENTION, EQUALITY, ERROR, MISTAKES, MODEL, PAIRS, VOLUME, Mistake
 
 BUCKET_MB = 0.02
-# At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for clipping, by an fp32 norm.
-# Attention differs from float64 by rounding, about 1e-6.
+# At two ranks the strategies equal one process bit for bit, and layouts do in fp64 but for
+# clipping, by an fp32 norm. Attention differs from float64 by rounding, about 1e-6.
 PARAMETER_TOLERANCE, ATTENTION_TOLERANCE = 1e-9, 1e-4
 RANKS = 2
 
@@ -86,9 +86,15 @@ def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
             "final_loss": loss and _end(loss),
         }
         run.add(
-            name, metrics, world_size=RANKS, model=asdict(MODEL), strategy=mistake.healthy, layout=str(mistake.layout),
-            check=mistake.check, symptom=mistake.symptom,
-        )  # fmt: skip
+            name,
+            metrics,
+            world_size=RANKS,
+            model=asdict(MODEL),
+            strategy=mistake.healthy,
+            layout=str(mistake.layout),
+            check=mistake.check,
+            symptom=mistake.symptom,
+        )
 
 
 def attention_difference(attention: Attention) -> float:
@@ -117,9 +123,11 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
     with CollectiveRecorder() as recorder:
         train(task.batches(context.rank, 1, context.device))
     expected = model_volume(
-        mistake.strategy, task.build(0, context.device).named_parameters(), bucket_size_mb=BUCKET_MB,
+        mistake.strategy,
+        task.build(0, context.device).named_parameters(),
+        bucket_size_mb=BUCKET_MB,
         world_size=context.world_size,
-    )  # fmt: skip
+    )
     train.model.close()
     return recorder.count - expected.collectives, recorder.total_bytes - expected.bytes
 
@@ -128,7 +136,8 @@ def pairs_of_busiest(context: RankContext, mistake: Mistake) -> tuple[int, int]:
     """Pairs of query and key that the busiest rank sees in a sequence; the closed form, T(T + 1)/2 by ranks."""
     length = MODEL.context_length
     positions = mistake.layout.axes(context.group).share(torch.arange(length)[None])
-    seen = collectives.gather_objects(int((positions + 1).sum()), context.group)  # a query sees keys up to itself
+    # a query sees keys up to itself
+    seen = collectives.gather_objects(int((positions + 1).sum()), context.group)
     return max(seen), length * (length + 1) // (2 * mistake.layout.context)
 
 
@@ -138,7 +147,9 @@ def _train_step(
     task = mistake.trained
     module = task.build(context.rank, context.device)
     variant = Variant(mistake.name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
-    return TrainStep(*variant.build(module, context.group, optimizer_cls, {"lr": rate})[1:], task.loss_fn)
+    return TrainStep(
+        *variant.build(module, context.group, optimizer_cls, {"lr": rate})[1:], task.loss_fn
+    )
 
 
 def loss_curve(context: RankContext, mistake: Mistake, steps: int) -> list[float]:
@@ -159,11 +170,17 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
     variant = Variant(name, mistake.strategy, BUCKET_MB, layout=mistake.layout)
     with patch.object(*mistake.replaced) if mistake.replaced else nullcontext():
         difference = parameter_difference(
-            context, variant, steps=check_steps, task=mistake.task, candidate=mistake.trained,
+            context,
+            variant,
+            steps=check_steps,
+            task=mistake.task,
+            candidate=mistake.trained,
             max_grad_norm=mistake.max_grad_norm,
-        )  # fmt: skip
+        )
         # `ddp_bench --layouts` holds what a layout sends against its closed form.
-        calls, size = volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
+        calls, size = (
+            volume_difference(context, mistake) if mistake.layout.ranks == 1 else (None, None)
+        )
         losses = loss_curve(context, mistake, steps)
         pairs, even_pairs = pairs_of_busiest(context, mistake)
     return {
@@ -203,9 +220,15 @@ def _end(losses: Sequence[float]) -> float:
 
 def wrong_rows(records: Records) -> list[str]:
     """What is not as it should be: a mistake that passes, or a healthy run that does not."""
-    found = [f"{r.variant}: not caught by {r.config['check']}" for r in records if not r.metrics["caught"]]
+    found = [
+        f"{r.variant}: not caught by {r.config['check']}"
+        for r in records
+        if not r.metrics["caught"]
+    ]
     return found + [
-        f"{r.variant}: its healthy counterpart is refused" for r in records if not r.metrics["healthy_passes"]
+        f"{r.variant}: its healthy counterpart is refused"
+        for r in records
+        if not r.metrics["healthy_passes"]
     ]
 
 
@@ -233,9 +256,17 @@ def draw(records: Records, path: Path) -> None:
             Series("floor of the data", [1, len(healthy)], [floor, floor], line=":", width=0.8),
         ]
         heading = f"{record.variant}\n→ {record.metrics['caught_by']}"
-        panels.append(Panel(
-            heading, "step", "loss, nats per token", series, log_x=None, from_zero=False, y_max=1.5 * max(healthy)
-        ))  # fmt: skip
+        panels.append(
+            Panel(
+                heading,
+                "step",
+                "loss, nats per token",
+                series,
+                log_x=None,
+                from_zero=False,
+                y_max=1.5 * max(healthy),
+            )
+        )
     lines(path, panels, title=f"Mistakes → checks that catch them. {headline(records)}")
 
 
@@ -267,7 +298,9 @@ VIEW = View(
     f"layouts, in fp64, may differ by {PARAMETER_TOLERANCE:g}, attention from float64 by {ATTENTION_TOLERANCE:g}.",
 )
 EXPERIMENT = Experiment(
-    SabotageConfig, measure, VIEW,
+    SabotageConfig,
+    measure,
+    VIEW,
     presets={
         "quick": {"steps": 30},
         "smoke": {"mistakes": ("no broadcast",), "steps": 2, "check_steps": 2},

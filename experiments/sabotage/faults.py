@@ -186,7 +186,9 @@ class WaitsInOwnersForward(ZeroOptimizer):
 
 
 class _SlowGather:
-    def __init__(self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup):
+    def __init__(
+        self, gather: Callable[..., Any], output: Tensor, own: Tensor, group: ProcessGroup
+    ):
         self._output, self._arrived = output, torch.empty_like(output)
         self._work = gather(self._arrived, own, group)
 
@@ -224,7 +226,9 @@ class CountsNormsTwice(BucketedDDP):
     """The squares of all gradients are summed over the ranks that share matrices, those of whole vectors too."""
 
     def _norm_of(self, gradients: Any) -> Tensor:
-        return super()._norm_of(gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut]))
+        return super()._norm_of(
+            gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut])
+        )
 
 
 def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -250,7 +254,9 @@ def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
 run_schedule = Pipeline.run
 
 
-def not_divided(pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float) -> Tensor:
+def not_divided(
+    pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float
+) -> Tensor:
     """Gradients are those of the sum of the micro-batches' losses; the printed loss is their mean."""
     return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
 
@@ -280,7 +286,8 @@ def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def without_maximum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Softmax as the formula has it, without subtracting the running maximum."""
-    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}  # exp(score) is summed as it is
+    # exp(score) is summed as it is
+    wrong = vars(torch) | {"maximum": lambda old, new: torch.zeros_like(new)}
     with patch.object(tiled, "torch", SimpleNamespace(**wrong)):
         return healthy_attention(q, k, v)
 

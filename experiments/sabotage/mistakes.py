@@ -16,7 +16,14 @@ from torch import Tensor, nn
 from distlab.bench.reference import Task
 from distlab.model import ModelConfig, TransformerLM
 from distlab.model.ops import Attention, naive_attention
-from distlab.parallel import STRATEGIES, Layout, ParallelModel, Strategy, context_parallel, tensor_parallel
+from distlab.parallel import (
+    STRATEGIES,
+    Layout,
+    ParallelModel,
+    Strategy,
+    context_parallel,
+    tensor_parallel,
+)
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.pipeline import Pipeline
 from distlab.train.data import SyntheticTokens
@@ -26,7 +33,13 @@ from . import faults
 BATCH = 4
 MODEL = ModelConfig(32, 64, 2, 2, vocab_size=32, context_length=32)
 # The checks, by name; an error is what the strategy itself raises.
-EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = "one process", "closed form", "float64 attention", "pairs", "error"
+EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = (
+    "one process",
+    "closed form",
+    "float64 attention",
+    "pairs",
+    "error",
+)
 
 # -- what is trained -------------------------------------------------------------------------------------------
 
@@ -43,7 +56,9 @@ def language_model(
     """
 
     def build(seed: int, device: torch.device) -> nn.Module:
-        model = TransformerLM(dataclasses.replace(MODEL, tie_embeddings=tied), device=device, seed=seed)
+        model = TransformerLM(
+            dataclasses.replace(MODEL, tie_embeddings=tied), device=device, seed=seed
+        )
         for block in model.blocks:
             block.attention.ops = dataclasses.replace(block.attention.ops, attention=attention)
             with torch.no_grad():
@@ -55,14 +70,20 @@ def language_model(
 
 def tokens(rank: int, step: int, device: torch.device, micro_batches: int = 1) -> list[Any]:
     """A rank's micro-batches of a step; the stream of each rank is its own."""
-    data = SyntheticTokens(MODEL.vocab_size, BATCH, MODEL.context_length, seed=0, rank=rank, device=device)
+    data = SyntheticTokens(
+        MODEL.vocab_size, BATCH, MODEL.context_length, seed=0, rank=rank, device=device
+    )
     return [data.batch(micro_batches * step + number) for number in range(micro_batches)]
 
 
 _LM = language_model()
 _FOUR = partial(tokens, micro_batches=4)
 # In fp64, so that any difference from one process is a mistake; the loss is computed in the head.
-_SHARED = Task(lambda seed, device: _LM.build(seed, device).double(), tokens, lambda model, batch: model(*batch))
+_SHARED = Task(
+    lambda seed, device: _LM.build(seed, device).double(),
+    tokens,
+    lambda model, batch: model(*batch),
+)
 # Ranks of a pipeline keep their stages' weights as each has drawn them, so all draw from one seed.
 _PIPED = Task(lambda seed, device: _SHARED.build(0, device), _FOUR, _SHARED.loss_fn)
 
@@ -148,7 +169,9 @@ class Mistake:
     def strategy(self) -> Strategy:
         """The strategy with the mistake."""
         right = STRATEGIES[self.healthy]
-        return dataclasses.replace(right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer)
+        return dataclasses.replace(
+            right, wrap=self.wrap or right.wrap, optimizer=self.optimizer or right.optimizer
+        )
 
     @property
     def trained(self) -> Task:
@@ -157,7 +180,9 @@ class Mistake:
 
     def mended(self) -> "Mistake":
         """The healthy run beside it."""
-        return dataclasses.replace(self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None)
+        return dataclasses.replace(
+            self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None
+        )
 
 
 _ADAMW = (torch.optim.AdamW, 3e-3)
@@ -172,64 +197,206 @@ def _shared(name: str, layout: str, symptom: str, check: str = EQUALITY, **optio
 MISTAKES: dict[str, Mistake] = {
     mistake.name: mistake
     for mistake in (
-        Mistake("no broadcast", EQUALITY, "none in the loss; two different models, and one is saved", "flat",
-                faults.without_broadcast),
-        Mistake("sum, not mean", EQUALITY, "the rate is N times too high: spikes, a loss that stays high", "flat",
-                faults.SumInsteadOfMean, learner=(torch.optim.SGD, 2.0)),
-        Mistake("last bucket not sent", VOLUME, "hardly any in the loss; first layers drift apart", "bucketed",
-                faults.LastBucketStays),
-        Mistake("reduces the parameter", EQUALITY, "a slower start: gradients are never averaged", "naive",
-                faults.ReducesTheParameter),
-        Mistake("missing wait", EQUALITY, "a slower start, now and then; ranks drift apart", "overlap",
-                faults.NeverWaits),
-        Mistake("tied weight twice", VOLUME, "the tied matrix learns N times too fast", "naive", faults.SumsTiedTwice,
-                task=language_model(tied=True), learner=(torch.optim.SGD, 1.2)),
-        Mistake("same data everywhere", EQUALITY, "a little noise: N ranks do the work of one", "flat",
-                candidate=dataclasses.replace(_LM, batches=lambda rank, step, device: tokens(0, step, device))),
-        Mistake("hook order", EQUALITY, "hardly any in the loss; layers get each other's gradients", "overlap",
-                faults.HookOrder, task=Task(partial(_seeded, TwoExperts), tokens)),
-        Mistake("shard not exchanged", VOLUME, "each rank trains half a model", "sharded-optimizer",
-                optimizer=lambda ddp, cls, **rest: faults.KeepsItsShard(
-                    ddp.parameters(), cls, ddp.process_group, **rest)),
-        Mistake("softmax without maximum", ATTENTION, "NaN, once scores pass 88", "flat",
-                task=language_model(attention=faults.healthy_attention, logits=3e3),
-                candidate=language_model(attention=faults.without_maximum, logits=3e3),
-                attention=faults.without_maximum, learner=_ADAMW),
-        Mistake("mask off by one", ATTENTION, "too good: below the floor that the data allow", "flat",
-                task=language_model(attention=faults.healthy_attention),
-                candidate=language_model(attention=faults.sees_one_ahead),
-                attention=faults.sees_one_ahead, learner=_ADAMW),
-        Mistake("stale accumulation", EQUALITY, "slower: later micro-batches are lost", "flat",
-                faults.StaleSums, task=dataclasses.replace(_LM, batches=_FOUR)),
-        Mistake("sent every micro-batch", VOLUME, "none but time: every bucket is sent once a micro-batch", "bucketed",
-                faults.SendsEachMicroBatch, task=_PIPED, learner=_ADAMW),
-        Mistake("read elsewhere", EQUALITY, "hardly any in the loss; some layers are a step behind", "zero1",
-                optimizer=faults.WaitsInOwnersForward, task=Task(partial(_seeded, ReadsTheHead), tokens)),
-        Mistake("finish forgotten", ERROR, "the step raises; else vectors would drift apart", "fsdp",
-                faults.ForgetsToFinish),
-        Mistake("torch's clipping", ERROR, "the step raises; else each rank would clip by a norm of its own", "zero1",
-                faults.ClipsItsOwnPart),
-        _shared("norms not summed", "tp2", "hardly any in the loss; norms drift apart between ranks",
-                replaced=(tensor_parallel, "_shared", lambda weight, group: weight)),
-        _shared("summed behind the loss", "tp2", "none under AdamW; SGD and clipping see P times the gradient",
-                replaced=(tensor_parallel, "vocabulary_cross_entropy", faults.summed_behind_the_loss)),
-        _shared("norms counted twice", "tp2", "hardly any in the loss; clipping begins too early",
-                wrap=faults.CountsNormsTwice, max_grad_norm=0.1),
-        _shared("shifted after the split", "cp2", "little in the loss; chunks end in wrong words",
-                candidate=dataclasses.replace(_SHARED, loss_fn=faults.shifted_after_the_split)),
-        _shared("another's positions", "cp2", "hardly any in the loss, at first; every rank counts from zero",
-                replaced=(context_parallel.ZigZag, "positions",
-                          lambda zigzag, tokens, device: torch.arange(tokens, device=device, dtype=torch.float32))),
-        _shared("ring merged in bf16", "cp2-ring", "none in the loss; attention is as coarse as bf16",
-                replaced=(context_parallel, "_merge", faults.merged_in_bf16)),
-        _shared("no zig-zag", "cp2", "none but time: all wait for the rank with the last chunks", PAIRS,
-                replaced=(context_parallel, "zigzag_chunks", faults.chunks_in_order)),
-        _shared("not divided", "pp2", "none under AdamW; SGD and clipping see the sum, not the mean",
-                task=_PIPED, replaced=(Pipeline, "run", faults.not_divided)),
-        _shared("another's activations", "pp2-gpipe", "little in the loss; the first stage mixes two micro-batches",
-                task=_PIPED, replaced=(Pipeline, "actions", faults.first_backwards_exchanged)),
-        _shared("weights forgotten", "pp2-zero-bubble",
-                "hardly any in the loss; the last micro-batch is lost to matrices",
-                task=_PIPED, replaced=(Pipeline, "actions", faults.last_weights_forgotten)),
+        Mistake(
+            "no broadcast",
+            EQUALITY,
+            "none in the loss; two different models, and one is saved",
+            "flat",
+            faults.without_broadcast,
+        ),
+        Mistake(
+            "sum, not mean",
+            EQUALITY,
+            "the rate is N times too high: spikes, a loss that stays high",
+            "flat",
+            faults.SumInsteadOfMean,
+            learner=(torch.optim.SGD, 2.0),
+        ),
+        Mistake(
+            "last bucket not sent",
+            VOLUME,
+            "hardly any in the loss; first layers drift apart",
+            "bucketed",
+            faults.LastBucketStays,
+        ),
+        Mistake(
+            "reduces the parameter",
+            EQUALITY,
+            "a slower start: gradients are never averaged",
+            "naive",
+            faults.ReducesTheParameter,
+        ),
+        Mistake(
+            "missing wait",
+            EQUALITY,
+            "a slower start, now and then; ranks drift apart",
+            "overlap",
+            faults.NeverWaits,
+        ),
+        Mistake(
+            "tied weight twice",
+            VOLUME,
+            "the tied matrix learns N times too fast",
+            "naive",
+            faults.SumsTiedTwice,
+            task=language_model(tied=True),
+            learner=(torch.optim.SGD, 1.2),
+        ),
+        Mistake(
+            "same data everywhere",
+            EQUALITY,
+            "a little noise: N ranks do the work of one",
+            "flat",
+            candidate=dataclasses.replace(
+                _LM, batches=lambda rank, step, device: tokens(0, step, device)
+            ),
+        ),
+        Mistake(
+            "hook order",
+            EQUALITY,
+            "hardly any in the loss; layers get each other's gradients",
+            "overlap",
+            faults.HookOrder,
+            task=Task(partial(_seeded, TwoExperts), tokens),
+        ),
+        Mistake(
+            "shard not exchanged",
+            VOLUME,
+            "each rank trains half a model",
+            "sharded-optimizer",
+            optimizer=lambda ddp, cls, **rest: faults.KeepsItsShard(
+                ddp.parameters(), cls, ddp.process_group, **rest
+            ),
+        ),
+        Mistake(
+            "softmax without maximum",
+            ATTENTION,
+            "NaN, once scores pass 88",
+            "flat",
+            task=language_model(attention=faults.healthy_attention, logits=3e3),
+            candidate=language_model(attention=faults.without_maximum, logits=3e3),
+            attention=faults.without_maximum,
+            learner=_ADAMW,
+        ),
+        Mistake(
+            "mask off by one",
+            ATTENTION,
+            "too good: below the floor that the data allow",
+            "flat",
+            task=language_model(attention=faults.healthy_attention),
+            candidate=language_model(attention=faults.sees_one_ahead),
+            attention=faults.sees_one_ahead,
+            learner=_ADAMW,
+        ),
+        Mistake(
+            "stale accumulation",
+            EQUALITY,
+            "slower: later micro-batches are lost",
+            "flat",
+            faults.StaleSums,
+            task=dataclasses.replace(_LM, batches=_FOUR),
+        ),
+        Mistake(
+            "sent every micro-batch",
+            VOLUME,
+            "none but time: every bucket is sent once a micro-batch",
+            "bucketed",
+            faults.SendsEachMicroBatch,
+            task=_PIPED,
+            learner=_ADAMW,
+        ),
+        Mistake(
+            "read elsewhere",
+            EQUALITY,
+            "hardly any in the loss; some layers are a step behind",
+            "zero1",
+            optimizer=faults.WaitsInOwnersForward,
+            task=Task(partial(_seeded, ReadsTheHead), tokens),
+        ),
+        Mistake(
+            "finish forgotten",
+            ERROR,
+            "the step raises; else vectors would drift apart",
+            "fsdp",
+            faults.ForgetsToFinish,
+        ),
+        Mistake(
+            "torch's clipping",
+            ERROR,
+            "the step raises; else each rank would clip by a norm of its own",
+            "zero1",
+            faults.ClipsItsOwnPart,
+        ),
+        _shared(
+            "norms not summed",
+            "tp2",
+            "hardly any in the loss; norms drift apart between ranks",
+            replaced=(tensor_parallel, "_shared", lambda weight, group: weight),
+        ),
+        _shared(
+            "summed behind the loss",
+            "tp2",
+            "none under AdamW; SGD and clipping see P times the gradient",
+            replaced=(tensor_parallel, "vocabulary_cross_entropy", faults.summed_behind_the_loss),
+        ),
+        _shared(
+            "norms counted twice",
+            "tp2",
+            "hardly any in the loss; clipping begins too early",
+            wrap=faults.CountsNormsTwice,
+            max_grad_norm=0.1,
+        ),
+        _shared(
+            "shifted after the split",
+            "cp2",
+            "little in the loss; chunks end in wrong words",
+            candidate=dataclasses.replace(_SHARED, loss_fn=faults.shifted_after_the_split),
+        ),
+        _shared(
+            "another's positions",
+            "cp2",
+            "hardly any in the loss, at first; every rank counts from zero",
+            replaced=(
+                context_parallel.ZigZag,
+                "positions",
+                lambda zigzag, tokens, device: torch.arange(
+                    tokens, device=device, dtype=torch.float32
+                ),
+            ),
+        ),
+        _shared(
+            "ring merged in bf16",
+            "cp2-ring",
+            "none in the loss; attention is as coarse as bf16",
+            replaced=(context_parallel, "_merge", faults.merged_in_bf16),
+        ),
+        _shared(
+            "no zig-zag",
+            "cp2",
+            "none but time: all wait for the rank with the last chunks",
+            PAIRS,
+            replaced=(context_parallel, "zigzag_chunks", faults.chunks_in_order),
+        ),
+        _shared(
+            "not divided",
+            "pp2",
+            "none under AdamW; SGD and clipping see the sum, not the mean",
+            task=_PIPED,
+            replaced=(Pipeline, "run", faults.not_divided),
+        ),
+        _shared(
+            "another's activations",
+            "pp2-gpipe",
+            "little in the loss; the first stage mixes two micro-batches",
+            task=_PIPED,
+            replaced=(Pipeline, "actions", faults.first_backwards_exchanged),
+        ),
+        _shared(
+            "weights forgotten",
+            "pp2-zero-bubble",
+            "hardly any in the loss; the last micro-batch is lost to matrices",
+            task=_PIPED,
+            replaced=(Pipeline, "actions", faults.last_weights_forgotten),
+        ),
     )
-}  # fmt: skip
+}

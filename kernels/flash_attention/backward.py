@@ -51,16 +51,36 @@ from .ranges import (
     visible,
 )
 
-ROW_PADDING = 128  # Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
-# Rows of one program of `delta_kernel`: small programs fill more of a GPU in calls of up to FEW_ROWS, padded, in all,
-# and are faster where they clear dq_sum too, by 4 to 8 % at d = 64 and 128 on an H200.
+# Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
+ROW_PADDING = 128
+# Rows of one program of `delta_kernel`: small programs fill more of a GPU in calls of up to
+# FEW_ROWS, padded, in all, and are faster where they clear dq_sum too, by 4 to 8 % at d = 64 and
+# 128 on an H200.
 LONG_DELTA_ROWS, SHORT_DELTA_ROWS, FEW_ROWS = 64, 16, 8192
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_ptr,
-                 stride_ob, stride_oh, stride_ot, stride_gb, stride_gh, stride_gt, heads, query_count, padded_count,
-                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr):
+def delta_kernel(
+    o_ptr,
+    do_ptr,
+    lse_ptr,
+    dlse_ptr,
+    delta_ptr,
+    lse2_ptr,
+    dq_sum_ptr,
+    stride_ob,
+    stride_oh,
+    stride_ot,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    heads,
+    query_count,
+    padded_count,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Δ = rowsum(dO ∘ O) − dLSE and LSE·log2(e) of all rows, padded; dLSE is zero where dlse_ptr is None.
 
     Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there.
@@ -87,11 +107,17 @@ def delta_kernel(o_ptr, do_ptr, lse_ptr, dlse_ptr, delta_ptr, lse2_ptr, dq_sum_p
     if dlse_ptr is not None:
         delta -= tl.where(hidden, 0.0, tl.load(dlse_ptr + at, mask=rows < query_count, other=0.0))
     tl.store(delta_ptr + bh.to(tl.int64) * padded_count + rows, delta)
-    tl.store(lse2_ptr + bh.to(tl.int64) * padded_count + rows, tl.where(hidden, float("inf"), lse * LOG2_E))
+    tl.store(
+        lse2_ptr + bh.to(tl.int64) * padded_count + rows,
+        tl.where(hidden, float("inf"), lse * LOG2_E),
+    )
     if dq_sum_ptr is not None:
         place = (bh.to(tl.int64) * padded_count + wide)[:, None] * BLOCK_D + offs_d[None, :]
-        column = place % (64 * BLOCK_D) // 512 * 8  # there, by hopper_backward.py's order of 64 rows
-        tl.store(dq_sum_ptr + place, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=column < HEAD_DIM)
+        # there, by hopper_backward.py's order of 64 rows
+        column = place % (64 * BLOCK_D) // 512 * 8
+        tl.store(
+            dq_sum_ptr + place, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=column < HEAD_DIM
+        )
 
 
 @triton.jit
@@ -103,8 +129,23 @@ def load_stats(rows, start, offs, V: tl.constexpr):
 
 
 @triton.jit
-def _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, first, last, scale_log2, cap,
-                  MASKED: tl.constexpr, V: tl.constexpr):
+def _walk_queries(
+    dk,
+    dv,
+    k,
+    v,
+    q_rows,
+    do_rows,
+    delta_rows,
+    lse2_rows,
+    mask,
+    first,
+    last,
+    scale_log2,
+    cap,
+    MASKED: tl.constexpr,
+    V: tl.constexpr,
+):
     """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
     offs_m = tl.arange(0, V.block_m)
     q_base = q_rows.base + first.to(tl.int64) * q_rows.stride
@@ -114,8 +155,8 @@ def _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, fi
         lse2 = load_stats(lse2_rows, start, offs_m, V)
         do = load_tile(do_base, do_rows, start, mask.count, V.block_m, MASKED, V)
         delta = load_stats(delta_rows, start, offs_m, V)
-        # every wait for a load stands before the first matmul: a wait between wgmma instructions makes ptxas
-        # serialise them
+        # every wait for a load stands before the first matmul: a wait between wgmma instructions
+        # makes ptxas serialise them
         st = product(k, tl.trans(q), None, V.precision)
         dpt = product(v, tl.trans(do), None, V.precision)
         if V.softcap:
@@ -134,47 +175,146 @@ def _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, fi
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dkdv_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, q_desc, do_desc, delta_desc, lse2_desc,
-                dk_ptr, dv_ptr, doc_first, doc_last,
-                stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-                stride_gb, stride_gh, stride_gt, stride_dkb, stride_dkh, stride_dkt, stride_dvb, stride_dvh,
-                stride_dvt, kv_heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, cap,
-                batch_heads, V: tl.constexpr):
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    delta_ptr,
+    lse2_ptr,
+    q_desc,
+    do_desc,
+    delta_desc,
+    lse2_desc,
+    dk_ptr,
+    dv_ptr,
+    doc_first,
+    doc_last,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_dkb,
+    stride_dkh,
+    stride_dkt,
+    stride_dvb,
+    stride_dvh,
+    stride_dvt,
+    kv_heads,
+    kv_group,
+    query_count,
+    key_count,
+    padded_count,
+    lo,
+    hi,
+    scale,
+    scale_log2,
+    cap,
+    batch_heads,
+    V: tl.constexpr,
+):
     """One program: block_n rows of dK and dV of one key head, over all query heads that read it.
 
     lo, hi and their flags are the band as keys see it. Δ and LSE·log2(e) are `delta_kernel`'s.
     """
-    tile, _, batch, kv_head = schedule(tl.cdiv(key_count, V.block_n), kv_heads, batch_heads, V.head_group, False)
+    tile, _, batch, kv_head = schedule(
+        tl.cdiv(key_count, V.block_n), kv_heads, batch_heads, V.head_group, False
+    )
     col0 = tile * V.block_n
     wide0 = col0.to(tl.int64)
-    stops, mask = tile_range(col0, key_count, query_count, batch, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V)
-    k = load_rows(k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt, stride_kt, key_count - col0,
-                  V.block_n, True, V)
-    v = load_rows(v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt, stride_vt, key_count - col0,
-                  V.block_n, True, V)
+    stops, mask = tile_range(
+        col0, key_count, query_count, batch, lo, hi, doc_first, doc_last, V.block_n, V.block_m, V
+    )
+    k = load_rows(
+        k_ptr + batch * stride_kb + kv_head * stride_kh + wide0 * stride_kt,
+        stride_kt,
+        key_count - col0,
+        V.block_n,
+        True,
+        V,
+    )
+    v = load_rows(
+        v_ptr + batch * stride_vb + kv_head * stride_vh + wide0 * stride_vt,
+        stride_vt,
+        key_count - col0,
+        V.block_n,
+        True,
+        V,
+    )
 
     dk = tl.zeros(k.shape, tl.float32)
     dv = tl.zeros(v.shape, tl.float32)
     for member in tl.range(0, kv_group):
         head = kv_head * kv_group + member
         q_rows = Rows(q_ptr + batch * stride_qb + head * stride_qh, stride_qt, q_desc, batch, head)
-        do_rows = Rows(do_ptr + batch * stride_gb + head * stride_gh, stride_gt, do_desc, batch, head)
+        do_rows = Rows(
+            do_ptr + batch * stride_gb + head * stride_gh, stride_gt, do_desc, batch, head
+        )
         stats = (batch * kv_heads * kv_group + head) * padded_count
         delta_rows = Rows(delta_ptr + stats, 1, delta_desc, 0, stats)
         lse2_rows = Rows(lse2_ptr + stats, 1, lse2_desc, 0, stats)
         for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
             if V.visited[phase]:
-                dk, dv = _walk_queries(dk, dv, k, v, q_rows, do_rows, delta_rows, lse2_rows, mask, stops[phase],
-                                       stops[phase + 1], scale_log2, cap, phase != 1, V)
+                dk, dv = _walk_queries(
+                    dk,
+                    dv,
+                    k,
+                    v,
+                    q_rows,
+                    do_rows,
+                    delta_rows,
+                    lse2_rows,
+                    mask,
+                    stops[phase],
+                    stops[phase + 1],
+                    scale_log2,
+                    cap,
+                    phase != 1,
+                    V,
+                )
 
     keep = tl.arange(0, V.block_n) < key_count - col0
-    store_rows(dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt, stride_dkt, dk * scale, keep, V)
-    store_rows(dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt, stride_dvt, dv, keep, V)
+    store_rows(
+        dk_ptr + batch * stride_dkb + kv_head * stride_dkh + wide0 * stride_dkt,
+        stride_dkt,
+        dk * scale,
+        keep,
+        V,
+    )
+    store_rows(
+        dv_ptr + batch * stride_dvb + kv_head * stride_dvh + wide0 * stride_dvt,
+        stride_dvt,
+        dv,
+        keep,
+        V,
+    )
 
 
 @triton.jit
-def _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, first, last, scale_log2, cap, MASKED: tl.constexpr,
-               V: tl.constexpr):
+def _walk_keys(
+    dq,
+    q,
+    do,
+    lse2,
+    delta,
+    k_rows,
+    v_rows,
+    mask,
+    first,
+    last,
+    scale_log2,
+    cap,
+    MASKED: tl.constexpr,
+    V: tl.constexpr,
+):
     """Fold the key tiles [first, last) into dq (still without the scale)."""
     offs_n = tl.arange(0, V.block_n)
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
@@ -199,36 +339,110 @@ def _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, first, last, scale_
 
 
 @triton.jit(do_not_specialize=COUNTS)
-def dq_kernel(q_ptr, k_ptr, v_ptr, do_ptr, delta_ptr, lse2_ptr, k_desc, v_desc, dq_ptr, doc_first, doc_last,
-              stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
-              stride_gb, stride_gh, stride_gt, stride_dqb, stride_dqh, stride_dqt,
-              heads, kv_group, query_count, key_count, padded_count, lo, hi, scale, scale_log2, cap, batch_heads,
-              V: tl.constexpr):
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    delta_ptr,
+    lse2_ptr,
+    k_desc,
+    v_desc,
+    dq_ptr,
+    doc_first,
+    doc_last,
+    stride_qb,
+    stride_qh,
+    stride_qt,
+    stride_kb,
+    stride_kh,
+    stride_kt,
+    stride_vb,
+    stride_vh,
+    stride_vt,
+    stride_gb,
+    stride_gh,
+    stride_gt,
+    stride_dqb,
+    stride_dqh,
+    stride_dqt,
+    heads,
+    kv_group,
+    query_count,
+    key_count,
+    padded_count,
+    lo,
+    hi,
+    scale,
+    scale_log2,
+    cap,
+    batch_heads,
+    V: tl.constexpr,
+):
     """One program: block_m rows of one head's dQ. Δ and LSE·log2(e) are `delta_kernel`'s."""
-    tile, bh, batch, head = schedule(tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi)
+    tile, bh, batch, head = schedule(
+        tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi
+    )
     row0 = tile * V.block_m
     wide0 = row0.to(tl.int64)
     rows = row0 + tl.arange(0, V.block_m)
-    q = load_rows(q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt, stride_qt, query_count - row0,
-                  V.block_m, True, V)
-    do = load_rows(do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt, stride_gt, query_count - row0,
-                   V.block_m, True, V)
+    q = load_rows(
+        q_ptr + batch * stride_qb + head * stride_qh + wide0 * stride_qt,
+        stride_qt,
+        query_count - row0,
+        V.block_m,
+        True,
+        V,
+    )
+    do = load_rows(
+        do_ptr + batch * stride_gb + head * stride_gh + wide0 * stride_gt,
+        stride_gt,
+        query_count - row0,
+        V.block_m,
+        True,
+        V,
+    )
     stats = bh.to(tl.int64) * padded_count
     lse2 = tl.load(lse2_ptr + stats + rows)
     delta = tl.load(delta_ptr + stats + rows)
     kv_head = head // kv_group
-    k_rows = Rows(k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head)
-    v_rows = Rows(v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head)
-    stops, mask = tile_range(row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V)
+    k_rows = Rows(
+        k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head
+    )
+    v_rows = Rows(
+        v_ptr + batch * stride_vb + kv_head * stride_vh, stride_vt, v_desc, batch, kv_head
+    )
+    stops, mask = tile_range(
+        row0, query_count, key_count, batch, lo, hi, doc_first, doc_last, V.block_m, V.block_n, V
+    )
 
     dq = tl.zeros(q.shape, tl.float32)
     for phase in tl.static_range(3):
         if V.visited[phase]:
-            dq = _walk_keys(dq, q, do, lse2, delta, k_rows, v_rows, mask, stops[phase], stops[phase + 1], scale_log2,
-                            cap, phase != 1, V)
+            dq = _walk_keys(
+                dq,
+                q,
+                do,
+                lse2,
+                delta,
+                k_rows,
+                v_rows,
+                mask,
+                stops[phase],
+                stops[phase + 1],
+                scale_log2,
+                cap,
+                phase != 1,
+                V,
+            )
 
-    store_rows(dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt, stride_dqt, dq * scale,
-               rows < query_count, V)
+    store_rows(
+        dq_ptr + batch * stride_dqb + head * stride_dqh + wide0 * stride_dqt,
+        stride_dqt,
+        dq * scale,
+        rows < query_count,
+        V,
+    )
 
 
 class Saved(NamedTuple):
@@ -242,8 +456,16 @@ class Saved(NamedTuple):
     lse2: Tensor
 
 
-def launch_delta(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-                 do: Tensor, dq_sum: Tensor | None = None, dlse: Tensor | None = None) -> Saved:
+def launch_delta(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dq_sum: Tensor | None = None,
+    dlse: Tensor | None = None,
+) -> Saved:
     """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o; clear dq_sum.
 
     `dlse`, contiguous like lse, is the gradient of lse. Last dimensions are contiguous, and nothing is empty.
@@ -253,9 +475,24 @@ def launch_delta(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
     delta = q.new_empty(batch, heads, padded_count, dtype=torch.float32)
     lse2 = torch.empty_like(delta)
     rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS or dq_sum is not None else LONG_DELTA_ROWS
-    launch(delta_kernel, (padded_count // rows * batch * heads,), o, do, lse, dlse, delta, lse2, dq_sum,
-           *strides(o, do), heads, query_count, padded_count,
-           HEAD_DIM=head_dim, BLOCK_D=block_d(head_dim), BLOCK_M=rows)
+    launch(
+        delta_kernel,
+        (padded_count // rows * batch * heads,),
+        o,
+        do,
+        lse,
+        dlse,
+        delta,
+        lse2,
+        dq_sum,
+        *strides(o, do),
+        heads,
+        query_count,
+        padded_count,
+        HEAD_DIM=head_dim,
+        BLOCK_D=block_d(head_dim),
+        BLOCK_M=rows,
+    )
     return Saved(q, k, v, do, delta, lse2)
 
 
@@ -263,15 +500,43 @@ def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Ti
     """Fill dk and dv."""
     q, k, v, do, delta, lse2 = saved
     batch, kv_heads, key_count, head_dim = k.shape
-    tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do)
+    tile, (q_desc, do_desc) = described(
+        "dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do
+    )
     delta_desc, lse2_desc = (
-        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if tile.tma else None for x in (delta, lse2))
-    launch(dkdv_kernel, (cdiv(key_count, tile.block_n) * batch * kv_heads,),
-           q, k, v, do, delta, lse2, q_desc, do_desc, delta_desc, lse2_desc, dk, dv, *documents(problem),
-           *strides(q, k, v, do, dk, dv),
-           kv_heads, q.shape[1] // kv_heads, q.shape[2], key_count, lse2.shape[2], problem.hi, problem.lo,
-           *scales(problem), batch * kv_heads, V=variant(problem, tile, head_dim, q.shape[2], keys=True),
-           num_warps=tile.warps, num_stages=tile.stages)
+        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if tile.tma else None
+        for x in (delta, lse2)
+    )
+    launch(
+        dkdv_kernel,
+        (cdiv(key_count, tile.block_n) * batch * kv_heads,),
+        q,
+        k,
+        v,
+        do,
+        delta,
+        lse2,
+        q_desc,
+        do_desc,
+        delta_desc,
+        lse2_desc,
+        dk,
+        dv,
+        *documents(problem),
+        *strides(q, k, v, do, dk, dv),
+        kv_heads,
+        q.shape[1] // kv_heads,
+        q.shape[2],
+        key_count,
+        lse2.shape[2],
+        problem.hi,
+        problem.lo,
+        *scales(problem),
+        batch * kv_heads,
+        V=variant(problem, tile, head_dim, q.shape[2], keys=True),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
 
 
 def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
@@ -279,9 +544,30 @@ def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
     q, k, v, do, delta, lse2 = saved
     batch, heads, query_count, head_dim = q.shape
     tile, (k_desc, v_desc) = described("dq", tile, k, v)
-    launch(dq_kernel, (cdiv(query_count, tile.block_m) * batch * heads,),
-           q, k, v, do, delta, lse2, k_desc, v_desc, dq, *documents(problem),
-           *strides(q, k, v, do, dq),
-           heads, heads // k.shape[1], query_count, k.shape[2], lse2.shape[2], problem.lo, problem.hi, *scales(problem),
-           batch * heads, V=variant(problem, tile, head_dim, k.shape[2], keys=False),
-           num_warps=tile.warps, num_stages=tile.stages)
+    launch(
+        dq_kernel,
+        (cdiv(query_count, tile.block_m) * batch * heads,),
+        q,
+        k,
+        v,
+        do,
+        delta,
+        lse2,
+        k_desc,
+        v_desc,
+        dq,
+        *documents(problem),
+        *strides(q, k, v, do, dq),
+        heads,
+        heads // k.shape[1],
+        query_count,
+        k.shape[2],
+        lse2.shape[2],
+        problem.lo,
+        problem.hi,
+        *scales(problem),
+        batch * heads,
+        V=variant(problem, tile, head_dim, k.shape[2], keys=False),
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )

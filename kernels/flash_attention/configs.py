@@ -24,8 +24,8 @@ from .. import _dispatch
 from .._dispatch import generation, interpreted, power_of_two
 from .options import Problem
 
-# Classes of batch·heads·length, by their largest member; the last stands for all that is longer. What wins changes
-# while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
+# Classes of batch·heads·length, by their largest member; the last stands for all that is longer.
+# What wins changes while a GPU is not full: 132 multiprocessors take 8,448 rows in tiles of 64.
 ROW_CLASSES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 # What TMA asks for: alignment of the base address and of every stride; coordinates are int32.
 ALIGNMENT_BYTES, MAX_COORDINATE = 16, 2**31
@@ -86,18 +86,26 @@ class Choice(NamedTuple):
 def _read(path: Path) -> dict[Key, Choice]:
     with path.open(encoding="utf-8") as file:
         _, *lines = csv.reader(file)
-    return {Key(gpu, int(bits), precision, int(head_dim), int(rows)): Choice(*map(Tile.of, tiles))
-            for gpu, bits, precision, head_dim, rows, *tiles, _ in lines}  # fmt: skip
+    return {
+        Key(gpu, int(bits), precision, int(head_dim), int(rows)): Choice(*map(Tile.of, tiles))
+        for gpu, bits, precision, head_dim, rows, *tiles, _ in lines
+    }
 
 
 TILES = Path(__file__).with_name("tiles.csv")
 TABLE = _read(TILES)
 CANDIDATES = {
-    16: (Tile(64, 64, 4, 2), Tile(64, 64, 4, 3), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2)),
+    16: (
+        Tile(64, 64, 4, 2),
+        Tile(64, 64, 4, 3),
+        Tile(128, 64, 8, 2),
+        Tile(64, 32, 4, 2),
+        Tile(32, 32, 4, 2),
+    ),
     32: (Tile(32, 32, 4, 2), Tile(64, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)),
 }
-# Instead of a tile made for descriptors where the layout or the length rules them out: addresses in registers would
-# make it spill. By (kernel, padded head dim); other tiles stay as they are.
+# Instead of a tile made for descriptors where the layout or the length rules them out: addresses in
+# registers would make it spill. By (kernel, padded head dim); other tiles stay as they are.
 POINTER_TILES = {
     ("forward", 128): Tile(128, 64, 8, 3),
     ("dkdv", 128): Tile(32, 64, 4, 3),
@@ -120,7 +128,9 @@ def tma_strides(x: Tensor) -> list[int] | None:
 
     Rows, heads and batches have to begin at aligned addresses and must not be expanded.
     """
-    strides = [x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)]
+    strides = [
+        x.shape[3] if n == 1 else s for n, s in zip(x.shape[:3], x.stride()[:3], strict=True)
+    ]
     aligned = all(s > 0 and s * x.element_size() % ALIGNMENT_BYTES == 0 for s in strides)
     return [*strides, 1] if aligned and x.data_ptr() % ALIGNMENT_BYTES == 0 else None
 
@@ -146,7 +156,9 @@ def lookup(key: Key) -> Choice | None:
     """
     classes = sorted(ROW_CLASSES, key=lambda c: (c < key.rows, abs(c - key.rows)))
     precisions = key.precision, "ieee" if key.precision == "ieee" else "tf32x3"
-    near = (replace(key, precision=precision, rows=rows) for precision in precisions for rows in classes)
+    near = (
+        replace(key, precision=precision, rows=rows) for precision in precisions for rows in classes
+    )
     return next((TABLE[found] for found in near if found in TABLE), None)
 
 
@@ -176,7 +188,8 @@ def choose(kernel: str, q: Tensor, problem: Problem, run: Callable[[Tile], None]
     if (kernel, key) not in _searched:
         _dispatch.discard()
         if torch.cuda.is_current_stream_capturing():
-            return CANDIDATES[key.bits][-1]  # nothing can be measured now: the one that fits everywhere
+            # nothing can be measured now: the one that fits everywhere
+            return CANDIDATES[key.bits][-1]
         _searched[kernel, key] = _fastest(CANDIDATES[key.bits], run)
     return _searched[kernel, key]
 
@@ -190,7 +203,8 @@ def _fastest(tiles: tuple[Tile, ...], run: Callable[[Tile], None]) -> Tile:
         try:
             run(tile)
             times[tile] = do_bench(partial(run, tile), warmup=1, rep=5, return_mode="median")
-        except Exception as error:  # out of shared memory or registers, or a tile this GPU's compiler refuses
+        except Exception as error:
+            # out of shared memory or registers, or a tile this GPU's compiler refuses
             failure = error
     if not times:
         raise RuntimeError("no attention configuration runs on this GPU") from failure

@@ -44,8 +44,23 @@ class FlashAttention2(Function):
         return *grads, *[None] * 9
 
 
-def _begin(ctx, q, k, v, is_causal=False, scale=None, window=None, alignment="top-left", precision="emulated",
-           document_ids=None, deterministic=None, softcap=None, return_lse=False, *, dtypes=None):
+def _begin(
+    ctx,
+    q,
+    k,
+    v,
+    is_causal=False,
+    scale=None,
+    window=None,
+    alignment="top-left",
+    precision="emulated",
+    document_ids=None,
+    deterministic=None,
+    softcap=None,
+    return_lse=False,
+    *,
+    dtypes=None,
+):
     """q, k and v as autocast wants them and return_lse, and in ctx what the operators are given besides.
 
     Checks what the operator does not, and with documents all; for `dtypes` all, too.
@@ -83,10 +98,21 @@ class FlashAttention2PyTorch(Function):
         return *(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), *[None] * 9
 
 
-def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None,
-                    window: int | None = None, alignment: str = "top-left", precision: str = "emulated",
-                    document_ids: Tensor | None = None, deterministic: bool | None = None,
-                    softcap: float | None = None, return_lse: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+def flash_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    alignment: str = "top-left",
+    precision: str = "emulated",
+    document_ids: Tensor | None = None,
+    deterministic: bool | None = None,
+    softcap: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
@@ -121,14 +147,30 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, sc
     Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
     devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
     """
-    return apply(FlashAttention2, q, k, v, causal, scale, window, alignment, precision, document_ids,
-                 deterministic, softcap, return_lse)
+    return apply(
+        FlashAttention2,
+        q,
+        k,
+        v,
+        causal,
+        scale,
+        window,
+        alignment,
+        precision,
+        document_ids,
+        deterministic,
+        softcap,
+        return_lse,
+    )
 
 
-_PLAIN = (None, None, "bottom-right", "emulated", None, None)  # no scale, window, softcap or documents
+# no scale, window, softcap or documents
+_PLAIN = (None, None, "bottom-right", "emulated", None, None)
 
 
-def part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor]:
+def part_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False
+) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, to be merged with others by the log-sum-exp: (o, lse), without autograd.
 
     Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. `plain` torch, for where
@@ -140,8 +182,17 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool =
     return o.to(q.dtype), lse
 
 
-def part_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-                  causal: bool, *, plain: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+def part_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    causal: bool,
+    *,
+    plain: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of one such part; o, lse and do are those over all keys."""
     if not plain:
         return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
@@ -149,8 +200,16 @@ def part_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: T
     return tuple(grad.to(q.dtype) for grad in grads)
 
 
-def cost(q_shape: tuple[int, ...], k_shape: tuple[int, ...], dtype: torch.dtype, *, causal: bool = False,
-         window: int | None = None, alignment: str = "top-left", backward: bool = False) -> Cost:
+def cost(
+    q_shape: tuple[int, ...],
+    k_shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    window: int | None = None,
+    alignment: str = "top-left",
+    backward: bool = False,
+) -> Cost:
     """FLOPs and bytes one pass must do at the least.
 
     Args:

@@ -66,14 +66,37 @@ NEVER = gl.constexpr(2**31 - 1)
 def reduce_add(desc, coordinates, source, _semantic=None):
     """memory += source, by the TMA unit; `hopper.tma` has no call for it, its builder has."""
     coordinates = _semantic._convert_to_ir_values(coordinates, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle)
+    _semantic.builder.create_async_tma_reduce(
+        ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coordinates, source.handle
+    )
 
 
 @gluon.jit
 def load_queries(given):
     """Loads: K and V once, then Q, LSE, dO and Δ of the query tiles as their buffers come free."""
-    (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch, kv_head, heads,
-     first_head, each, first_key, first_query, tiles, padded_count) = given
+    (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        lse2_desc,
+        delta_desc,
+        k,
+        v,
+        q,
+        do,
+        lse2,
+        delta,
+        batch,
+        kv_head,
+        heads,
+        first_head,
+        each,
+        first_key,
+        first_query,
+        tiles,
+        padded_count,
+    ) = given
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     for i in gl.static_range(k.stages):
         k.acquire(i, k_desc.block_type.nbytes)
@@ -86,15 +109,21 @@ def load_queries(given):
         q.copy(j, q_desc, batch, head, row)
         if j == 0:
             gdc_wait()  # for Δ, LSE and the cleared sum of dQ
-        tma.async_copy_global_to_shared(lse2_desc, [stats], q.full.index(j % STAGES), lse2.index(j % STAGES))
+        tma.async_copy_global_to_shared(
+            lse2_desc, [stats], q.full.index(j % STAGES), lse2.index(j % STAGES)
+        )
         if j == 0:
             for i in gl.static_range(v.stages):
                 v.acquire(i, v_desc.block_type.nbytes)
                 v.copy(i, v_desc, batch, kv_head, first_key + i * KEYS)
         # Q and dO of a tile are released together: `q.acquire` has waited for both
-        mbarrier.expect(do.full.index(j % STAGES), do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        mbarrier.expect(
+            do.full.index(j % STAGES), do_desc.block_type.nbytes + delta_desc.block_type.nbytes
+        )
         do.copy(j, do_desc, batch, head, row)
-        tma.async_copy_global_to_shared(delta_desc, [stats], do.full.index(j % STAGES), delta.index(j % STAGES))
+        tma.async_copy_global_to_shared(
+            delta_desc, [stats], do.full.index(j % STAGES), delta.index(j % STAGES)
+        )
 
 
 @gluon.jit
@@ -124,8 +153,25 @@ def _add_dq(dq, dq_desc, dq_tiles, head, row, padded_count, W: gl.constexpr, QUE
 
 
 @gluon.jit
-def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_row, more, first_seen, masked,
-          scale_log2, W: gl.constexpr, CUT: gl.constexpr, FIRST: gl.constexpr):
+def _step(
+    j,
+    st,
+    dk,
+    dv,
+    dq_desc,
+    operands,
+    padded_count,
+    row,
+    last_head,
+    last_row,
+    more,
+    first_seen,
+    masked,
+    scale_log2,
+    W: gl.constexpr,
+    CUT: gl.constexpr,
+    FIRST: gl.constexpr,
+):
     """Tile j but for its dQ, and dQ of tile j - 1, so that the consumers may run half a step apart."""
     k, v, q, do, lse2, delta, ds, ds_full, dq_tiles, ds_free = operands
     S_LAYOUT: gl.constexpr = st.type.layout
@@ -162,13 +208,17 @@ def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_r
     else:
         mbarrier.wait(ds_full.index(1 - b), ((j - 1) // 2) & 1)
         dq = _issue_dq(1 - b, k, ds, W)
-        dv, p_left, dk, ds_left = warpgroup_mma_wait(2, deps=[dv, p_left, dk, ds_left])  # in flight: two of dQ
-        # The last reduction has read its buffer. All warps meet here after their matmuls: one thread releases Q, dO.
+        # in flight: two of dQ
+        dv, p_left, dk, ds_left = warpgroup_mma_wait(2, deps=[dv, p_left, dk, ds_left])
+        # The last reduction has read its buffer. All warps meet here after their matmuls: one
+        # thread releases Q, dO.
         tma.store_wait(0)
     q.release(j)
     q.wait_full(j + 1, pred=more)
     # after the last tile this multiplies what lies there, and nobody reads the result
-    st = warpgroup_mma(k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    st = warpgroup_mma(
+        k.tile(W), q.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     if not FIRST:
         dq = warpgroup_mma_wait(1, deps=[dq])
         mbarrier.arrive(ds_free.index(1 - b), count=1)
@@ -181,8 +231,23 @@ def _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_r
 @gluon.jit
 def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     """All products for 64 keys, the W-th of the program."""
-    (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles, padded_count,
-     scale, scale_log2) = given
+    (
+        dq_desc,
+        dk_desc,
+        dv_desc,
+        batch,
+        part,
+        heads,
+        each,
+        first_key,
+        key_count,
+        hi,
+        first_query,
+        tiles,
+        padded_count,
+        scale,
+        scale_log2,
+    ) = given
     k, v, q, _do, _lse2, _delta, ds, ds_full, dq_tiles, _ds_free = operands
     QUERIES: gl.constexpr = q.tiles.shape[1]
     D: gl.constexpr = q.tiles.shape[2]
@@ -207,19 +272,53 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     st = warpgroup_mma_wait(0, deps=[st])
     v.wait_full(W, pred=total > 0)
     last_head, last_row = batch * heads + part * each, first_query
-    # Two pairs, not `last_row = row` in the loop alone: Triton's frontend takes a name for constant in a loop if its
-    # value before the loop is the one that the loop's first pass gives it.
+    # Two pairs, not `last_row = row` in the loop alone: Triton's frontend takes a name for constant
+    # in a loop if its value before the loop is the one that the loop's first pass gives it.
     head, row = last_head, first_query + QUERIES
     if row >= end:
         row, head = first_query, last_head + 1
     if W == 0:
         order("arrive", 0)
     if total > 0:
-        st, dk, dv = _step(0, st, dk, dv, dq_desc, operands, padded_count, last_row, last_head, last_row,
-                           total > 1, first_seen, last_row < masked, scale_log2, W, CUT, True)
+        st, dk, dv = _step(
+            0,
+            st,
+            dk,
+            dv,
+            dq_desc,
+            operands,
+            padded_count,
+            last_row,
+            last_head,
+            last_row,
+            total > 1,
+            first_seen,
+            last_row < masked,
+            scale_log2,
+            W,
+            CUT,
+            True,
+        )
     for j in range(1, total):
-        st, dk, dv = _step(j, st, dk, dv, dq_desc, operands, padded_count, row, last_head, last_row,
-                           j + 1 < total, first_seen, row < masked, scale_log2, W, CUT, False)
+        st, dk, dv = _step(
+            j,
+            st,
+            dk,
+            dv,
+            dq_desc,
+            operands,
+            padded_count,
+            row,
+            last_head,
+            last_row,
+            j + 1 < total,
+            first_seen,
+            row < masked,
+            scale_log2,
+            W,
+            CUT,
+            False,
+        )
         last_head, last_row = head, row
         row += QUERIES
         if row >= end:
@@ -245,22 +344,58 @@ def _consumer(given, operands, W: gl.constexpr, CUT: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "each", "query_count", "key_count", "padded_count", "hi", "group"])
-def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dq_desc, dk_desc, dv_desc,
-                           heads, kv_group, each, query_count, key_count, padded_count, hi, group, scale, scale_log2,
-                           CUT: gl.constexpr):
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "kv_group",
+        "each",
+        "query_count",
+        "key_count",
+        "padded_count",
+        "hi",
+        "group",
+    ]
+)
+def hopper_backward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse2_desc,
+    delta_desc,
+    dq_desc,
+    dk_desc,
+    dv_desc,
+    heads,
+    kv_group,
+    each,
+    query_count,
+    key_count,
+    padded_count,
+    hi,
+    group,
+    scale,
+    scale_log2,
+    CUT: gl.constexpr,
+):
     """One program: what `each` query heads give to dK and dV of 128 keys, and to dQ / scale; long tiles come first."""
     QUERIES: gl.constexpr = q_desc.block_type.shape[2]
     k = ring(k_desc, 2, 2)
     v = ring(v_desc, 2, 1)
     q = ring(q_desc, STAGES, 2)
-    # Released with Q: nobody would wait for barriers of its own, and Triton would put dS where they were made. A GPU
-    # that is shared writes barriers back when it returns from another process.
-    do = Ring(gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout), barriers(STAGES, 1), q.empty,
-              STAGES)
+    # Released with Q: nobody would wait for barriers of its own, and Triton would put dS where they
+    # were made. A GPU that is shared writes barriers back when it returns from another process.
+    do = Ring(
+        gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout),
+        barriers(STAGES, 1),
+        q.empty,
+        STAGES,
+    )
     lse2 = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], lse2_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, QUERIES], delta_desc.layout)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2))
+    ds = gl.allocate_shared_memory(
+        q_desc.dtype, [4, KEYS, QUERIES], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     dq_tiles = gl.allocate_shared_memory(gl.float32, [2, 16, 256], dq_desc.layout)
     ds_full, ds_free = barriers(2, 2), barriers(2, 2)
     fence_async_shared()
@@ -274,18 +409,72 @@ def hopper_backward_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_des
     first_key = tile * (2 * KEYS)
     first_query = gl.maximum(first_key - hi, 0) // QUERIES * QUERIES
     tiles = gl.maximum((query_count - first_query + QUERIES - 1) // QUERIES, 0)
-    given = (dq_desc, dk_desc, dv_desc, batch, part, heads, each, first_key, key_count, hi, first_query, tiles,
-             padded_count, scale, scale_log2)
+    given = (
+        dq_desc,
+        dk_desc,
+        dv_desc,
+        batch,
+        part,
+        heads,
+        each,
+        first_key,
+        key_count,
+        hi,
+        first_query,
+        tiles,
+        padded_count,
+        scale,
+        scale_log2,
+    )
     operands = (k, v, q, do, lse2, delta, ds, ds_full, dq_tiles, ds_free)
-    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
-               first_head // kv_group, heads, first_head, each, first_key, first_query, tiles, padded_count)
-    gl.warp_specialize([(_consumer, (given, operands, 0, CUT)), (_consumer, (given, operands, 1, CUT)),
-                        (load_queries, (to_load,))], [4, 1], [240, 24])
+    to_load = (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        lse2_desc,
+        delta_desc,
+        k,
+        v,
+        q,
+        do,
+        lse2,
+        delta,
+        batch,
+        first_head // kv_group,
+        heads,
+        first_head,
+        each,
+        first_key,
+        first_query,
+        tiles,
+        padded_count,
+    )
+    gl.warp_specialize(
+        [
+            (_consumer, (given, operands, 0, CUT)),
+            (_consumer, (given, operands, 1, CUT)),
+            (load_queries, (to_load,)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 @triton.jit(do_not_specialize=["heads", "query_count", "tiles"])
-def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_count, tiles, scale,
-                HEAD_DIM: tl.constexpr, PARTS: tl.constexpr):
+def cast_kernel(
+    sum_ptr,
+    dq_ptr,
+    stride_b,
+    stride_h,
+    stride_t,
+    heads,
+    query_count,
+    tiles,
+    scale,
+    HEAD_DIM: tl.constexpr,
+    PARTS: tl.constexpr,
+):
     """dQ = scale · its sum in fp32: 64 rows and 64 columns, one of PARTS, as `_add_dq` has put them into memory."""
     gdc_wait()
     place = tl.cast(tl.program_id(0), tl.int64)  # the interpreter counts with Python integers
@@ -296,6 +485,12 @@ def cast_kernel(sum_ptr, dq_ptr, stride_b, stride_h, stride_t, heads, query_coun
     rows = place // PARTS % tiles * 64 + tl.arange(0, 64)
     columns = place % PARTS * 64 + tl.arange(0, 64)
     head = place // PARTS // tiles
-    to = dq_ptr + head // heads * stride_b + head % heads * stride_h + rows[:, None] * stride_t + columns[None, :]
+    to = (
+        dq_ptr
+        + head // heads * stride_b
+        + head % heads * stride_h
+        + rows[:, None] * stride_t
+        + columns[None, :]
+    )
     inside = (rows < query_count)[:, None] & (columns < HEAD_DIM)[None, :]
     tl.store(to, (total * scale).to(dq_ptr.dtype.element_ty), mask=inside)

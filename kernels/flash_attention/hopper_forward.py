@@ -54,7 +54,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.language.core import _aggregate as aggregate
 
 LN_2 = gl.constexpr(0.6931471805599453)
-# The maximum of no scores: finite, so that exp2 of -inf minus it is 0; a power of 2, so that its product is exact.
+# The maximum of no scores: finite, so that exp2 of -inf minus it is 0; a power of 2, so that its
+# product is exact.
 LEAST = gl.constexpr(-(2.0**64))
 QUERIES = gl.constexpr(64)  # of one consumer: the rows of one wgmma
 
@@ -100,7 +101,8 @@ class Ring:
     def copy(self, j, desc, batch, head, row):
         """Start the copy of a head's rows from `row` on to tile j."""
         stage = j % self.stages
-        # the buffers are matrices to wgmma and four-dimensional to the descriptor; the bytes are the same
+        # the buffers are matrices to wgmma and four-dimensional to the descriptor; the bytes are
+        # the same
         to = self.tiles.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout)
         tma.async_copy_global_to_shared(desc, [batch, head, row, 0], self.full.index(stage), to)
 
@@ -119,7 +121,9 @@ def ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
     """A `Ring` for tiles of a (B, H, T, D) descriptor, each read by READERS consumers."""
     ROWS: gl.constexpr = desc.block_type.shape[2]
     D: gl.constexpr = desc.block_type.shape[3]
-    tiles = gl.allocate_shared_memory(desc.dtype, [STAGES, ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2))
+    tiles = gl.allocate_shared_memory(
+        desc.dtype, [STAGES, ROWS, D], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     return Ring(tiles, barriers(STAGES, 1), barriers(STAGES, READERS), STAGES)
 
 
@@ -137,8 +141,11 @@ def copy_out(desc, batch, head, row, tile, value):
     """Write `value` to a head's rows from `row` on, by way of the buffer `tile`."""
     tile.store(value.to(desc.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(desc, [batch, head, row, 0],
-                                    tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout))
+    tma.async_copy_shared_to_global(
+        desc,
+        [batch, head, row, 0],
+        tile._reinterpret(desc.dtype, desc.block_type.shape, desc.layout),
+    )
 
 
 @gluon.jit
@@ -175,7 +182,8 @@ def _producer(given, CONSUMERS: gl.constexpr):
     KEYS: gl.constexpr = k_desc.block_type.shape[2]
     BYTES: gl.constexpr = k_desc.block_type.nbytes
     loaded = 0  # K tiles, of all turns
-    last_batch, last_head, last_row = 0, 0, 0  # with the very first K comes some V, which nobody reads
+    # with the very first K comes some V, which nobody reads
+    last_batch, last_head, last_row = 0, 0, 0
     for turn in range(turns):
         batch, head, first_query, tiles = _owned(turn, sizes, CONSUMERS, KEYS)
         for j in range(tiles):
@@ -202,7 +210,9 @@ def _named_barrier(instruction, consumer):
 def order(INSTRUCTION: gl.constexpr, CONSUMER: gl.constexpr):
     """`sync`: this consumer, CONSUMER, waits for its place in the order. `arrive`: now it is CONSUMER's."""
     each = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # an element for each thread
-    gl.inline_asm_elementwise(_named_barrier(INSTRUCTION, CONSUMER), "=r,r", [each], gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise(
+        _named_barrier(INSTRUCTION, CONSUMER), "=r,r", [each], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -210,7 +220,9 @@ def _softmax(s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MA
     """One step of the online softmax: (P, row maxima, row sums, factor of what was summed so far)."""
     if MASKED:
         if first_key + s.shape[1] > gl.minimum(row0 + hi + 1, key_count):
-            end = gl.minimum(row0 + hi + 1 + gl.arange(0, QUERIES, gl.SliceLayout(1, s.type.layout)), key_count)
+            end = gl.minimum(
+                row0 + hi + 1 + gl.arange(0, QUERIES, gl.SliceLayout(1, s.type.layout)), key_count
+            )
             cols = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
             # what depends on the thread stands on one side: the other is constants of its elements
             seen = (cols & ~6)[None, :] < (end - first_key)[:, None] - (cols & 6)[None, :]
@@ -223,8 +235,21 @@ def _softmax(s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MA
 
 
 @gluon.jit
-def _step(j, given, q_tile, acc, row_max, row_sum, p, row0, first_key, W: gl.constexpr, CONSUMERS: gl.constexpr,
-          MASKED: gl.constexpr, FIRST: gl.constexpr):
+def _step(
+    j,
+    given,
+    q_tile,
+    acc,
+    row_max,
+    row_sum,
+    p,
+    row0,
+    first_key,
+    W: gl.constexpr,
+    CONSUMERS: gl.constexpr,
+    MASKED: gl.constexpr,
+    FIRST: gl.constexpr,
+):
     """S of tile j, P·V of the tile before, which the FIRST of a turn has not, and the softmax of S."""
     _o_desc, _lse_ptr, _q, k, v, _o_tiles, scale_log2, sizes, _turns = given
     _heads, _batch_heads, _query_count, key_count, hi, _group = sizes
@@ -238,7 +263,9 @@ def _step(j, given, q_tile, acc, row_max, row_sum, p, row0, first_key, W: gl.con
         acc = warpgroup_mma(p, v.tile(j), acc, is_async=True)
     order("arrive", (W + 1) % CONSUMERS)
     s = warpgroup_mma_wait(0 if FIRST else 1, deps=[s])
-    new_p, row_max, row_sum, shrink = _softmax(s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MASKED)
+    new_p, row_max, row_sum, shrink = _softmax(
+        s, row_max, row_sum, scale_log2, row0, first_key, key_count, hi, MASKED
+    )
     if not FIRST:
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
         acc = acc * gl.convert_layout(shrink, gl.SliceLayout(1, acc.type.layout))[:, None]
@@ -266,7 +293,8 @@ def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr
         acc = gl.zeros([QUERIES, D], gl.float32, O_LAYOUT)
         row_max = gl.full([QUERIES], LEAST, gl.float32, ROW)
         row_sum = gl.full([QUERIES], 0.0, gl.float32, ROW)
-        p = gl.zeros([QUERIES, KEYS], o_desc.dtype, P_LAYOUT)  # of no tile, and of the type that the loop carries
+        # of no tile, and of the type that the loop carries
+        p = gl.zeros([QUERIES, KEYS], o_desc.dtype, P_LAYOUT)
         q.wait_full(turn * CONSUMERS + W)
         q_tile = q.tile(turn * CONSUMERS + W)
         if CONSUMERS * QUERIES > KEYS:  # the tiles that only other consumers see
@@ -279,11 +307,37 @@ def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr
                 k.release(read + j)
             read += tiles - seen
             tiles = seen
-        acc, row_max, row_sum, p = _step(read, given, q_tile, acc, row_max, row_sum, p, row0, (tiles - 1) * KEYS, W,
-                                         CONSUMERS, CUT > 0, True)
+        acc, row_max, row_sum, p = _step(
+            read,
+            given,
+            q_tile,
+            acc,
+            row_max,
+            row_sum,
+            p,
+            row0,
+            (tiles - 1) * KEYS,
+            W,
+            CONSUMERS,
+            CUT > 0,
+            True,
+        )
         for j in range(1, tiles):
-            acc, row_max, row_sum, p = _step(read + j, given, q_tile, acc, row_max, row_sum, p, row0,
-                                             (tiles - 1 - j) * KEYS, W, CONSUMERS, CUT == 2, False)
+            acc, row_max, row_sum, p = _step(
+                read + j,
+                given,
+                q_tile,
+                acc,
+                row_max,
+                row_sum,
+                p,
+                row0,
+                (tiles - 1 - j) * KEYS,
+                W,
+                CONSUMERS,
+                CUT == 2,
+                False,
+            )
         if D < 256:
             q.release(turn * CONSUMERS + W)
         read += tiles
@@ -291,10 +345,15 @@ def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr
         acc = warpgroup_mma(p, v.tile(read), acc, is_async=True)
         lse = (row_max * scale_log2 + gl.log2(row_sum)) * LN_2  # -inf for a row without keys
         rows = row0 + gl.arange(0, QUERIES, ROW)
-        gl.store(lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows, lse, mask=rows < query_count)
+        gl.store(
+            lse_ptr + (batch * heads + head).to(gl.int64) * query_count + rows,
+            lse,
+            mask=rows < query_count,
+        )
         factor = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, O_LAYOUT))[:, None]
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-        o = gl.where(factor == float("inf"), 0.0, acc * factor)  # a row without keys; V may hold a NaN
+        # a row without keys; V may hold a NaN
+        o = gl.where(factor == float("inf"), 0.0, acc * factor)
         tma.store_wait(0)  # the tile of the turn before has been read
         copy_out(o_desc, batch, head, row0, o_tiles.index(W), o)
         if D == 256:
@@ -303,14 +362,45 @@ def _consumer(given, W: gl.constexpr, CONSUMERS: gl.constexpr, CUT: gl.constexpr
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "batch_heads", "kv_group", "query_count", "key_count", "hi", "group"])
-def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_heads, kv_group, query_count, key_count,
-                          hi, group, scale_log2, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, CUT: gl.constexpr):
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "batch_heads",
+        "kv_group",
+        "query_count",
+        "key_count",
+        "hi",
+        "group",
+    ]
+)
+def hopper_forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    o_desc,
+    lse_ptr,
+    heads,
+    batch_heads,
+    kv_group,
+    query_count,
+    key_count,
+    hi,
+    group,
+    scale_log2,
+    CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr,
+    CUT: gl.constexpr,
+):
     """One program: O and LSE of CONSUMERS · 64 queries of one head in each of its turns."""
     D: gl.constexpr = o_desc.block_type.shape[3]
     q = ring(q_desc, CONSUMERS if D == 256 else 2 * CONSUMERS, 1)
     k = ring(k_desc, STAGES, CONSUMERS)
-    v = Ring(gl.allocate_shared_memory(v_desc.dtype, k.tiles.shape, k.tiles.layout), k.full, k.empty, STAGES)
+    v = Ring(
+        gl.allocate_shared_memory(v_desc.dtype, k.tiles.shape, k.tiles.layout),
+        k.full,
+        k.empty,
+        STAGES,
+    )
     o_tiles = q.tiles
     if D < 256:
         o_tiles = gl.allocate_shared_memory(o_desc.dtype, [CONSUMERS, QUERIES, D], q.tiles.layout)
@@ -320,9 +410,24 @@ def hopper_forward_kernel(q_desc, k_desc, v_desc, o_desc, lse_ptr, heads, batch_
     given = (o_desc, lse_ptr, q, k, v, o_tiles, scale_log2, sizes, turns)
     to_load = (q_desc, k_desc, v_desc, q, k, v, kv_group, sizes, turns)
     if CONSUMERS == 2:
-        gl.warp_specialize([(_consumer, (given, 0, 2, CUT)), (_consumer, (given, 1, 2, CUT)),
-                            (_producer, (to_load, 2))], [4, 1], [240, 24])
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, 2, CUT)),
+                (_consumer, (given, 1, 2, CUT)),
+                (_producer, (to_load, 2)),
+            ],
+            [4, 1],
+            [240, 24],
+        )
     else:
-        gl.warp_specialize([(_consumer, (given, 0, 4, CUT)), (_consumer, (given, 1, 4, CUT)),
-                            (_consumer, (given, 2, 4, CUT)), (_consumer, (given, 3, 4, CUT)),
-                            (_producer, (to_load, 4))], [4, 4, 4, 1], [112, 112, 112, 24])
+        gl.warp_specialize(
+            [
+                (_consumer, (given, 0, 4, CUT)),
+                (_consumer, (given, 1, 4, CUT)),
+                (_consumer, (given, 2, 4, CUT)),
+                (_consumer, (given, 3, 4, CUT)),
+                (_producer, (to_load, 4)),
+            ],
+            [4, 4, 4, 1],
+            [112, 112, 112, 24],
+        )

@@ -43,7 +43,9 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM_LAYOUT.value, 2))
 
 
 @gluon.jit
-def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free, out_desc, W: gl.constexpr):
+def _sum_over_queries(
+    given, own, scored, summed, stats, p_tiles, p_full, p_free, out_desc, W: gl.constexpr
+):
     """dV (W = 0) or dK (W = 1) of 64 keys. `own` is K or V; `scored` and `summed` are the tiles of Q and dO."""
     batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2 = given
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -53,7 +55,9 @@ def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
     own.wait_full(0, pred=total >= W)  # V is loaded with the first tile
     scored.wait_full(0, pred=total > 0)
-    s = warpgroup_mma(own.tile(0), scored.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = warpgroup_mma(
+        own.tile(0), scored.tile(0).permute((1, 0)), zeros, use_acc=False, is_async=True
+    )
     s = warpgroup_mma_wait(0, deps=[s])
     for j in range(total):
         statistic = stats.index(j & 1).load(COLUMN)[None, :]
@@ -76,7 +80,9 @@ def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free
         acc = warpgroup_mma(left, summed.tile(j), acc, is_async=True)
         # after the last tile this multiplies what lies there, and nobody reads the result
         scored.wait_full(j + 1, pred=j + 1 < total)
-        s = warpgroup_mma(own.tile(0), scored.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            own.tile(0), scored.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         acc, left = warpgroup_mma_wait(1, deps=[acc, left])
         summed.release(j)  # Q and dO alike
         s = warpgroup_mma_wait(0, deps=[s])
@@ -84,15 +90,51 @@ def _sum_over_queries(given, own, scored, summed, stats, p_tiles, p_full, p_free
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "each", "query_count", "key_count", "padded_count", "hi", "group"])
-def hopper_dkdv_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, dk_desc, dv_desc, heads, kv_group, each,
-                       query_count, key_count, padded_count, hi, group, scale, scale_log2):
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "kv_group",
+        "each",
+        "query_count",
+        "key_count",
+        "padded_count",
+        "hi",
+        "group",
+    ]
+)
+def hopper_dkdv_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    lse2_desc,
+    delta_desc,
+    dk_desc,
+    dv_desc,
+    heads,
+    kv_group,
+    each,
+    query_count,
+    key_count,
+    padded_count,
+    hi,
+    group,
+    scale,
+    scale_log2,
+):
     """One program: what `each` query heads give to dK and dV of 64 keys; long tiles come first."""
     k, v, q = ring(k_desc, 1, 1), ring(v_desc, 1, 1), ring(q_desc, 2, 2)
-    do = Ring(gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout), barriers(2, 1), q.empty, 2)
+    do = Ring(
+        gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout),
+        barriers(2, 1),
+        q.empty,
+        2,
+    )
     lse2 = gl.allocate_shared_memory(gl.float32, [2, ROWS], lse2_desc.layout)
     delta = gl.allocate_shared_memory(gl.float32, [2, ROWS], delta_desc.layout)
-    p_tiles = gl.allocate_shared_memory(gl.float16, [2, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2))
+    p_tiles = gl.allocate_shared_memory(
+        gl.float16, [2, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)
+    )
     p_full, p_free = barriers(2, 1), barriers(2, 1)
     fence_async_shared()
     key_tiles = (key_count + ROWS - 1) // ROWS
@@ -102,11 +144,38 @@ def hopper_dkdv_kernel(q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, d
     first_query = gl.maximum(first_key - hi, 0) // ROWS * ROWS
     tiles = gl.maximum((query_count - first_query + ROWS - 1) // ROWS, 0)
     given = (batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2)
-    to_load = (q_desc, k_desc, v_desc, do_desc, lse2_desc, delta_desc, k, v, q, do, lse2, delta, batch,
-               part * each // kv_group, heads, part * each, each, first_key, first_query, tiles, padded_count)
-    gl.warp_specialize([(_sum_over_queries, (given, k, q, do, lse2, p_tiles, p_full, p_free, dv_desc, 0)),
-                        (_sum_over_queries, (given, v, do, q, delta, p_tiles, p_full, p_free, dk_desc, 1)),
-                        (load_queries, (to_load,))], [4, 1], [240, 24])
+    to_load = (
+        q_desc,
+        k_desc,
+        v_desc,
+        do_desc,
+        lse2_desc,
+        delta_desc,
+        k,
+        v,
+        q,
+        do,
+        lse2,
+        delta,
+        batch,
+        part * each // kv_group,
+        heads,
+        part * each,
+        each,
+        first_key,
+        first_query,
+        tiles,
+        padded_count,
+    )
+    gl.warp_specialize(
+        [
+            (_sum_over_queries, (given, k, q, do, lse2, p_tiles, p_full, p_free, dv_desc, 0)),
+            (_sum_over_queries, (given, v, do, q, delta, p_tiles, p_full, p_free, dk_desc, 1)),
+            (load_queries, (to_load,)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 @gluon.jit
@@ -128,8 +197,22 @@ def _load_keys(given):
 @gluon.jit
 def _sum_over_keys(given, W: gl.constexpr):
     """dQ of 64 queries, the W-th of the program."""
-    (dq_desc, lse2_ptr, delta_ptr, q, do, kv, batch, head, stats, first_query, key_count, hi, scale,
-     scale_log2) = given
+    (
+        dq_desc,
+        lse2_ptr,
+        delta_ptr,
+        q,
+        do,
+        kv,
+        batch,
+        head,
+        stats,
+        first_query,
+        key_count,
+        hi,
+        scale,
+        scale_log2,
+    ) = given
     row0 = first_query + W * ROWS
     rows = row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S_LAYOUT))
     end = gl.minimum(rows + hi + 1, key_count)
@@ -156,11 +239,15 @@ def _sum_over_keys(given, W: gl.constexpr):
         left = gl.convert_layout((p * (dp - delta)).to(dq_desc.dtype), LEFT)
         acc = warpgroup_mma(left, kv.tile(2 * j + 1), acc, is_async=True)
         kv.wait_full(2 * j + 2, pred=j + 1 < tiles)
-        dp = warpgroup_mma(do.tile(W), kv.tile(2 * j + 2).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        dp = warpgroup_mma(
+            do.tile(W), kv.tile(2 * j + 2).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         acc, left = warpgroup_mma_wait(1, deps=[acc, left])
         kv.release(2 * j + 1)
         kv.wait_full(2 * j + 3, pred=j + 1 < tiles)
-        s = warpgroup_mma(q.tile(W), kv.tile(2 * j + 3).permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma(
+            q.tile(W), kv.tile(2 * j + 3).permute((1, 0)), zeros, use_acc=False, is_async=True
+        )
         dp = warpgroup_mma_wait(1, deps=[dp])
         kv.release(2 * j + 2, pred=j + 1 < tiles)
         s = warpgroup_mma_wait(0, deps=[s])
@@ -168,9 +255,35 @@ def _sum_over_keys(given, W: gl.constexpr):
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["heads", "kv_group", "query_count", "key_count", "padded_count", "hi", "group"])
-def hopper_dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse2_ptr, delta_ptr, heads, kv_group, query_count,
-                     key_count, padded_count, hi, group, scale, scale_log2):
+@gluon.jit(
+    do_not_specialize=[
+        "heads",
+        "kv_group",
+        "query_count",
+        "key_count",
+        "padded_count",
+        "hi",
+        "group",
+    ]
+)
+def hopper_dq_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    do_desc,
+    dq_desc,
+    lse2_ptr,
+    delta_ptr,
+    heads,
+    kv_group,
+    query_count,
+    key_count,
+    padded_count,
+    hi,
+    group,
+    scale,
+    scale_log2,
+):
     """One program: dQ of 128 queries; the last ones, which see the most keys, come first."""
     q, do, kv = ring(q_desc, 2, 1), ring(do_desc, 2, 1), ring(k_desc, 3, 2)
     fence_async_shared()
@@ -178,8 +291,38 @@ def hopper_dq_kernel(q_desc, k_desc, v_desc, do_desc, dq_desc, lse2_ptr, delta_p
     place, tile = placed(gl.program_id(0), query_tiles, gl.num_programs(0) // query_tiles, group)
     batch, head, first_query = place // heads, place % heads, (query_tiles - 1 - tile) * (2 * ROWS)
     tiles = (gl.maximum(gl.minimum(first_query + 2 * ROWS + hi, key_count), 0) + ROWS - 1) // ROWS
-    given = (dq_desc, lse2_ptr, delta_ptr, q, do, kv, batch, head, place * padded_count, first_query, key_count, hi,
-             scale, scale_log2)
-    to_load = (q_desc, do_desc, k_desc, v_desc, q, do, kv, batch, head, head // kv_group, first_query, tiles)
-    gl.warp_specialize([(_sum_over_keys, (given, 0)), (_sum_over_keys, (given, 1)), (_load_keys, (to_load,))],
-                       [4, 1], [240, 24])
+    given = (
+        dq_desc,
+        lse2_ptr,
+        delta_ptr,
+        q,
+        do,
+        kv,
+        batch,
+        head,
+        place * padded_count,
+        first_query,
+        key_count,
+        hi,
+        scale,
+        scale_log2,
+    )
+    to_load = (
+        q_desc,
+        do_desc,
+        k_desc,
+        v_desc,
+        q,
+        do,
+        kv,
+        batch,
+        head,
+        head // kv_group,
+        first_query,
+        tiles,
+    )
+    gl.warp_specialize(
+        [(_sum_over_keys, (given, 0)), (_sum_over_keys, (given, 1)), (_load_keys, (to_load,))],
+        [4, 1],
+        [240, 24],
+    )

@@ -16,7 +16,8 @@ from .. import _dispatch
 from . import configs, hopper, tiled
 from .options import Problem, band, check_call, visible_pairs
 
-FURTHEST_ROWS = 2**24  # elements; kernels compute offsets within a tile, of up to 128 rows, in 32 bits
+# elements; kernels compute offsets within a tile, of up to 128 rows, in 32 bits
+FURTHEST_ROWS = 2**24
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
@@ -43,16 +44,41 @@ def four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(t if t.dim() == 4 else t.unsqueeze(1) for t in tensors)
 
 
-def problem_of(q: Tensor, k: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
-               precision: str, softcap: float | None, bounds: Tensor | None) -> Problem:
+def problem_of(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    alignment: str,
+    precision: str,
+    softcap: float | None,
+    bounds: Tensor | None,
+) -> Problem:
     """What the options of a call mean for tensors of these shapes."""
     factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return Problem(band(q.shape[-2], k.shape[-2], causal, window, alignment), factor, precision, softcap, bounds)
+    return Problem(
+        band(q.shape[-2], k.shape[-2], causal, window, alignment),
+        factor,
+        precision,
+        softcap,
+        bounds,
+    )
 
 
 @_dispatch.operator("flash_attention_forward", check_call, opaque=True)
-def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None, window: int | None, alignment: str,
-               precision: str, softcap: float | None, bounds: Tensor | None) -> tuple[Tensor, Tensor]:
+def forward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    alignment: str,
+    precision: str,
+    softcap: float | None,
+    bounds: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """q (B, H, Tq, D), k and v (B, Hk, Tk, D), or without heads → o like q, lse (B, H, Tq) fp32."""
     problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shape = q.shape
@@ -67,7 +93,9 @@ def forward_op(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
     return o.view(shape), lse.view(shape[:-1])
 
 
-def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem) -> None:
+def _launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem
+) -> None:
     from .forward import launch_forward  # Triton may be missing where this is never reached
 
     head_dim = q.shape[-1]
@@ -84,9 +112,23 @@ def _launch_forward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, pro
 
 
 @_dispatch.operator("flash_attention_backward", opaque=True)
-def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
-                deterministic: bool, causal: bool, scale: float | None, window: int | None, alignment: str,
-                precision: str, softcap: float | None, bounds: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def backward_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    deterministic: bool,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    alignment: str,
+    precision: str,
+    softcap: float | None,
+    bounds: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v from what the forward saved, do, like o, and dlse, like lse."""
     problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shapes = q.shape, k.shape, v.shape
@@ -104,20 +146,34 @@ def backward_op(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Ten
     return tuple(grad.view(shape) for grad, shape in zip(grads, shapes, strict=True))
 
 
-def _launch_backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
-                     grads: tuple[Tensor, ...], problem: Problem, deterministic: bool) -> None:
+def _launch_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    grads: tuple[Tensor, ...],
+    problem: Problem,
+    deterministic: bool,
+) -> None:
     from .backward import launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
-    if not (deterministic and hopper.adds_in_any_order(q)) and hopper.serves("backward", q, k, v, problem, do, *grads):
+    if not (deterministic and hopper.adds_in_any_order(q)) and hopper.serves(
+        "backward", q, k, v, problem, do, *grads
+    ):
         hopper.launch_backward(q, k, v, o, lse, do, *grads, problem, dlse)
         return
     problem = configs.settled(q, problem)
     outs = grads if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
     saved = launch_delta(q, k, v, o, lse, do, dlse=dlse)
-    for kernel, run in (("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
-                        ("dq", partial(launch_dq, saved, outs[0], problem))):
+    for kernel, run in (
+        ("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
+        ("dq", partial(launch_dq, saved, outs[0], problem)),
+    ):
         run(configs.choose(kernel, q, problem, run))
     if outs is not grads:
         for grad, out in zip(grads, outs, strict=True):
@@ -133,7 +189,22 @@ def forward_flops(q, k, v, causal, scale, window, alignment, *_, out_shape=None,
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
-def backward_flops(q, k, v, o, lse, do, dlse, deterministic, causal, scale, window, alignment, *_, out_shape=None,
-                   **__) -> int:
+def backward_flops(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    dlse,
+    deterministic,
+    causal,
+    scale,
+    window,
+    alignment,
+    *_,
+    out_shape=None,
+    **__,
+) -> int:
     """Five matmuls per visible pair, the convention, although the two-pass backward computes seven."""
     return forward_flops(q, k, v, causal, scale, window, alignment) * 5 // 2

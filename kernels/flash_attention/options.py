@@ -10,7 +10,8 @@ from .._rows import DTYPES, check, check_device
 MAX_HEAD_DIM = 256
 PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
-LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127  # float32 holds them, and the larger one times log2(e)
+# float32 holds them, and the larger one times log2(e)
+LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Problem:
         return self.band[1] or 0
 
 
-def band(query_count: int, key_count: int, causal: bool, window: int | None,
-         alignment: str) -> tuple[int | None, int | None]:
+def band(
+    query_count: int, key_count: int, causal: bool, window: int | None, alignment: str
+) -> tuple[int | None, int | None]:
     """(lo, hi) of the band; `shift` is where query 0 stands among the keys.
 
     A window that reaches past both ends from everywhere is none: kernels add it to positions in 32 bits.
@@ -77,8 +79,9 @@ def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | No
     return below(key_count if hi is None else hi + 1) - below(-query_count if lo is None else -lo)
 
 
-def document_bounds(document_ids: Tensor | None = None, *,
-                    cu_seqlens: Tensor | None = None) -> Tensor:
+def document_bounds(
+    document_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None
+) -> Tensor:
     """Where the document of each position begins and ends: computed once per batch, for the attention of every layer.
 
     Args:
@@ -98,12 +101,16 @@ def document_bounds(document_ids: Tensor | None = None, *,
         _check_integers("cu_seqlens", cu_seqlens)
         offsets = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
         if offsets[:1] != [0] or offsets != sorted(offsets):
-            raise ValueError(f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; allowed: one "
-                             "dimension, ascending from 0")
+            raise ValueError(
+                f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; allowed: one "
+                "dimension, ascending from 0"
+            )
         document_ids = torch.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])[None]
     _check_integers("document_ids", document_ids)
     if document_ids.dim() != 2:
-        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq)")
+        raise ValueError(
+            f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq)"
+        )
     count = document_ids.shape[1]
     position = torch.arange(count, device=document_ids.device).expand(document_ids.shape)
     changes = document_ids[:, 1:] != document_ids[:, :-1]
@@ -118,9 +125,19 @@ def _check_integers(name: str, values: Tensor) -> None:
         raise TypeError(f"{name} must be an integer tensor or None")
 
 
-def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None,
-               window: int | None, alignment: str, precision: str, softcap: float | None = None, *_: object,
-               dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+def check_call(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    alignment: str,
+    precision: str,
+    softcap: float | None = None,
+    *_: object,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
     """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
     _check_inputs(q, k, v, dtypes)
     if not isinstance(causal, bool):
@@ -129,18 +146,28 @@ def check_call(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | Non
         raise TypeError(f"window must be an int or None, got {window!r}")
     if window is not None and window < 0:
         raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
-    for name, value, allowed in (("alignment", alignment, ALIGNMENTS), ("precision", precision, PRECISIONS)):
+    for name, value, allowed in (
+        ("alignment", alignment, ALIGNMENTS),
+        ("precision", precision, PRECISIONS),
+    ):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-    for name, value, default in (("scale", scale, "1/sqrt(head dim)"), ("softcap", softcap, "scores as they are")):
+    for name, value, default in (
+        ("scale", scale, "1/sqrt(head dim)"),
+        ("softcap", softcap, "scores as they are"),
+    ):
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
-            raise ValueError(f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
-                             f"or None for {default}")
+            raise ValueError(
+                f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
+                f"or None for {default}"
+            )
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None and factor / softcap > LARGEST_SCALE:
-        raise ValueError(f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
-                         f"{LARGEST_SCALE:.1e} times")
+        raise ValueError(
+            f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
+            f"{LARGEST_SCALE:.1e} times"
+        )
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -148,20 +175,33 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ..
         check(name, x, dtypes=dtypes)
         check_device(name, x, "q", q)
     if q.dim() not in (3, 4):
-        raise ValueError(f"q has shape {tuple(q.shape)}; allowed: (batch, seq, d) or (batch, heads, seq, d)")
+        raise ValueError(
+            f"q has shape {tuple(q.shape)}; allowed: (batch, seq, d) or (batch, heads, seq, d)"
+        )
     if not 1 <= q.shape[-1] <= MAX_HEAD_DIM:
         raise ValueError(f"q has head dim {q.shape[-1]}; allowed: 1 to {MAX_HEAD_DIM}")
     for name, x in (("k", k), ("v", v)):
         if x.dim() != q.dim():
-            raise ValueError(f"{name} has {x.dim()} dimensions, q {q.dim()}; all inputs must have as many")
-        for what, theirs, ours in (("dtype", x.dtype, q.dtype), ("head dim", x.shape[-1], q.shape[-1]),
-                                   ("batch", x.shape[0], q.shape[0])):
+            raise ValueError(
+                f"{name} has {x.dim()} dimensions, q {q.dim()}; all inputs must have as many"
+            )
+        for what, theirs, ours in (
+            ("dtype", x.dtype, q.dtype),
+            ("head dim", x.shape[-1], q.shape[-1]),
+            ("batch", x.shape[0], q.shape[0]),
+        ):
             if theirs != ours:
                 raise ValueError(f"{name} has {what} {theirs}, q {ours}; they must be equal")
     if k.shape != v.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be equal")
-    if q.dim() == 4 and q.shape[1] != k.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0):
-        raise ValueError(f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's")
+    if (
+        q.dim() == 4
+        and q.shape[1] != k.shape[1]
+        and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0)
+    ):
+        raise ValueError(
+            f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's"
+        )
 
 
 def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
@@ -172,9 +212,13 @@ def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
     _check_integers("document_ids", document_ids)
     check_device("document_ids", document_ids, "q", q)
     if q.shape[-2] != k.shape[-2]:
-        raise ValueError(f"document_ids needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}")
+        raise ValueError(
+            f"document_ids needs as many queries as keys, got {q.shape[-2]} and {k.shape[-2]}"
+        )
     shape = q.shape[0], q.shape[-2]
     bounds = tuple(document_ids.shape) == (2, *shape) and document_ids.dtype == torch.int32
     if not bounds and tuple(document_ids.shape) != shape:
-        raise ValueError(f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = {shape}, or "
-                         "what document_bounds makes of such")
+        raise ValueError(
+            f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = {shape}, or "
+            "what document_bounds makes of such"
+        )

@@ -70,9 +70,12 @@ def product(a, b, acc, PRECISION: tl.constexpr):
 def _three(a, b):
     a_high, a_low = _split_tf32(a)
     b_high, b_low = _split_tf32(b)
-    if a.shape[1] > b.shape[1]:  # long sums of few elements: three short chains of instructions, not one long
+    # long sums of few elements: three short chains of instructions, not one long
+    if a.shape[1] > b.shape[1]:
         # zero, but not to the compiler's eyes, which would chain the matmuls again
-        zeros = tl.zeros([a.shape[0], b.shape[1]], tl.float32) + tl.minimum(tl.program_id(0), 0).to(tl.float32)
+        zeros = tl.zeros([a.shape[0], b.shape[1]], tl.float32) + tl.minimum(tl.program_id(0), 0).to(
+            tl.float32
+        )
         found = tl.dot(a_low, b_high, zeros, input_precision="tf32")
         found += tl.dot(a_high, b_low, zeros, input_precision="tf32")
         found += tl.dot(a_high, b_high, zeros, input_precision="tf32")

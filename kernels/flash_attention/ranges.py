@@ -23,7 +23,16 @@ from .options import Problem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 # arguments of the kernels that are not worth a compilation per value
-COUNTS = ["heads", "kv_heads", "query_count", "key_count", "padded_count", "lo", "hi", "batch_heads"]
+COUNTS = [
+    "heads",
+    "kv_heads",
+    "query_count",
+    "key_count",
+    "padded_count",
+    "lo",
+    "hi",
+    "batch_heads",
+]
 
 
 @dataclass(frozen=True)
@@ -65,15 +74,30 @@ Rows = namedtuple("Rows", "base stride desc batch head")
 Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
 
 
-def variant(problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool) -> Variant:
+def variant(
+    problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool
+) -> Variant:
     """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
     lo, hi = (limit is not None for limit in problem.band[:: -1 if keys else 1])
-    return Variant(lo, hi, problem.bounds is not None, problem.softcap is not None,
-                   other_count % (tile.block_m if keys else tile.block_n) != 0, head_dim, block_d(head_dim),
-                   tile.block_m, tile.block_n, tile.head_group, tl.constexpr(problem.precision), tile.tma)
+    return Variant(
+        lo,
+        hi,
+        problem.bounds is not None,
+        problem.softcap is not None,
+        other_count % (tile.block_m if keys else tile.block_n) != 0,
+        head_dim,
+        block_d(head_dim),
+        tile.block_m,
+        tile.block_n,
+        tile.head_group,
+        tl.constexpr(problem.precision),
+        tile.tma,
+    )
 
 
-def described(kernel: str, tile: Tile, *tensors: Tensor) -> tuple[Tile, list[TensorDescriptor | None]]:
+def described(
+    kernel: str, tile: Tile, *tensors: Tensor
+) -> tuple[Tile, list[TensorDescriptor | None]]:
     """Return the tile to launch with, and a descriptor of each (B, H, T, D) tensor that the loop reads, or None of all.
 
     Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot describe take
@@ -82,7 +106,10 @@ def described(kernel: str, tile: Tile, *tensors: Tensor) -> tuple[Tile, list[Ten
     strides, columns = [tma_strides(x) for x in tensors], block_d(tensors[0].shape[3])
     if tile.tma and all(strides):
         block = [1, 1, tile.block_m if kernel == "dkdv" else tile.block_n, columns]
-        return tile, [TensorDescriptor(x, list(x.shape), s, block) for x, s in zip(tensors, strides, strict=True)]
+        return tile, [
+            TensorDescriptor(x, list(x.shape), s, block)
+            for x, s in zip(tensors, strides, strict=True)
+        ]
     if tile.tma:
         tile = POINTER_TILES.get((kernel, columns), replace(tile, tma=False))
     return tile, [None] * len(tensors)
@@ -124,8 +151,19 @@ def schedule(tiles, heads, batch_heads, GROUP: tl.constexpr, LAST_FIRST: tl.cons
 
 
 @triton.jit
-def tile_range(start, own_count, other_count, batch, lo, hi, doc_first, doc_last, OWN: tl.constexpr,
-               OTHER: tl.constexpr, V: tl.constexpr):
+def tile_range(
+    start,
+    own_count,
+    other_count,
+    batch,
+    lo,
+    hi,
+    doc_first,
+    doc_last,
+    OWN: tl.constexpr,
+    OTHER: tl.constexpr,
+    V: tl.constexpr,
+):
     """Rows of the *other* sequence that the tile [start, start + OWN) needs, and its Mask.
 
     The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
@@ -177,7 +215,9 @@ def visible(mask, other, V: tl.constexpr):
 
 
 @triton.jit
-def load_rows(base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+def load_rows(
+    base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr
+):
     """Load a (ROWS, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, V.block_d)
@@ -185,14 +225,18 @@ def load_rows(base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.conste
     if CHECK_ROWS:
         if V.head_dim == V.block_d:
             return tl.load(ptrs, mask=(offs < row_limit)[:, None], other=0.0)
-        return tl.load(ptrs, mask=(offs < row_limit)[:, None] & (offs_d < V.head_dim)[None, :], other=0.0)
+        return tl.load(
+            ptrs, mask=(offs < row_limit)[:, None] & (offs_d < V.head_dim)[None, :], other=0.0
+        )
     if V.head_dim == V.block_d:
         return tl.load(ptrs)
     return tl.load(ptrs, mask=(offs_d < V.head_dim)[None, :], other=0.0)
 
 
 @triton.jit
-def load_tile(base, rows, start, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr):
+def load_tile(
+    base, rows, start, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr
+):
     """Rows [start, start + ROWS) of one head, to whose row `start` `base` points already; zeros past its end."""
     if V.tma:
         tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])

@@ -30,7 +30,8 @@ def without_autocast(function: Callable) -> Callable:
 
     @functools.wraps(function)
     def run(q, *args):
-        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):  # there is none on meta
+        # there is none on meta
+        with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
             return function(q, *args)
 
     return run
@@ -48,7 +49,11 @@ def _seen(rows: slice, cols: slice, problem: Problem, device: torch.device) -> T
         seen &= distance <= hi
     seen = seen[None]
     if problem.bounds is not None:
-        seen = seen & (positions >= problem.bounds[0][:, rows, None]) & (positions < problem.bounds[1][:, rows, None])
+        seen = (
+            seen
+            & (positions >= problem.bounds[0][:, rows, None])
+            & (positions < problem.bounds[1][:, rows, None])
+        )
     return seen[:, None, None]
 
 
@@ -91,7 +96,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
             s, _ = _scores(q[..., rows, :], k[..., cols, :], problem)
             s = s.masked_fill(~_seen(rows, cols, problem, q.device), float("-inf"))
             new_max = torch.maximum(row_max, s.amax(-1))
-            shift = new_max.masked_fill(new_max == float("-inf"), 0.0)  # no key seen yet: any finite shift will do
+            # no key seen yet: any finite shift will do
+            shift = new_max.masked_fill(new_max == float("-inf"), 0.0)
             p = torch.exp(s - shift[..., None])
             shrink = torch.exp(row_max - shift)
             row_sum = row_sum * shrink + p.sum(-1)
@@ -104,9 +110,16 @@ def forward(q: Tensor, k: Tensor, v: Tensor, problem: Problem) -> tuple[Tensor, 
 
 
 @without_autocast
-def backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
-             do: Tensor, dlse: Tensor | None,
-             problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    do: Tensor,
+    dlse: Tensor | None,
+    problem: Problem,
+) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v.
 
     do and dlse are the gradients of o and of the log-sum-exp, whose own gradient is P: dS = P ∘ (dP − Δ + dlse).
@@ -125,7 +138,9 @@ def backward(q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor,
             if _skipped(rows, cols, problem):
                 continue
             s, slope = _scores(q[..., rows, :], k[..., cols, :], problem)
-            p = torch.exp(s - lse[..., rows, None]).masked_fill(~_seen(rows, cols, problem, q.device), 0.0)
+            p = torch.exp(s - lse[..., rows, None]).masked_fill(
+                ~_seen(rows, cols, problem, q.device), 0.0
+            )
             dv[..., cols, :] += (p.mT @ do[..., rows, :]).sum(2, keepdim=True)
             dp = do[..., rows, :] @ v[..., cols, :].mT
             ds = p * (dp - delta[..., rows, None]) * slope

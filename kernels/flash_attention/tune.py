@@ -23,14 +23,16 @@ from . import backward, forward
 from .configs import Key, Tile, key_of
 from .options import Problem
 
-# By bytes of an element or precision: own rows, others, warps, stages, descriptors. Larger ones lost at every length.
+# By bytes of an element or precision: own rows, others, warps, stages, descriptors. Larger ones
+# lost at every length.
 GRIDS = {
     2: ((16, 32, 64), (32, 64, 128), (2, 4, 8), (3,), (False, True)),
     4: ((16, 32, 64), (16, 32, 64), (2, 4, 8), (2,), (False,)),
     "bf16x6": ((64, 128), (32, 64), (4, 8), (1, 2, 3), (False,)),
 }
 FINALISTS, ROUNDS = 4, 5
-# By bytes of an element: a tile that fits every head dim, and how far others may differ from what it gives, of its RMS.
+# By bytes of an element: a tile that fits every head dim, and how far others may differ from what
+# it gives, of its RMS.
 FIRST_GUESS = {2: (Tile(64, 32, 4, 2), 3e-2), 4: (Tile(32, 16, 4, 1), 1e-4)}
 device_ms = partial(do_bench_cudagraph, rep=10, return_mode="median")
 
@@ -42,7 +44,9 @@ def candidates(kernel: str, itemsize: int, precision: str) -> list[Tile]:
     """
     return [
         Tile(*((other, own) if kernel == "dkdv" else (own, other)), warps, stages, tma=tma)
-        for own, other, warps, stages, tma in itertools.product(*GRIDS.get(precision) or GRIDS[itemsize])
+        for own, other, warps, stages, tma in itertools.product(
+            *GRIDS.get(precision) or GRIDS[itemsize]
+        )
         if (precision != "bf16x6" or warps == own // 16)
         and not (itemsize == 4 and warps == 8 and min(own, other) == 16)
     ]
@@ -83,7 +87,9 @@ def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile,
             print(f"# {tile}: {str(error).strip()[:80]}")
     leaders = sorted(times, key=times.__getitem__)[:FINALISTS]
     rounds = [[device_ms(partial(run, tile)) for tile in leaders] for _ in range(ROUNDS)]
-    return min(zip(leaders, map(median, zip(*rounds, strict=True)), strict=True), key=lambda pair: pair[1])
+    return min(
+        zip(leaders, map(median, zip(*rounds, strict=True)), strict=True), key=lambda pair: pair[1]
+    )
 
 
 def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
@@ -95,19 +101,29 @@ def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) ->
 
 def main() -> None:
     """Prints a line of the table per length."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("dtype", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("head_dim", type=int)
     parser.add_argument("lengths", type=int, nargs="+")
-    parser.add_argument("--precision", default="tf32x3", choices=("ieee", "tf32x3", "bf16x6"), help="of float32")
+    parser.add_argument(
+        "--precision", default="tf32x3", choices=("ieee", "tf32x3", "bf16x6"), help="of float32"
+    )
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are timed on a GPU, and torch sees none here")
-    problem = Problem((None, 0), args.head_dim**-0.5, args.precision if args.dtype == "float32" else "ieee")
+    problem = Problem(
+        (None, 0), args.head_dim**-0.5, args.precision if args.dtype == "float32" else "ieee"
+    )
     for length in args.lengths:
-        q = torch.randn(1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype))
-        found = (fastest(*launch, candidates(kernel, q.element_size(), problem.precision))
-                 for kernel, launch in launches(q, problem).items())  # fmt: skip
+        q = torch.randn(
+            1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype)
+        )
+        found = (
+            fastest(*launch, candidates(kernel, q.element_size(), problem.precision))
+            for kernel, launch in launches(q, problem).items()
+        )
         print(line(key_of(q, problem), f"1x1x{length}x{args.head_dim}", *zip(*found, strict=True)))
 
 

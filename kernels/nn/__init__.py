@@ -96,8 +96,14 @@ class SwiGLU(torch.nn.Module):
     Source: Shazeer, GLU Variants Improve Transformer (2020).
     """
 
-    def __init__(self, in_features: int, hidden_features: int, bias: bool = False,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         self.gate_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
         self.up_proj = torch.nn.Linear(in_features, hidden_features, bias, device, dtype)
@@ -129,17 +135,30 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         ignore_index, reduction, label_smoothing: as torch's; where all targets are ignored, the mean is 0.
     """
 
-    def __init__(self, weight: Tensor | None = None, *, ignore_index: int = -100, reduction: str = "mean",
-                 label_smoothing: float = 0.0) -> None:
+    def __init__(
+        self,
+        weight: Tensor | None = None,
+        *,
+        ignore_index: int = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> None:
         _refuse(weight=weight)
-        super().__init__(ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing)
+        super().__init__(
+            ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
+        )
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """(N, V) and (N) → the loss, fp32."""
         from .. import cross_entropy
 
-        return cross_entropy.cross_entropy(input, target, ignore_index=self.ignore_index, reduction=self.reduction,
-                                           label_smoothing=self.label_smoothing)
+        return cross_entropy.cross_entropy(
+            input,
+            target,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
@@ -154,21 +173,40 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         ignore_index, label_smoothing: as for `CrossEntropyLoss`.
     """
 
-    def __init__(self, in_features: int, num_classes: int, *, bias: bool = False, weight: Tensor | None = None,
-                 reduction: str = "mean", ignore_index: int = -100, label_smoothing: float = 0.0,
-                 device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        bias: bool = False,
+        weight: Tensor | None = None,
+        reduction: str = "mean",
+        ignore_index: int = -100,
+        label_smoothing: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         _refuse(bias=bias or None, weight=weight)
         super().__init__()
         self.linear = torch.nn.Linear(in_features, num_classes, False, device, dtype)
-        self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
+        self.ignore_index, self.label_smoothing, self.reduction = (
+            ignore_index,
+            label_smoothing,
+            reduction,
+        )
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """(N, D) and (N) → the loss, fp32."""
         from .. import linear_cross_entropy
 
         return linear_cross_entropy.linear_cross_entropy(
-            input, self.linear.weight, target, ignore_index=self.ignore_index, reduction=self.reduction,
-            label_smoothing=self.label_smoothing)
+            input,
+            self.linear.weight,
+            target,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
 
 
 class Attention(torch.nn.Module):
@@ -181,30 +219,49 @@ class Attention(torch.nn.Module):
             than keys, causal and window count from the last key, as for decoding with a cache.
     """
 
-    def __init__(self, num_heads: int, num_kv_heads: int | None = None, *, causal: bool = False,
-                 scale: float | None = None, window: int | None = None, softcap: float | None = None) -> None:
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        causal: bool = False,
+        scale: float | None = None,
+        window: int | None = None,
+        softcap: float | None = None,
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None) -> Tensor:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None
+    ) -> Tensor:
         """(B, T, H·D), twice (B, Tk, Hk·D) and, for packed sequences, (B, T) → (B, T, H·D)."""
         from .. import flash_attention
 
         q = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
         k, v = (x.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for x in (key, value))
-        o = flash_attention.flash_attention(q, k, v, alignment="bottom-right", document_ids=document_ids,
-                                            **self.options)
+        o = flash_attention.flash_attention(
+            q, k, v, alignment="bottom-right", document_ids=document_ids, **self.options
+        )
         return o.transpose(1, 2).flatten(-2)
 
     def extra_repr(self) -> str:
         """Return the options, for `repr`."""
-        return ", ".join(f"{name}={value}" for name, value in
-                         {"num_heads": self.num_heads, "num_kv_heads": self.num_kv_heads, **self.options}.items())
+        return ", ".join(
+            f"{name}={value}"
+            for name, value in {
+                "num_heads": self.num_heads,
+                "num_kv_heads": self.num_kv_heads,
+                **self.options,
+            }.items()
+        )
 
 
 def _refuse(**arguments: object) -> None:
     for name, value in arguments.items():
         if value is not None:
-            raise ValueError(f"{name} is given, which no kernel here computes; use torch's module for it")
+            raise ValueError(
+                f"{name} is given, which no kernel here computes; use torch's module for it"
+            )

@@ -34,7 +34,10 @@ class Residual(nn.Module):
 def resnet():
     stem, head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 10)
     return classify(
-        nn.Sequential(stem, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head), 3, 8, 8
+        nn.Sequential(stem, Residual(8), Residual(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head),
+        3,
+        8,
+        8,
     )
 
 
@@ -66,7 +69,8 @@ class Encoder(nn.Module):
         super().__init__()
         self.embedding, self.head = nn.Embedding(50, 16), nn.Linear(16, 50)
         layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.1, batch_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)  # copies the layer
+        # copies the layer
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
     def forward(self, tokens, padding):
         return self.head(self.encoder(self.embedding(tokens), src_key_padding_mask=padding))
@@ -75,7 +79,11 @@ class Encoder(nn.Module):
 def bert():
     def batch(count, generator):
         tokens = torch.randint(50, (count, 12), generator=generator)
-        return {"tokens": tokens, "padding": torch.arange(12).expand(count, 12) > 9, "targets": tokens}
+        return {
+            "tokens": tokens,
+            "padding": torch.arange(12).expand(count, 12) > 9,
+            "targets": tokens,
+        }
 
     def loss(model, batch):
         logits = model(batch["tokens"], padding=batch["padding"])
@@ -95,7 +103,10 @@ class TakesDictionary(nn.Module):
 
 def dictionary():
     def batch(count, generator):
-        sides = {name: torch.randn(count, n, generator=generator) for name, n in (("left", 4), ("right", 3))}
+        sides = {
+            name: torch.randn(count, n, generator=generator)
+            for name, n in (("left", 4), ("right", 3))
+        }
         return sides, torch.randint(10, (count,), generator=generator)
 
     def loss(model, batch):
@@ -118,7 +129,11 @@ class ReturnsDataclass(TakesDictionary):
 
 def returns_dataclass():
     _, batch, _ = dictionary()
-    return ReturnsDataclass(), batch, lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1])
+    return (
+        ReturnsDataclass(),
+        batch,
+        lambda model, batch: F.cross_entropy(model(batch[0]).logits, batch[1]),
+    )
 
 
 def fails():
@@ -136,7 +151,11 @@ def vector_loss():
 
 def fails_in_torch():
     model, _, _ = dictionary()
-    return model, lambda count, generator: torch.randn(count, 1), lambda model, batch: nn.Linear(2, 2)(batch).sum()
+    return (
+        model,
+        lambda count, generator: torch.randn(count, 1),
+        lambda model, batch: nn.Linear(2, 2)(batch).sum(),
+    )
 
 
 def batch_without_generator():

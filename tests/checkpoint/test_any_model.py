@@ -154,7 +154,8 @@ MIXED = (("first", torch.float64), ("second", torch.bfloat16))
 @pytest.mark.parametrize("case", ODD)
 def test_every_strategy_resumes_what_every_other_has_written(tmp_path, case):
     optimizer_cls, odd = ODD[case]
-    # Optimizers differ in the state that they keep of a parameter: each form of sharding once is enough.
+    # Optimizers differ in the state that they keep of a parameter: each form of sharding once is
+    # enough.
     names = NAMES if optimizer_cls in (torch.optim.AdamW, Muon) else NAMES[3:]
     assert run_ranks(run_all_pairs, 2, tmp_path, optimizer_cls, odd, names, names)[0] == []
 
@@ -237,11 +238,19 @@ def test_groups_of_other_parameters_are_named_with_the_cause(context, tmp_path):
     saver = save_groups(model, context, tmp_path, "second", "blocks")
     stored = saver.newest()
     for frozen, names, message in (
-        ((), ("second", "blocks", "first"), "do not hold 'first.bias', which this optimizer steps: .* was frozen"),
+        (
+            (),
+            ("second", "blocks", "first"),
+            "do not hold 'first.bias', which this optimizer steps: .* was frozen",
+        ),
         (("first",), ("second",), "hold 'blocks.0.weight', and this optimizer's do not, though"),
-        (("first",), ("blocks", "second"), "'blocks.0.weight' is in parameter group 1 of the stored optimizer, and in "
-                                           "group 0 of this one"),
-    ):  # fmt: skip
+        (
+            ("first",),
+            ("blocks", "second"),
+            "'blocks.0.weight' is in parameter group 1 of the stored optimizer, and in "
+            "group 0 of this one",
+        ),
+    ):
         other = wrapped(frozen)
         with pytest.raises(ValueError, match=message):
             saver.load(stored, other, torch.optim.AdamW(groups_of(other, *names), lr=0.05))
@@ -285,8 +294,15 @@ def write_by_hand(folder, groups, parameters):
     path = CheckpointFolder(folder).path_of(1)
     path.mkdir(parents=True)
     (path / "rank_0_0.bin").write_bytes(data)
-    options = {"lr": 0.25, "betas": [0.9, 0.999], "eps": 1e-08, "weight_decay": 0.01, "amsgrad": False,
-               "maximize": False, "decoupled_weight_decay": True}  # fmt: skip
+    options = {
+        "lr": 0.25,
+        "betas": [0.9, 0.999],
+        "eps": 1e-08,
+        "weight_decay": 0.01,
+        "amsgrad": False,
+        "maximize": False,
+        "decoupled_weight_decay": True,
+    }
     body = {
         "format": 3,
         "step": 1,

@@ -18,7 +18,8 @@ from distlab.train.loop import Trainer
 from tests.parallel.test_contract import on_two_ranks
 from tests.train.cases import STRATEGIES, Run, draw_from_all_generators
 
-# The norm over pieces is a sum in another order than the norm over whole gradients: its last bit may differ.
+# The norm over pieces is a sum in another order than the norm over whole gradients: its last bit
+# may differ.
 UNCLIPPED = {"clip": 0.0}
 CUT = 3  # the step after which the checkpoint of these tests is written
 
@@ -31,9 +32,17 @@ def train_and_save(context, root, strategies, changes):
     losses = {}
     for strategy in strategies:
         name, _, layout = strategy.partition(" ")
-        run = Run(context, f"{root}/{strategy}", strategy=name, layout=layout, checkpoint_every=CUT, **changes)
+        run = Run(
+            context,
+            f"{root}/{strategy}",
+            strategy=name,
+            layout=layout,
+            checkpoint_every=CUT,
+            **changes,
+        )
         run.trainer.run()
-        shutil.rmtree(run.trainer.checkpoints.folder.path_of(6), ignore_errors=True)  # keep that of step 3
+        # keep that of step 3
+        shutil.rmtree(run.trainer.checkpoints.folder.path_of(6), ignore_errors=True)
         losses[strategy] = {step: loss for step, loss in run.losses.items() if step > CUT}
         torch.distributed.barrier()
     return losses
@@ -67,12 +76,16 @@ def test_resumed_at_the_same_world_size_strategies_continue_one_another_bit_for_
     """RELIABILITY 46, and 26 for the sharded optimizers: two ranks add in one order, whatever the strategy."""
     root, losses = saved
     pairs = [*each_after_another(-1), ("bucketed", "bucketed"), ("fsdp2", "fsdp2")]
-    for (written, strategy), found in zip(pairs, run_ranks(resume, 2, pairs, root, UNCLIPPED)[0], strict=True):
+    for (written, strategy), found in zip(
+        pairs, run_ranks(resume, 2, pairs, root, UNCLIPPED)[0], strict=True
+    ):
         assert found == losses[written], f"{written} → {strategy}"
 
 
 def assert_continued(losses, world_size, pairs, root, changes):
-    for (written, strategy), found in zip(pairs, run_ranks(resume, world_size, pairs, root, changes)[0], strict=True):
+    for (written, strategy), found in zip(
+        pairs, run_ranks(resume, world_size, pairs, root, changes)[0], strict=True
+    ):
         for step, expected in losses[written].items():
             # fp32 means of other groupings, through up to three AdamW steps of 1e-3
             difference = abs(float.fromhex(found[step]) - float.fromhex(expected))
@@ -103,7 +116,9 @@ def test_hybrid_sharding_continues_others_and_others_continue_it(saved, tmp_path
     root, losses = saved
     written = run_ranks(train_and_save, 4, str(tmp_path), ["hsdp", "torch-hsdp"], ON_A_MESH)[0]
     assert_continued(written, 4, [("hsdp", "torch-hsdp")], str(tmp_path), ON_A_MESH)
-    assert_continued(written, 2, [("torch-hsdp", "hsdp"), ("hsdp", "zero1")], str(tmp_path), ON_A_MESH)
+    assert_continued(
+        written, 2, [("torch-hsdp", "hsdp"), ("hsdp", "zero1")], str(tmp_path), ON_A_MESH
+    )
     assert_continued(losses, 4, [("fsdp", "hsdp"), ("bucketed", "torch-hsdp")], root, ON_A_MESH)
 
 
@@ -112,12 +127,22 @@ SHARED = UNCLIPPED | {"vocab": 32, "heads": 4}  # what two ranks can share
 
 def test_ranks_that_share_matrices_continue_others_and_others_continue_them(tmp_path):
     """Boxes of rows and columns, cut once more by ZeRO or FSDP, read whole; and whole ones read as boxes."""
-    written = run_ranks(train_and_save, 4, str(tmp_path), ["fsdp tp2", "zero1 tp2,cp2", "bucketed tp4"], SHARED)[0]
-    pairs = [("fsdp tp2", "fsdp"), ("zero1 tp2,cp2", "bucketed tp4"), ("bucketed tp4", "zero1 cp2-ring")]
+    written = run_ranks(
+        train_and_save, 4, str(tmp_path), ["fsdp tp2", "zero1 tp2,cp2", "bucketed tp4"], SHARED
+    )[0]
+    pairs = [
+        ("fsdp tp2", "fsdp"),
+        ("zero1 tp2,cp2", "bucketed tp4"),
+        ("bucketed tp4", "zero1 cp2-ring"),
+    ]
     assert_continued(written, 4, pairs, str(tmp_path), SHARED)
-    assert_continued(written, 2, [("zero1 tp2,cp2", "fsdp"), ("fsdp tp2", "bucketed tp2")], str(tmp_path), SHARED)
+    assert_continued(
+        written, 2, [("zero1 tp2,cp2", "fsdp"), ("fsdp tp2", "bucketed tp2")], str(tmp_path), SHARED
+    )
     written = run_ranks(train_and_save, 2, str(tmp_path), ["fsdp", "zero1"], SHARED)[0]
-    assert_continued(written, 4, [("fsdp", "zero1 tp4"), ("zero1", "fsdp tp2")], str(tmp_path), SHARED)
+    assert_continued(
+        written, 4, [("fsdp", "zero1 tp4"), ("zero1", "fsdp tp2")], str(tmp_path), SHARED
+    )
 
 
 def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path):
@@ -125,10 +150,16 @@ def test_stages_of_a_pipeline_continue_others_and_others_continue_them(tmp_path)
     changes = SHARED | {"batch": 16, "accumulate": 2, "layers": 4}
     rows = ["fsdp pp2,tp2", "zero1 pp2-interleaved", "bucketed pp4", "fsdp"]
     written = run_ranks(train_and_save, 4, str(tmp_path), rows, changes)[0]
-    pairs = [("fsdp pp2,tp2", "fsdp"), ("fsdp", "fsdp pp2,tp2"), ("zero1 pp2-interleaved", "bucketed pp2,cp2"),
-             ("bucketed pp4", "zero1 pp2")]  # fmt: skip
+    pairs = [
+        ("fsdp pp2,tp2", "fsdp"),
+        ("fsdp", "fsdp pp2,tp2"),
+        ("zero1 pp2-interleaved", "bucketed pp2,cp2"),
+        ("bucketed pp4", "zero1 pp2"),
+    ]
     assert_continued(written, 4, pairs, str(tmp_path), changes)
-    assert_continued(written, 2, [("bucketed pp4", "zero1"), ("fsdp", "naive pp2")], str(tmp_path), changes)
+    assert_continued(
+        written, 2, [("bucketed pp4", "zero1"), ("fsdp", "naive pp2")], str(tmp_path), changes
+    )
 
 
 @on_two_ranks
@@ -150,15 +181,25 @@ def stored_content(context, folder, strategy, shard_size):
 
 def test_what_is_stored_is_unpadded_by_name_and_shared_among_ranks(tmp_path):
     forms = []
-    for ranks, strategy, shard_size in ((3, "bucketed", None), (3, "zero1", None), (3, "fsdp", None), (4, "hsdp", 2)):
-        content = run_ranks(stored_content, ranks, str(tmp_path / strategy), strategy, shard_size)[0]
-        index = {key: entry for key, entry in content["tensors"].items() if not key.startswith("rng")}
+    for ranks, strategy, shard_size in (
+        (3, "bucketed", None),
+        (3, "zero1", None),
+        (3, "fsdp", None),
+        (4, "hsdp", 2),
+    ):
+        content = run_ranks(stored_content, ranks, str(tmp_path / strategy), strategy, shard_size)[
+            0
+        ]
+        index = {
+            key: entry for key, entry in content["tensors"].items() if not key.startswith("rng")
+        }
         forms.append({key: (entry["shape"], entry["dtype"]) for key, entry in index.items()})
         assert forms[-1] == forms[0] and forms[0]["model/embedding.weight"] == ([31, 32], "float32")
         parts = index["optimizer/exp_avg/embedding.weight"]["parts"]
         assert sum(count for _, count, *_ in parts) == 31 * 32  # no padding
         sizes = [entry["bytes"] for entry in content["files"].values()]
-        assert len(sizes) == ranks and max(sizes) < 1.1 * min(sizes)  # nobody writes what another writes too
+        # nobody writes what another writes too
+        assert len(sizes) == ranks and max(sizes) < 1.1 * min(sizes)
 
 
 # -- damage ------------------------------------------------------------------------------------------------
@@ -220,7 +261,10 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path)
         (message,) = messages
         assert "step 4 is not used" in message and file in message
         assert "put aside as rejected-step_00000004" in message
-        assert sorted(path.name for path in folder.iterdir()) == ["rejected-step_00000004", "step_00000002"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "rejected-step_00000004",
+            "step_00000002",
+        ]
 
 
 def test_if_all_are_damaged_nothing_is_begun_anew(copied):
@@ -228,7 +272,9 @@ def test_if_all_are_damaged_nothing_is_begun_anew(copied):
         flip_a_bit(copied / step / "rank_0_0.bin")
     for _ in range(2):  # the second time too: what is put aside would be no checkpoint at all
         for message in run_ranks(refusal, 2, str(copied)):
-            assert "none of the 2 checkpoints" in message and "Pass --fresh to start over" in message
+            assert (
+                "none of the 2 checkpoints" in message and "Pass --fresh to start over" in message
+            )
 
 
 def test_what_has_the_name_of_a_temporary_folder_and_is_none_goes(tmp_path):
@@ -261,9 +307,14 @@ def test_a_hundredth_checkpoint_is_put_aside_as_the_others(tmp_path):
 def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
     """RELIABILITY 50; and what differs from another run."""
     trainer = Run(context, two, vocab=37, lr=0.5).trainer
-    with pytest.raises(ValueError, match=r"another model.*embedding\.weight has shape \(31, 32\) .* \(37, 32\) here"):
+    with pytest.raises(
+        ValueError,
+        match=r"another model.*embedding\.weight has shape \(31, 32\) .* \(37, 32\) here",
+    ):
         trainer.checkpoints.load(trainer.checkpoints.newest(), trainer.wrapper, trainer.optimizer)
-    with pytest.raises(ValueError, match=r"lr is 0\.001 there and 0\.5 here.*vocab_size is 31 there and 37 here"):
+    with pytest.raises(
+        ValueError, match=r"lr is 0\.001 there and 0\.5 here.*vocab_size is 31 there and 37 here"
+    ):
         trainer.resume()
 
 
@@ -279,7 +330,9 @@ def test_a_full_disk_on_one_rank_is_an_error_on_all_that_names_it(context, tmp_p
     if context.rank == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, before[1]))
     try:
-        with pytest.raises(CheckpointError, match=r"step 2 could not be written \(rank 1: .*too large.*1 is intact"):
+        with pytest.raises(
+            CheckpointError, match=r"step 2 could not be written \(rank 1: .*too large.*1 is intact"
+        ):
             run.save(steps=1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -304,9 +357,15 @@ def test_the_last_one_that_can_be_loaded_is_never_deleted(copied):
     """A bit flips in the newest, which shows in no file's size: what was rejected does not count as kept."""
     flip_a_bit(copied / "step_00000004" / "rank_0_0.bin")
     assert run_ranks(go_on_with_keep_1, 2, str(copied), 3) == [2, 2]
-    assert sorted(path.name for path in copied.iterdir()) == ["rejected-step_00000004", "step_00000003"]
+    assert sorted(path.name for path in copied.iterdir()) == [
+        "rejected-step_00000004",
+        "step_00000003",
+    ]
     assert run_ranks(go_on_with_keep_1, 2, str(copied), 4) == [3, 3]
-    assert sorted(path.name for path in copied.iterdir()) == ["rejected-step_00000004", "step_00000004"]
+    assert sorted(path.name for path in copied.iterdir()) == [
+        "rejected-step_00000004",
+        "step_00000004",
+    ]
 
 
 def test_what_nobody_checked_does_not_count_as_kept(copied):
@@ -326,7 +385,11 @@ def test_what_is_deleted_has_lost_its_name_first(copied, monkeypatch):
     def begin_again():
         shutil.copytree(store.path_of(4), store.temporary_path_of(4))
         (store.temporary_path_of(4) / MARKER).unlink()
-        content = {key: value for key, value in store.open(4).content.items() if key not in ("format", "step")}
+        content = {
+            key: value
+            for key, value in store.open(4).content.items()
+            if key not in ("format", "step")
+        }
         store.commit(4, content)
 
     def die_in_the_middle(path, **options):
@@ -348,8 +411,12 @@ def test_what_is_deleted_has_lost_its_name_first(copied, monkeypatch):
 def test_a_checkpoint_is_flushed_before_it_has_its_name_and_its_name_after(copied, monkeypatch):
     """Else a machine that loses power may have the name without the files, or not the name."""
     store, flushed = CheckpointFolder(copied), []
-    content = {key: value for key, value in store.open(4).content.items() if key not in ("format", "step")}
-    monkeypatch.setattr(files, "sync_folder", lambda path: flushed.append((path, 6 in store.steps())))
+    content = {
+        key: value for key, value in store.open(4).content.items() if key not in ("format", "step")
+    }
+    monkeypatch.setattr(
+        files, "sync_folder", lambda path: flushed.append((path, 6 in store.steps()))
+    )
     store.begin(6)
     store.commit(6, content)
     assert flushed == [(store.temporary_path_of(6), False), (copied, True)]
@@ -363,7 +430,8 @@ def die_while_saving(context, folder, point):
     run = Run(context, folder)
     run.save(steps=1)
     chance = random.Random(1000 * point + context.rank)
-    # Every write to a file, flush, rename and removal is an event; a checkpoint of this model has about 75.
+    # Every write to a file, flush, rename and removal is an event; a checkpoint of this model has
+    # about 75.
     remaining = chance.randrange(80)
 
     def count_down(original):

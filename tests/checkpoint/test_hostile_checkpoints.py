@@ -29,8 +29,11 @@ from tests.train.cases import Run, digest
 
 REPLACEMENTS = (None, True, -1, 7, 2.5, float("nan"), "x", [], {}, [[]], {"a": 1})
 SAMPLES = (  # of each kind one, out of many that are treated alike
-    "model/embedding.weight", "optimizer/exp_avg/embedding.weight", "optimizer/step/embedding.weight", "rng/0/torch",
-)  # fmt: skip
+    "model/embedding.weight",
+    "optimizer/exp_avg/embedding.weight",
+    "optimizer/step/embedding.weight",
+    "rng/0/torch",
+)
 
 
 @pytest.fixture
@@ -143,18 +146,31 @@ def test_what_contradicts_itself_is_named(run):
         ),
         ({"world_size": 2}, "generators of ranks [0], and 2 ranks wrote it"),
         *(
-            ({"tensors": original["tensors"] | {key: {"shape": shape, "dtype": "float32", "parts": []}}}, message)
+            (
+                {
+                    "tensors": original["tensors"]
+                    | {key: {"shape": shape, "dtype": "float32", "parts": []}}
+                },
+                message,
+            )
             for key, shape, message in (
                 ("optimizer/exp_avg/other", [0, 3], "of other, and no such parameter"),
                 ("model/other", [0], "another model: other exists only there"),
-                ("optimizer/other/embedding.weight", [0], "has shape [0], and the parameter [31, 32]"),
+                (
+                    "optimizer/other/embedding.weight",
+                    [0],
+                    "has shape [0], and the parameter [31, 32]",
+                ),
                 ("rng/1/torch", [0], "generators of ranks [0, 1], and 1 ranks wrote it"),
                 ("other", [0], "a tensor 'other', which no checkpoint has"),
             )
         ),
         ({"extra": original | {"extra": original}}, "does not say which run it belongs to"),
         (
-            {"tensors": original["tensors"] | {name: original["tensors"][name] | {"dtype": "int32"}}},
+            {
+                "tensors": original["tensors"]
+                | {name: original["tensors"][name] | {"dtype": "int32"}}
+            },
             "embedding.weight has torch.int32 there and torch.float32 here",
         ),
     ):
@@ -163,7 +179,10 @@ def test_what_contradicts_itself_is_named(run):
 
 
 def test_another_format_is_an_error_and_not_a_reason_to_go_back(run):
-    for version, message in ((FORMAT + 1, "update distlab"), (1, "format 1, this version reads 3: start over")):
+    for version, message in (
+        (FORMAT + 1, "update distlab"),
+        (1, "format 1, this version reads 3: start over"),
+    ):
         forge(run, marker_of(run) | {"format": version})
         with pytest.raises(OtherFormat, match=message):
             run.trainer.resume()
@@ -200,12 +219,18 @@ def test_an_index_that_was_made_up_is_named(run):
     before, original = digest(run.trainer.wrapper), marker_of(run)
     ((start, count, name, offset),) = original["tensors"][EMBEDDING]["parts"]
     for parts, message in (
-        ([[start, count, "../../x", offset]], "lies in '../../x', which is no file of this checkpoint"),
+        (
+            [[start, count, "../../x", offset]],
+            "lies in '../../x', which is no file of this checkpoint",
+        ),
         ([[start, count, name, -1]], "are not lists of first element"),
         ([[start, count, name, offset + 4]], "has a gap or an overlap at byte"),
         ([[5, SIZE - 5, name, offset]], "has a hole or an overlap at element 0"),
         ([[0, 5, name, offset]], f"has 5 of {SIZE} elements"),
-        ([[0, 5, name, offset], [4, SIZE - 4, name, offset]], "has a hole or an overlap at element 5"),
+        (
+            [[0, 5, name, offset], [4, SIZE - 4, name, offset]],
+            "has a hole or an overlap at element 5",
+        ),
     ):
         content = copy.deepcopy(original)
         content["tensors"][EMBEDDING]["parts"] = parts
@@ -228,7 +253,10 @@ def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
     nothing = {"shape": [2**62, 0], "dtype": "uint8", "parts": []}
     ((_, _, name, offset),) = original["tensors"][EMBEDDING]["parts"]
     # As many boxes as elements, along one dimension or two: pairs of them would be a million.
-    rows = [[0, 1, name, offset + 4 * i, [[i // 32, i // 32 + 1], [i % 32, i % 32 + 1]]] for i in range(SIZE)]
+    rows = [
+        [0, 1, name, offset + 4 * i, [[i // 32, i // 32 + 1], [i % 32, i % 32 + 1]]]
+        for i in range(SIZE)
+    ]
     line = {"shape": [2000, 1], "dtype": "float32"}
     line["parts"] = [[0, 1, name, 4 * i, [[i, i + 1], [0, 1]]] for i in range(2000)]
     generator = original["tensors"]["rng/0/torch"]
@@ -238,17 +266,34 @@ def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
         ({"step": 2**63}, "'step' is not a whole number"),
         ({"tensors": {EMBEDDING: {"shape": [10**4000] * 1000}}}, "the shape of"),
         ({"tensors": {EMBEDDING: {"shape": [2**63, 1]}}}, "the shape of"),
-        ({"tensors": {"optimizer/step/embedding.weight": {"shape": [1] * 1000}}}, "has 1000 dimensions"),
+        (
+            {"tensors": {"optimizer/step/embedding.weight": {"shape": [1] * 1000}}},
+            "has 1000 dimensions",
+        ),
         ({"tensors": {EMBEDDING: {"parts": rows}}}, "cut along 2 dimensions, and not along one"),
         ({"tensors": {"model/line": line}}, "has 2000 boxes, and no tensor has more than 1024"),
         ({"tensors": {"rng/0/torch": {"shape": [2**40]}}}, "rng/0/torch has "),
-        ({"tensors": {"rng/0/new": nothing}}, "has shape [4611686018427387904, 0], which the state of no random"),
         (
-            {"tensors": {f"rng/{rank}/torch": generator | {"shape": [0], "parts": []} for rank in range(1, 100)}},
+            {"tensors": {"rng/0/new": nothing}},
+            "has shape [4611686018427387904, 0], which the state of no random",
+        ),
+        (
+            {
+                "tensors": {
+                    f"rng/{rank}/torch": generator | {"shape": [0], "parts": []}
+                    for rank in range(1, 100)
+                }
+            },
             "has the generators of ranks 0 to 99 (100 of them), and 1 ranks wrote it",
         ),
-        ({"files": {"rank_0_0.bin": {"bytes": 2**63}}}, "what it says of rank_0_0.bin is no size and checksum"),
-        ({"files": {"rank_0_0.bin": {"bytes": 2**50}}}, "has 1125899906842624 bytes, and tensors of"),
+        (
+            {"files": {"rank_0_0.bin": {"bytes": 2**63}}},
+            "what it says of rank_0_0.bin is no size and checksum",
+        ),
+        (
+            {"files": {"rank_0_0.bin": {"bytes": 2**50}}},
+            "has 1125899906842624 bytes, and tensors of",
+        ),
     ):
         content = copy.deepcopy(original)
         for field, value in changes.items():
@@ -291,7 +336,10 @@ def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(r
     for made_up, message in (
         (data + b"x", "bytes, and tensors of"),
         (overwritten("rng/0/python"), "a stored random generator cannot be restored"),
-        (overwritten("model/norm.weight"), "step_00000001 holds NaN in model/norm.weight, though its checksums fit"),
+        (
+            overwritten("model/norm.weight"),
+            "step_00000001 holds NaN in model/norm.weight, though its checksums fit",
+        ),
     ):
         path.write_bytes(made_up)
         entry = {"bytes": len(made_up), "sha256": hashlib.sha256(made_up).hexdigest()}
@@ -302,7 +350,10 @@ def test_data_that_was_made_up_is_refused_in_one_line_though_its_checksum_fits(r
 def test_nothing_in_this_package_can_run_code_from_a_file():
     for path in Path(files.__file__).parent.glob("*.py"):
         text = path.read_text()
-        assert not any(word in text for word in ("import pickle", "torch.load", "allow_pickle", "eval(", "exec("))
+        assert not any(
+            word in text
+            for word in ("import pickle", "torch.load", "allow_pickle", "eval(", "exec(")
+        )
 
 
 def test_a_model_that_was_made_up_is_not_built_for_sampling(run, one_rank, tmp_path):

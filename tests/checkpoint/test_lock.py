@@ -57,7 +57,9 @@ def test_the_lock_of_a_dead_process_of_this_machine_is_taken_over_at_once(tmp_pa
     assert RunLock(tmp_path).try_take()
 
 
-def test_a_lock_of_another_machine_is_refused_while_it_is_touched_and_taken_over_when_it_is_not(tmp_path):
+def test_a_lock_of_another_machine_is_refused_while_it_is_touched_and_taken_over_when_it_is_not(
+    tmp_path,
+):
     path = write(tmp_path, elsewhere())
     os.utime(path, (1, 1))  # clocks differ: only changes count
     lock = RunLock(tmp_path, stale_s=0.2)
@@ -126,7 +128,9 @@ def test_of_many_that_find_a_dead_lock_at_once_one_gets_it(tmp_path):
         assert list(folder.iterdir()) == []
 
 
-def test_who_was_suspended_and_taken_for_dead_finds_out_and_leaves_the_successor_alone(tmp_path, monkeypatch):
+def test_who_was_suspended_and_taken_for_dead_finds_out_and_leaves_the_successor_alone(
+    tmp_path, monkeypatch
+):
     suspended = RunLock(tmp_path)
     assert suspended.try_take()
     with monkeypatch.context() as patch:

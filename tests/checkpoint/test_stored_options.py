@@ -251,8 +251,14 @@ def test_whatever_fails_in_a_writer_reaches_every_rank_and_leaves_nothing(
 ):
     saver, model = Checkpointer(tmp_path, context), wrapped(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    errors = (TypeError("odd"), KeyError("odd"), AssertionError("odd"), RecursionError("odd"), Odd("odd", 1),
-              OddValue("odd", 1))  # fmt: skip
+    errors = (
+        TypeError("odd"),
+        KeyError("odd"),
+        AssertionError("odd"),
+        RecursionError("odd"),
+        Odd("odd", 1),
+        OddValue("odd", 1),
+    )
     for place, (rank, where) in FAILURES.items():
         for error in errors:
             with monkeypatch.context() as patch:

@@ -58,6 +58,8 @@ def test_a_file_that_shrinks_after_it_was_checked_is_an_error(tmp_path):
 
 def test_a_dtype_that_could_not_be_read_again_is_not_written(tmp_path, monkeypatch):
     monkeypatch.setitem(WHOLE, "model/complex", torch.zeros(2, dtype=torch.complex64))
-    with pytest.raises(ValueError, match="the dtype of model/complex is 'complex64'; allowed: float64"):
+    with pytest.raises(
+        ValueError, match="the dtype of model/complex is 'complex64'; allowed: float64"
+    ):
         written(CheckpointFolder(tmp_path), 1, 1)
     assert CheckpointFolder(tmp_path).steps() == []

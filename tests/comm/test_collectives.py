@@ -30,7 +30,9 @@ def means(context):
     assert torch.allclose(shard, torch.arange(first, first + 3, device=device))
 
     gathered = torch.empty(2 * n, device=device)
-    collectives.all_gather(gathered, torch.full((2,), float(context.rank), device=device), group).wait()
+    collectives.all_gather(
+        gathered, torch.full((2,), float(context.rank), device=device), group
+    ).wait()
     assert gathered.tolist() == [float(rank) for rank in range(n) for _ in range(2)]
 
     value = torch.full((2,), float(context.rank), device=device)
@@ -83,14 +85,20 @@ UNKNOWN_TO_GLOO = (
 
 def of_rank(context, dtype, *shape):
     """Return a tensor whose bytes are all 1 on rank 0, and all 2 on rank 1."""
-    raw = torch.full((*shape, dtype.itemsize), 1 + context.rank, dtype=torch.uint8, device=context.device)
+    raw = torch.full(
+        (*shape, dtype.itemsize), 1 + context.rank, dtype=torch.uint8, device=context.device
+    )
     return raw.view(dtype).view(shape)
 
 
 @on_two_ranks
 def test_what_only_copies_sends_any_dtype(context):
     for dtype in UNKNOWN_TO_GLOO:
-        tensors = [of_rank(context, dtype, 4, 6), of_rank(context, dtype), of_rank(context, dtype, 0, 2)]
+        tensors = [
+            of_rank(context, dtype, 4, 6),
+            of_rank(context, dtype),
+            of_rank(context, dtype, 0, 2),
+        ]
         tensors.append(of_rank(context, dtype, 4, 6).t())
         collectives.broadcast_all(tensors, context.group)
         for tensor in tensors:
@@ -98,7 +106,9 @@ def test_what_only_copies_sends_any_dtype(context):
             assert (sent == 1).all(), dtype
         mine = of_rank(context, dtype, 2)
         all_ranks = torch.empty(2 * context.world_size, dtype=dtype)
-        collectives.wait(collectives.all_gather(all_ranks, mine, context.group), context.group, "gathering")
+        collectives.wait(
+            collectives.all_gather(all_ranks, mine, context.group), context.group, "gathering"
+        )
         by_rank = all_ranks.view(torch.uint8).view(context.world_size, -1)
         for rank, sent in enumerate(by_rank):
             assert (sent == 1 + rank).all(), dtype
@@ -126,7 +136,10 @@ def test_a_parameter_whose_gradient_cannot_be_averaged_is_refused_by_name(contex
     module = torch.nn.Linear(3, 3)
     module.scale = torch.nn.Parameter(of_rank(context, torch.float8_e4m3fn, 3))
     for wrapper in (NaiveDDP, BucketedDDP):
-        with pytest.raises(ValueError, match=r"'scale' is torch\.float8_e4m3fn, in which gradients cannot be averaged"):
+        with pytest.raises(
+            ValueError,
+            match=r"'scale' is torch\.float8_e4m3fn, in which gradients cannot be averaged",
+        ):
             wrapper(module, process_group=context.group)
     module.scale.requires_grad_(False)
     BucketedDDP(module, process_group=context.group).close()
@@ -135,5 +148,8 @@ def test_a_parameter_whose_gradient_cannot_be_averaged_is_refused_by_name(contex
 
 @on_two_ranks
 def test_a_dtype_that_cannot_be_reduced_is_said_to_be_the_reason(context):
-    with pytest.raises(RuntimeError, match="was summing a number, and the backend cannot send tensors of this dtype"):
+    with pytest.raises(
+        RuntimeError,
+        match="was summing a number, and the backend cannot send tensors of this dtype",
+    ):
         collectives.sum_tensor(of_rank(context, torch.float8_e4m3fn, 3), context.group)

@@ -35,7 +35,11 @@ def test_the_group_is_left_after_an_exception_too():
         (0, ("mpi", 0, 1), "'mpi' is unknown; allowed: gloo, nccl"),
         (0, ("nccl", 0, 1), "use backend='gloo'"),
         (2, (None, 0, 4), "4 NCCL ranks on a host with 2 GPU"),
-        (1, ("gloo", 0, 2, "cuda:1"), "device='cuda:1' of local rank 0 on gloo; allowed: cpu, cuda:0"),
+        (
+            1,
+            ("gloo", 0, 2, "cuda:1"),
+            "device='cuda:1' of local rank 0 on gloo; allowed: cpu, cuda:0",
+        ),
     ],
 )
 def test_a_device_that_is_not_there_is_refused(monkeypatch, gpus, asked, refusal):
@@ -95,7 +99,9 @@ def outside(monkeypatch):
 
 
 @pytest.mark.parametrize("variables, expected", OUTSIDE.items())
-def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(outside, variables, expected):
+def test_an_environment_that_cannot_be_is_refused_before_anybody_waits(
+    outside, variables, expected
+):
     outside(variables)
     begin = time.monotonic()
     with pytest.raises(ValueError, match=expected), rank_context(backend="gloo", timeout_s=30):
@@ -124,7 +130,9 @@ def test_a_port_in_use_is_named_with_the_remedy(outside, silent_port):
 def test_what_answers_and_is_no_store_is_named(outside, silent_port, monkeypatch):
     monkeypatch.setattr("distlab.comm.context.SETTLING_S", 0.5)
     outside(by_hand(1, silent_port))
-    expected = f"rank 1 reached .*127.0.0.1:{silent_port}, but what answers there is not rank 0's store"
+    expected = (
+        f"rank 1 reached .*127.0.0.1:{silent_port}, but what answers there is not rank 0's store"
+    )
     with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=0.5):
         pass
 
@@ -145,7 +153,10 @@ def test_a_rank_0_that_is_not_there_and_ranks_that_do_not_come_are_told_apart(ou
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0, 1e9])
 def test_a_timeout_that_is_no_number_of_seconds_is_refused(timeout_s):
-    with pytest.raises(ValueError, match="must be a positive number of seconds"), rank_context(timeout_s=timeout_s):
+    with (
+        pytest.raises(ValueError, match="must be a positive number of seconds"),
+        rank_context(timeout_s=timeout_s),
+    ):
         pass
 
 

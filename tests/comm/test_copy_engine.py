@@ -30,7 +30,9 @@ def test_every_rank_doing_its_part_leaves_the_mean_everywhere(world_size):
 
 @on_two_ranks
 def test_cpu_ranks_are_refused(context):
-    with pytest.raises(ValueError, match="copy engines reach the memory of NVIDIA GPUs of one host"):
+    with pytest.raises(
+        ValueError, match="copy engines reach the memory of NVIDIA GPUs of one host"
+    ):
         CopyEngineDDP(torch.nn.Linear(2, 2), process_group=context.group)
 
 
@@ -39,7 +41,9 @@ def sums_many(context):
     dtypes = [torch.float32, torch.float32, torch.bfloat16, torch.float32]
     exchange = CopyEngineAllReduce(numels, dtypes, context.device, context.group)
     for round_number in range(20):
-        inputs = [torch.randn(n, device=context.device).to(t) for n, t in zip(numels, dtypes, strict=True)]
+        inputs = [
+            torch.randn(n, device=context.device).to(t) for n, t in zip(numels, dtypes, strict=True)
+        ]
         for number, (tensor, mine) in enumerate(zip(exchange.tensors, inputs, strict=True)):
             tensor.copy_(mine)
             exchange.start(number)

@@ -9,7 +9,8 @@ import pytest
 
 from tests.commands import ROOT, environment
 
-# A parent that starts a child in a session of its own, as torchrun's agent does, says its number, and waits.
+# A parent that starts a child in a session of its own, as torchrun's agent does, says its number,
+# and waits.
 PARENT = """
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1]], start_new_session=True)
@@ -23,7 +24,8 @@ BUSY = "print('ready', flush=True); hash_all = sum(range(10**12))"
 def is_alive(pid):
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):  # the latter where it ends between opening and reading
+    except (FileNotFoundError, ProcessLookupError):
+        # the latter where it ends between opening and reading
         return False
 
 
@@ -38,7 +40,9 @@ def parent_and_child(code):
     """A parent, and the process id of its child, which runs this code and has said that it is ready."""
     command = [sys.executable, "-c", PARENT, code]
     pipe = subprocess.PIPE
-    parent = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True)
+    parent = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=pipe, stderr=pipe, text=True
+    )
     child = int(parent.stdout.readline())
     assert parent.stdout.readline() == "ready\n"
     return parent, child

@@ -43,6 +43,9 @@ def test_refusals(context):
         ValueError, match="2 chunks of 2 elements do not make a contiguous tensor of 5: pad it"
     ):
         ring.all_gather(torch.empty(5), torch.empty(2), context.group)
-    with pytest.raises(ValueError, match="between 1 and the 2 of this job"), first_ranks(context, 3):
+    with (
+        pytest.raises(ValueError, match="between 1 and the 2 of this job"),
+        first_ranks(context, 3),
+    ):
         pass
     assert doubling_sizes(1) == (1,) and doubling_sizes(6) == (1, 2, 4, 6)

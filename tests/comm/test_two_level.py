@@ -21,13 +21,18 @@ def means(context, shard_size, first):
     mesh = hybrid_mesh(context.group, shard_size)
     sender = TwoLevelAllReduce(MeshGroups(context.group, mesh.get_group(0), mesh.get_group(1)))
     for _ in range(2):  # nothing is left over from the first round
-        tensors = [values(context.rank, number, shape).to(context.device) for number, shape in enumerate(SHAPES)]
+        tensors = [
+            values(context.rank, number, shape).to(context.device)
+            for number, shape in enumerate(SHAPES)
+        ]
         in_flight = [sender.start(tensor) for tensor in tensors]
         for message in in_flight[first:] + in_flight[:first]:
             message.wait()
         for number, (tensor, shape) in enumerate(zip(tensors, SHAPES, strict=True)):
             everyones = [values(rank, number, shape) for rank in range(context.world_size)]
-            torch.testing.assert_close(tensor.cpu(), sum(everyones) / context.world_size, msg=str(shape))
+            torch.testing.assert_close(
+                tensor.cpu(), sum(everyones) / context.world_size, msg=str(shape)
+            )
         bits = [tensor.cpu() for tensor in tensors]
         for other in collectives.gather_objects(bits, context.group):
             assert all(map(torch.equal, other, bits))
@@ -38,7 +43,10 @@ def means(context, shard_size, first):
     [
         ("gloo", 4, 2),
         ("gloo", 6, 3),
-        *(pytest.param("nccl", *sizes, marks=pytest.mark.multigpu) for sizes in ((2, 1), (2, 2), (4, 2), (8, 4))),
+        *(
+            pytest.param("nccl", *sizes, marks=pytest.mark.multigpu)
+            for sizes in ((2, 1), (2, 2), (4, 2), (8, 4))
+        ),
     ],
 )
 def test_messages_become_the_mean_over_all_ranks(backend, ranks, shard_size):

@@ -56,7 +56,9 @@ def test_the_rank_that_did_not_come_is_named(how):
     answers = run_ranks(absent, 3, how)
     doing = "exchanging objects" if how == "objects" else "averaging gradients"
     for rank in (0, 2):
-        assert answers[rank].startswith(f"rank {rank} was {doing}, and rank 1 did not come: it has fewer batches")
+        assert answers[rank].startswith(
+            f"rank {rank} was {doing}, and rank 1 did not come: it has fewer batches"
+        )
         assert "gloo" in answers[rank]  # torch's own words follow
 
 
@@ -100,8 +102,11 @@ def uneven(context, how):
         collectives.gather_objects("", group)
     elif how == "one message of a bucket more":
         for _ in range(2 if context.rank == 1 else 1):
-            collectives.reduce_scatter_mean(torch.ones(2), torch.ones(2 * context.world_size), group)
+            collectives.reduce_scatter_mean(
+                torch.ones(2), torch.ones(2 * context.world_size), group
+            )
         collectives.gather_objects("", group)
+
 
 HOWS = ["one collective more", "one message of a bucket more"]
 
@@ -135,7 +140,10 @@ def test_uneven_micro_batches_are_named_before_messages_meet(counts):
         run_ranks(uneven_micro_batches, 2, counts)
     for text in caught.value.failures.values():
         message = text.strip().splitlines()[-1]
-        assert "ranks do different things: rank 0 is at the start of a backward of FSDP(Sequential)" in message
+        assert (
+            "ranks do different things: rank 0 is at the start of a backward of FSDP(Sequential)"
+            in message
+        )
         assert "inside no_sync()" in message
 
 
@@ -156,8 +164,12 @@ def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(con
         thread.start()
         thread.join()
         return
-    with pytest.raises(RuntimeError, match="rank 0 was averaging gradients, and rank 1 did not come"):
-        collectives.wait(collectives.all_reduce_mean(torch.ones(3), group), group, "averaging gradients")
+    with pytest.raises(
+        RuntimeError, match="rank 0 was averaging gradients, and rank 1 did not come"
+    ):
+        collectives.wait(
+            collectives.all_reduce_mean(torch.ones(3), group), group, "averaging gradients"
+        )
 
 
 @on_two_ranks
@@ -178,10 +190,14 @@ def watched(context, error, timeout_s, seconds):
     ticks, said = iter([False] * seconds + [True]), io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setattr(dist.ProcessGroup, "name", lambda group: "nccl")
-        patch.setattr(dist.ProcessGroup, "_get_backend", lambda *_: SimpleNamespace(get_error=lambda: error))
+        patch.setattr(
+            dist.ProcessGroup, "_get_backend", lambda *_: SimpleNamespace(get_error=lambda: error)
+        )
         patch.setattr(os, "_exit", sys.exit)
         with contextlib.suppress(SystemExit):
-            end_when_lost(context.device, timeout_s, SimpleNamespace(wait=lambda timeout: next(ticks)))
+            end_when_lost(
+                context.device, timeout_s, SimpleNamespace(wait=lambda timeout: next(ticks))
+            )
             said.write("left")
     return said.getvalue()
 

@@ -13,14 +13,18 @@ from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset
     "allreduce_sweep": {
-        "operations": ("all_reduce", "broadcast", "whole_all_reduce"), "group_sizes": (2, 3), "repeats": 5,
+        "operations": ("all_reduce", "broadcast", "whole_all_reduce"),
+        "group_sizes": (2, 3),
+        "repeats": 5,
     },
     "ddp_bench": {"strategies": strategies_on("cpu"), "shard_size": 1},
     "ir": {"kernels": ("lesson_banks", "average.average_kernel"), "workers": 1},
     # One of each kind; every kernel is compared with float64 in tests/kernels.
-    "kernel_roofline": {"only": ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul", "add+layer_norm")},
+    "kernel_roofline": {
+        "only": ("add_rms_norm", "rope", "cross_entropy", "adamw", "matmul", "add+layer_norm")
+    },
     "memory_breakdown": {"strategies": STRATEGIES},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="session")

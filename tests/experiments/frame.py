@@ -16,7 +16,12 @@ def measured(experiment, root, preset="smoke", **fields):
     """
     if experiment.ranks == "many":
         ranks = experiment.nproc or max(fields.get("group_sizes", (2,)))
-        arguments = (experiment.measure.__module__.removeprefix("experiments."), str(root), preset, fields)
+        arguments = (
+            experiment.measure.__module__.removeprefix("experiments."),
+            str(root),
+            preset,
+            fields,
+        )
         return run_ranks(on_rank, ranks, *arguments, deadline_s=300)[0]
     return _measured(experiment, lone_context("cpu"), root, preset, fields)
 

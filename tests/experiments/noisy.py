@@ -27,7 +27,9 @@ class Noise:
         found = {}
         for clock in clocks:
             true_ms = self.random.choice([1.0, 1.04, 1.3])
-            samples = [true_ms * self.random.lognormvariate(0, self.sigma) for _ in range(self.pairs)]
+            samples = [
+                true_ms * self.random.lognormvariate(0, self.sigma) for _ in range(self.pairs)
+            ]
             percentiles = percentile_metrics(clock, samples)
             if self.keeps_samples:
                 found |= percentiles | {f"{clock}_samples_ms": samples}

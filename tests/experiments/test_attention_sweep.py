@@ -16,16 +16,26 @@ from tests.experiments.noisy import SEEDS, Noise, side_of_one
 
 def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
     config = {"shape": shape, "dtype": "bfloat16"}
-    metrics = {"max_abs_error": error, "max_abs_grad_error": error} | {f"ours_over_{x}": y for x, y in ratios.items()}
-    return Record(sweep.EXPERIMENT.name, variant, config, metrics, {"device_name": "H100", "cuda": "13.0",
-                                                                    "torch": "", "triton": ""}, None)
+    metrics = {"max_abs_error": error, "max_abs_grad_error": error} | {
+        f"ours_over_{x}": y for x, y in ratios.items()
+    }
+    return Record(
+        sweep.EXPERIMENT.name,
+        variant,
+        config,
+        metrics,
+        {"device_name": "H100", "cuda": "13.0", "torch": "", "triton": ""},
+        None,
+    )
 
 
 def test_a_shape_that_was_cut_off_is_measured_anew_and_others_are_not(smoke, tmp_path, monkeypatch):
     first, folder = smoke("attention_sweep")
     copied = shutil.copytree(folder, tmp_path / "attention_sweep" / "run")
     write_json(first[:4], copied / "records.json")
-    monkeypatch.setattr(sweep, "exact", lambda shape, *case: exact(shape, *case) if shape.documents else 1 / 0)
+    monkeypatch.setattr(
+        sweep, "exact", lambda shape, *case: exact(shape, *case) if shape.documents else 1 / 0
+    )
     again = measured(sweep.EXPERIMENT, tmp_path)
     assert again[:3] == first[:3] and [r.variant for r in again] == [r.variant for r in first]
 
@@ -39,10 +49,20 @@ def test_a_variant_that_fails_after_its_first_call_is_a_row_too(monkeypatch, tmp
             raise torch.OutOfMemoryError("too large")
         return naive(q, k, v)
 
-    monkeypatch.setattr(sweep, "build", lambda variant, *_: second_call_does_not_fit if variant == "naive" else naive)
+    monkeypatch.setattr(
+        sweep,
+        "build",
+        lambda variant, *_: second_call_does_not_fit if variant == "naive" else naive,
+    )
     first, sdpa, ours = measured(sweep.EXPERIMENT, tmp_path, shapes=("1x1x8x8",))
-    assert first.metrics["status"] == "OOM" and "max_abs_error" in first.metrics and "wall_p50_ms" not in first.metrics
-    assert sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
+    assert (
+        first.metrics["status"] == "OOM"
+        and "max_abs_error" in first.metrics
+        and "wall_p50_ms" not in first.metrics
+    )
+    assert (
+        sdpa.metrics["ours_over_wall"] == ours.metrics["wall_p50_ms"] / sdpa.metrics["wall_p50_ms"]
+    )
 
 
 def test_an_error_is_judged_beside_the_peers():
@@ -53,8 +73,12 @@ def test_an_error_is_judged_beside_the_peers():
 
 
 def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
-    rows = [row("sdpa", device=0.8, wall=0.9), row("sdpa", sweep.TWELVE[0], device=1.25, wall=0.9),
-            row("flex", sweep.TWELVE[0], device=9, wall=2.0), row("sdpa", "1x1x8x8", device=9.0, wall=1.5)]
+    rows = [
+        row("sdpa", device=0.8, wall=0.9),
+        row("sdpa", sweep.TWELVE[0], device=1.25, wall=0.9),
+        row("flex", sweep.TWELVE[0], device=9, wall=2.0),
+        row("sdpa", "1x1x8x8", device=9.0, wall=1.5),
+    ]
     for number, (low, high) in enumerate([(0.88, 0.92), (0.85, 0.95), (0.99, 2.1), (1.01, 1.6)]):
         rows[number].metrics.update(ours_over_wall_low=low, ours_over_wall_high=high)
     assert sweep.crossovers(rows) == [
@@ -76,20 +100,26 @@ def test_noise_puts_ours_behind_no_peer(seed, few_resamples):
     records = []
     for variant in ("sdpa", "flex", "naive", "ours"):
         empty = row(variant, shape=sweep.TWELVE[0])
-        metrics = empty.metrics | {"status": "ok"} | noise.metrics("wall", "fwd_bwd_device", "fwd_device")
+        metrics = (
+            empty.metrics | {"status": "ok"} | noise.metrics("wall", "fwd_bwd_device", "fwd_device")
+        )
         records.append(dataclasses.replace(empty, metrics=metrics))
     sweep.compare(records)
     peers = records[:3]
     sides = {record.variant: side_of_one(record.metrics, "ours_over_wall") for record in peers}
     lines = sweep.EXPERIMENT.view.findings(records)
-    named = [variant for variant in sides if any(f"({variant}, ours / it" in line for line in lines)]
+    named = [
+        variant for variant in sides if any(f"({variant}, ours / it" in line for line in lines)
+    ]
     assert named == [variant for variant, side in sides.items() if side == "slower"]
     unclear = [*sides.values()].count("unclear")
     told = [line for line in lines if line.startswith("This run cannot tell")]
     assert len(told) == (unclear > 0) and all(f"in {unclear} of 3 rows" in line for line in told)
     for name in ("wall", "device", "fwd"):
         for record in peers:
-            assert bool(sweep.behind(name)(record)) == (side_of_one(record.metrics, f"ours_over_{name}") == "slower")
+            assert bool(sweep.behind(name)(record)) == (
+                side_of_one(record.metrics, f"ours_over_{name}") == "slower"
+            )
 
 
 def test_warming_up_survives_variants_that_fail(monkeypatch):
@@ -110,27 +140,38 @@ def test_the_fastest_peer_is_none_of_ours_and_was_timed():
     sweep.compare([*rows.values()])
     found = rows["ours"].metrics
     assert (found["peer"], found["peer_ms"], found["ours_over_peer"]) == ("sdpa", 2.0, 0.5)
-    assert rows["naive"].metrics["ours_over_device"] == 0.25 and "ours_over_device" not in rows["flex"].metrics
+    assert (
+        rows["naive"].metrics["ours_over_device"] == 0.25
+        and "ours_over_device" not in rows["flex"].metrics
+    )
 
 
 @pytest.mark.gpu
 def test_device_times_memory_and_kernels():
-    found = sweep.of_shape(Shape.parse("1x4:2x512x64"), "bfloat16", ["sdpa", "sdpa-flash", "ours"], 3, "cuda")
+    found = sweep.of_shape(
+        Shape.parse("1x4:2x512x64"), "bfloat16", ["sdpa", "sdpa-flash", "ours"], 3, "cuda"
+    )
     for metrics in found.values():
-        assert metrics["status"] == "ok" and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
+        assert (
+            metrics["status"] == "ok"
+            and 0 < metrics["fwd_device_p50_ms"] < metrics["fwd_bwd_device_p50_ms"]
+        )
         assert metrics["peak_alloc_bytes"] > 3 * 4 * 512 * 64 * 2
     assert found["ours"]["max_abs_error"] <= 3 * found["sdpa"]["max_abs_error"]
 
 
 def counted(variant, length, dtype="float32", batch=8):
     """(before the backward, at its peak) in bytes."""
-    return tuple(sweep.predicted_memory(variant, Shape(batch, 1, 1, length, length, 64), dtype).values())
+    return tuple(
+        sweep.predicted_memory(variant, Shape(batch, 1, 1, length, length, 64), dtype).values()
+    )
 
 
 def test_predicted_memory_is_quadratic_for_naive_and_linear_for_ours():
     assert 3.9 < counted("naive", 16384)[1] / counted("naive", 8192)[1] <= 4.0
     assert counted("ours", 16384)[1] == 2 * counted("ours", 8192)[1]
-    assert counted("ours", 1024)[0] == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4  # q, k, v, o, do and the log-sum-exp
+    # q, k, v, o, do and the log-sum-exp
+    assert counted("ours", 1024)[0] == 5 * 8 * 1024 * 64 * 4 + 8 * 1024 * 4
 
 
 @pytest.mark.gpu

@@ -39,7 +39,9 @@ def test_every_row_is_complete_checked_and_written(smoke):
     assert ddp_bench.wrong_rows(records) == []
     for name, metrics in by_name.items():
         # FSDP2 has no closed form yet.
-        assert metrics["volume_as_predicted"] is (None if name in ("fsdp2", "torch-hsdp") else True), name
+        assert metrics["volume_as_predicted"] is (
+            None if name in ("fsdp2", "torch-hsdp") else True
+        ), name
         if name != "local":
             assert metrics["max_abs_param_diff"] < 1e-6
             assert metrics["comm_ms"] > 0 and 0 <= metrics["overlap_pct"] <= 100
@@ -47,9 +49,13 @@ def test_every_row_is_complete_checked_and_written(smoke):
         explained = sum(metrics[f"overhead_{cause}_ms"] for cause in causes)
         assert metrics["overhead_ms"] == pytest.approx(explained, abs=1e-6)
     assert by_name["local"]["comm_bytes_per_step"] == 0 and by_name["local"]["comm_ms"] == 0
-    assert by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
+    assert (
+        by_name["naive"]["collectives_per_step"] == by_name["overlap"]["collectives_per_step"] > 30
+    )
     pictures = {"step_time.png", "timeline.png"}
-    assert {path.name for path in folder.iterdir()} >= pictures | {f"trace_naive_rank{rank}.json.gz" for rank in (0, 1)}
+    assert {path.name for path in folder.iterdir()} >= pictures | {
+        f"trace_naive_rank{rank}.json.gz" for rank in (0, 1)
+    }
 
 
 @pytest.mark.ranks(4)
@@ -64,7 +70,10 @@ def out_of_memory_on_one_rank(context, where):
     backwards = itertools.count(1)
 
     def reached(*_):
-        if next(backwards) == {"construction": 1, "warm-up": 2, "timed step": 3, "inspection": 5}[where]:
+        if (
+            next(backwards)
+            == {"construction": 1, "warm-up": 2, "timed step": 3, "inspection": 5}[where]
+        ):
             raise RuntimeError(DRIVER)
 
     def wrap(module, **options):
@@ -79,7 +88,9 @@ def out_of_memory_on_one_rank(context, where):
         timings = Workbench(context, SMOKE).time_rounds(
             rows, rounds=2, warmup=2, steps=2, inspect=lambda variant, attached: attached()
         )
-    found = {name: timing.out_of_memory or len(timing.phases["step"]) for name, timing in timings.items()}
+    found = {
+        name: timing.out_of_memory or len(timing.phases["step"]) for name, timing in timings.items()
+    }
     return found, said.getvalue()
 
 
@@ -120,17 +131,26 @@ def ended(context, out, fault):
         stack.enter_context(patch.object(timing.Trial, "profile", traced))
         stack.enter_context(patch.object(Workbench, "_time_block", timed))
         if fault == "trace":
-            stack.enter_context(patch.object(reference, "parameter_difference", lambda *_, **more: fails()))
-        if fault == "limit":  # the rounds take 10 s, the first row 5 and 30 until the second is explained
+            stack.enter_context(
+                patch.object(reference, "parameter_difference", lambda *_, **more: fails())
+            )
+        # the rounds take 10 s, the first row 5 and 30 until the second is explained
+        if fault == "limit":
             clock = SimpleNamespace(monotonic=iter([0, 10, 100, 105, 130]).__next__)
             stack.enter_context(patch.object(ddp_bench, "time", clock))
-        said, errors = (stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr))
+        said, errors = (
+            stack.enter_context(to(io.StringIO())) for to in (redirect_stdout, redirect_stderr)
+        )
         code = _to_end("ddp_bench", lambda: ddp_bench.EXPERIMENT.run(config, context, frame))
     return code, said.getvalue(), errors.getvalue()
 
 
 MISSING = {  # what happens → exit code, what stderr says of it, rows that are explained
-    "bug": (2, "ddp_bench: error: not explained: {} (RuntimeError('two\\nlines')); the rest is in", ["local"]),
+    "bug": (
+        2,
+        "ddp_bench: error: not explained: {} (RuntimeError('two\\nlines')); the rest is in",
+        ["local"],
+    ),
     "signal": (143, "; not explained: {}\n", ["local"]),
     "limit": (0, "not explained, since that would take longer than measuring did: {}\n", ["local"]),
     "trace": (0, "not explained: naive, for whose trace no memory is left\n", ["local"]),
@@ -143,8 +163,12 @@ def test_what_was_measured_stays_and_what_is_missing_is_said(fault, tmp_path):
     (code, said, errors), _ = run_ranks(ended, 2, str(tmp_path), fault)
     folder = tmp_path / "ddp_bench" / "run"
     rows = {record.variant: record.metrics for record in read_json(folder / "records.json")}
-    assert list(rows) == ["local", "naive", "flat"] and "flat" in VIEW.table(read_json(folder / "records.json"))
-    assert {len(metrics["step_samples_ms"]) for metrics in rows.values()} == {3 if fault == "round" else 6}
+    assert list(rows) == ["local", "naive", "flat"] and "flat" in VIEW.table(
+        read_json(folder / "records.json")
+    )
+    assert {len(metrics["step_samples_ms"]) for metrics in rows.values()} == {
+        3 if fault == "round" else 6
+    }
     assert all(metrics["volume_as_predicted"] for metrics in rows.values())
     assert (rows["flat"]["max_abs_param_diff"] is None) == (fault == "trace")
     fastest = sorted(("naive", "flat"), key=lambda name: rows[name]["step_p50_ms"])
@@ -182,14 +206,18 @@ def test_communication_is_in_the_way_where_the_whole_interval_says_so():
 
 def test_communication_is_hidden_where_interval_and_trace_say_so():
     (line,) = said("fsdp", **over_local(3, 2, 5))
-    assert line.startswith("Communication is hidden: fsdp,") and line.endswith("covers 90 % of its communication.")
+    assert line.startswith("Communication is hidden: fsdp,") and line.endswith(
+        "covers 90 % of its communication."
+    )
 
 
 @pytest.mark.parametrize(
     "variant, share, overlap, reason",
     [
-        ("bucketed", (22, -5, 40), 90.0, "The interval reaches above 10 %. Noise is ± 30 %"),  # a tie
-        ("bucketed", (19, 8, 30), 90.0, "The interval reaches above 10 %"),  # no tie, and not clear either
+        # a tie
+        ("bucketed", (22, -5, 40), 90.0, "The interval reaches above 10 %. Noise is ± 30 %"),
+        # no tie, and not clear either
+        ("bucketed", (19, 8, 30), 90.0, "The interval reaches above 10 %"),
         ("bucketed", (-74, -90, -60), 90.0, "cannot be faster than no communication"),
         ("overlap", (3, 2, 5), 33.0, "Compute covers only 33 %"),
         ("bucketed", (3, 2, 5), None, "There is no trace"),
@@ -197,7 +225,9 @@ def test_communication_is_hidden_where_interval_and_trace_say_so():
 )
 def test_a_run_says_that_it_cannot_tell(variant, share, overlap, reason):
     (line,) = said(variant, noise_pct=30.0, **over_local(*share) | {"overlap_pct": overlap})
-    assert line.startswith("This run cannot tell whether communication is hidden") and reason in line
+    assert (
+        line.startswith("This run cannot tell whether communication is hidden") and reason in line
+    )
 
 
 def test_a_strategy_that_updates_a_part_may_be_faster_than_no_communication():
@@ -242,7 +272,10 @@ def test_noise_makes_no_finding(seed):
 
 
 def test_an_oom_row_is_shown_as_oom(tmp_path):
-    local, flat = compared("local", forward_backward_p50_ms=3.0, optimizer_p50_ms=3.0), compared("flat")
+    local, flat = (
+        compared("local", forward_backward_p50_ms=3.0, optimizer_p50_ms=3.0),
+        compared("flat"),
+    )
     records = [local, replace(flat, metrics={"step_p50_ms": "OOM"})]
     assert "OOM" in VIEW.table(records)
     draw_step_times(records, tmp_path / "bars.png")
@@ -250,8 +283,10 @@ def test_an_oom_row_is_shown_as_oom(tmp_path):
 
 
 # As on a machine with a GPU, where ranks are new interpreters and no forks.
-STARTED = "import runpy, sys, torch; torch.cuda.is_available = lambda: True; del sys.argv[0]; " \
-    "runpy.run_path(sys.argv[0], run_name='__main__')"  # fmt: skip
+STARTED = (
+    "import runpy, sys, torch; torch.cuda.is_available = lambda: True; del sys.argv[0]; "
+    "runpy.run_path(sys.argv[0], run_name='__main__')"
+)
 
 
 def test_plain_python_starts_its_ranks_and_ends_with_one_line_of_json(tmp_path):
@@ -259,13 +294,19 @@ def test_plain_python_starts_its_ranks_and_ends_with_one_line_of_json(tmp_path):
     (tmp_path / "launch.py").write_text("")
     (tmp_path / "experiments.py").write_text("")
     arguments = ["--nproc=2", "--backend=gloo", "--strategies=local,bucketed", "--json"]
-    done = python("-c", STARTED, ROOT / "launch" / "ddp_bench.py", *arguments, *SMOKE_ARGUMENTS, cwd=tmp_path)
+    done = python(
+        "-c", STARTED, ROOT / "launch" / "ddp_bench.py", *arguments, *SMOKE_ARGUMENTS, cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     answer = json.loads(done.stdout.splitlines()[-1])
     assert answer["experiment"] == "ddp_bench"
     assert [record["variant"] for record in answer["records"]] == ["local", "bucketed"]
     assert answer["records"][1]["metrics"]["step_p50_ms"] > 0
-    assert "bucketed" in done.stdout and "checking bucketed" in done.stderr and "checking" not in done.stdout
+    assert (
+        "bucketed" in done.stdout
+        and "checking bucketed" in done.stderr
+        and "checking" not in done.stdout
+    )
 
 
 def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
@@ -278,7 +319,13 @@ def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
 
 def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_path):
     """RELIABILITY's fault table: SIGKILL of a rank mid-run."""
-    command = [sys.executable, "launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path}"]
+    command = [
+        sys.executable,
+        "launch/ddp_bench.py",
+        "--nproc=2",
+        "--backend=gloo",
+        f"--out={tmp_path}",
+    ]
     command += ["--rounds=1000", "--check-steps=0", "--timeout=8"]
     process, terminal = on_terminal(*command)
     lines = shown(terminal)
@@ -294,10 +341,24 @@ def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_
 
 
 def compared(variant, **metrics):
-    config = {"size": "tiny", "num_parameters": 1e6, "batch": 1, "context": 2, "dtype": "fp32", "world_size": 2}
+    config = {
+        "size": "tiny",
+        "num_parameters": 1e6,
+        "batch": 1,
+        "context": 2,
+        "dtype": "fp32",
+        "world_size": 2,
+    }
     config |= {"backend": "gloo", "profile_steps": 1, "steps": 6}
     steps = {"step_p20_ms": 40.0, "step_p50_ms": 60.0, "step_p80_ms": 61.0, "overhead_ms": 4.0}
-    return Record("ddp_bench", variant, config, steps | metrics, {"device_name": "some CPU", "torch": "2"}, None)
+    return Record(
+        "ddp_bench",
+        variant,
+        config,
+        steps | metrics,
+        {"device_name": "some CPU", "torch": "2"},
+        None,
+    )
 
 
 def cells(record):
@@ -318,7 +379,9 @@ OPEN = {"overhead_closes": False, "overhead_unexplained_ms": -30.0}
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
-@pytest.mark.parametrize("noise, remedy", [(9.0, "More --profile-steps"), (60.0, "Steps differ by up to ± 60 %")])
+@pytest.mark.parametrize(
+    "noise, remedy", [(9.0, "More --profile-steps"), (60.0, "Steps differ by up to ± 60 %")]
+)
 def test_an_open_account_is_named_and_marked_on_every_backend(backend, noise, remedy):
     record = compared("naive", noise_pct=noise, **OPEN)
     record.config["backend"] = backend
@@ -331,9 +394,18 @@ def test_an_open_account_is_named_and_marked_on_every_backend(backend, noise, re
 def test_bars_do_not_invent_causes():
     """A cause has the length of the trace; an account that does not close is one part, not explained."""
     local = {"step_p50_ms": 100.0, "optimizer_p50_ms": 10.0}
-    row = {"step_p50_ms": 140.0, "optimizer_p50_ms": 10.0, "overhead_exposed_ms": 30.0, "overhead_copies_ms": 4.0}
+    row = {
+        "step_p50_ms": 140.0,
+        "optimizer_p50_ms": 10.0,
+        "overhead_exposed_ms": 30.0,
+        "overhead_copies_ms": 4.0,
+    }
     closed = view._step_parts(row | {"overhead_closes": True}, local)
-    assert closed["compute"] == 90.0 and closed["exposed communication"] == 30.0 and closed["copies"] == 4.0
+    assert (
+        closed["compute"] == 90.0
+        and closed["exposed communication"] == 30.0
+        and closed["copies"] == 4.0
+    )
     assert closed["not explained"] == 6.0 and sum(closed.values()) == 140.0
     for metrics in (row, row | {"overhead_closes": False}):
         parts = view._step_parts(metrics, local)
@@ -346,5 +418,7 @@ def test_a_row_that_ran_eager_is_wrong():
     row = compared("naive", compiled_calls=0, compiled_parts=24, ran_eager=True)
     row.config["compile"] = "blocks"
     (line,) = view.wrong_rows([row])
-    assert line.startswith("naive: measured eager code, although --compile blocks was given: 0 of 24 compiled parts")
+    assert line.startswith(
+        "naive: measured eager code, although --compile blocks was given: 0 of 24 compiled parts"
+    )
     assert cells(row)["compiled"] == "0 of 24"

@@ -27,14 +27,21 @@ MORE = (("rms_norm",), ("add", "softmax", "silu"), ("layer_norm", "scale", "bias
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("chain", [chain for chain in (*CHAINS, *MORE) if in_one_kernel(chain)], ids="+".join)
+@pytest.mark.parametrize(
+    "chain", [chain for chain in (*CHAINS, *MORE) if in_one_kernel(chain)], ids="+".join
+)
 @pytest.mark.parametrize("shape", [(3, 7), (5, 1000)], ids=str)
 def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
     case = chain_case(chain)
     generator = torch.Generator().manual_seed(1)
-    inputs = [torch.randn(sizes, generator=generator).to(DEVICE, dtype) for sizes, *_ in case.takes(*shape)]
+    inputs = [
+        torch.randn(sizes, generator=generator).to(DEVICE, dtype)
+        for sizes, *_ in case.takes(*shape)
+    ]
     launches, launch = [], chain_kernel.launch
-    monkeypatch.setattr(chain_kernel, "launch", lambda *args: launches.append(args) or launch(*args))
+    monkeypatch.setattr(
+        chain_kernel, "launch", lambda *args: launches.append(args) or launch(*args)
+    )
     found = case.variants["ours"](*inputs)
     exact = applied(chain, "naive")(*(tensor.double() for tensor in inputs))
     near(found, exact, TOLERANCE[dtype])
@@ -44,7 +51,12 @@ def test_one_kernel_against_float64(chain, dtype, shape, monkeypatch):
 
 
 def test_what_the_kernel_has_no_form_for():
-    for chain in (("bias", "gelu"), ("silu", "rms_norm"), ("rms_norm", "softmax"), ("rms_norm", "add")):
+    for chain in (
+        ("bias", "gelu"),
+        ("silu", "rms_norm"),
+        ("rms_norm", "softmax"),
+        ("rms_norm", "add"),
+    ):
         assert in_one_kernel(chain) is None
     assert "ours" not in chain_case(("bias", "gelu")).variants
 
@@ -54,17 +66,28 @@ def test_the_traffic_of_a_chain():
     tensor = 8192 * 4096 * 2
     graph = chain_graph(("add", "rms_norm", "silu"), (8192, 4096), 2)
     vector = 4096 * 2
-    assert graph.unfused().bytes == 7 * tensor + vector and graph.fused().bytes == 3 * tensor + vector
+    assert (
+        graph.unfused().bytes == 7 * tensor + vector and graph.fused().bytes == 3 * tensor + vector
+    )
 
 
 def test_chains_in_small(smoke, tmp_path):
     records = measured(EXPERIMENT, tmp_path, only=(), chain=("bias", "silu", "multiply"))
-    assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(("naive", "builtin"), "ok")
+    assert {r.variant: r.metrics["status"] for r in records} == dict.fromkeys(
+        ("naive", "builtin"), "ok"
+    )
     records, folder = smoke(EXPERIMENT.name)
-    assert {r.variant for r in records if "layer_norm" in r.config["label"]} == {"ours", "naive", "builtin"}
+    assert {r.variant for r in records if "layer_norm" in r.config["label"]} == {
+        "ours",
+        "naive",
+        "builtin",
+    }
     page = folder / "parts" / TRAFFIC.name / "table.md"
     text = page.read_text()
-    assert "one by one, in fp32" in text and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
+    assert (
+        "one by one, in fp32" in text
+        and "the advisor makes 1 kernel(s) of it, add + layer_norm" in text
+    )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -73,7 +96,13 @@ def test_noise_makes_no_advice(chain, seed, few_resamples):
     """Of made-up runs: a kernel pays, or Inductor's, where the interval of their ratio says so."""
     noise = Noise(seed)
     case = chain_case(chain)
-    config = {"label": "x", "chain": chain, "direction": "fwd", "shape": case.shape, "dtype": case.dtype}
+    config = {
+        "label": "x",
+        "chain": chain,
+        "direction": "fwd",
+        "shape": case.shape,
+        "dtype": case.dtype,
+    }
     limits = {f"{kind}_gb_per_s": 1000.0 for kind in (*KINDS, "rows")} | {"empty_kernel_ms": 0.001}
     records = []
     for variant in ("naive", "builtin", "compile", "ours"):

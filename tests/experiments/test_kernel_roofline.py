@@ -36,7 +36,9 @@ def test_every_operation_is_timed_in_each_size():
 def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
     def broken(small=False):
         case = next(c for c in REAL(True) if c.name == "rms_norm")
-        return [dataclasses.replace(case, variants=case.variants | {"ours": lambda x, w: 2 * x * w})]
+        return [
+            dataclasses.replace(case, variants=case.variants | {"ours": lambda x, w: 2 * x * w})
+        ]
 
     REAL = rows.cases
     monkeypatch.setattr(rows, "cases", broken)
@@ -49,7 +51,8 @@ def test_a_wrong_kernel_is_called_wrong(monkeypatch, tmp_path):
 def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
     for name, gib in (("memory_reserved", 10), ("memory_allocated", 4)):
         monkeypatch.setattr(torch.cuda, name, lambda gib=gib: gib * 2**30)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (54 * 2**30, 80 * 2**30))  # with the cached 6: 60 free
+    # with the cached 6: 60 free
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (54 * 2**30, 80 * 2**30))
     assert fits(30 * 2**30) and not fits(31 * 2**30)
 
 
@@ -57,15 +60,23 @@ def test_what_graphs_hold_must_fit_with_room_to_spare(monkeypatch):
 @pytest.mark.parametrize("together", [True, False])
 def test_graphs_of_all_variants_on_a_gpu(together, tmp_path, monkeypatch):
     monkeypatch.setattr("experiments.kernel_roofline.fits", lambda held: together)
-    config = Config(small=True, only=("matmul_gelu", "linear_gelu_dropout"), repeat_ms=4,
-                    variants=("ours", "naive", "builtin", "compile"))  # fmt: skip
+    config = Config(
+        small=True,
+        only=("matmul_gelu", "linear_gelu_dropout"),
+        repeat_ms=4,
+        variants=("ours", "naive", "builtin", "compile"),
+    )
     context = lone_context("cuda")
     run = EXPERIMENT.open(config, context, tmp_path)
     EXPERIMENT.measure(config, context, run)
     records = run.records
     assert len(records) == 3 + 3 + 3
     for r in records:
-        assert r.metrics["status"] == "ok" and r.metrics["captured"] and len(r.metrics["wall_samples_ms"]) == 10, r
+        assert (
+            r.metrics["status"] == "ok"
+            and r.metrics["captured"]
+            and len(r.metrics["wall_samples_ms"]) == 10
+        ), r
         assert r.variant != "ours" or r.metrics["registers"] > 0, r
 
 
@@ -75,7 +86,8 @@ def case_named(name):
 
 def test_traffic_of_the_naive_forms():
     case = case_named("add_gelu")
-    # x + y in bf16, GeLU in fp32: to float, products, tanh, and back; all of it at least three times the least.
+    # x + y in bf16, GeLU in fp32: to float, products, tanh, and back; all of it at least three
+    # times the least.
     assert naive_bytes(case, "fwd").total() > 3 * case.cost("fwd").bytes
     norm = case_named("rms_norm")
     n, count = norm.shape[0] * norm.shape[1], naive_bytes(norm, "fwd")
@@ -87,32 +99,46 @@ def test_traffic_of_the_naive_forms():
 def test_a_prediction_is_time_over_time():
     case = case_named("add_gelu")
     alike = {f"{kind}_gb_per_s": 1000.0 for kind in KINDS}
-    ratio = naive_bytes(case, "fwd").total() / (5 / 3 * case.cost("fwd").bytes)  # two kernels of ours move five tensors
-    assert predicted(case, "fwd", alike | {"empty_kernel_ms": 0.0})["predicted_over_naive"] == pytest.approx(1 / ratio)
+    # two kernels of ours move five tensors
+    ratio = naive_bytes(case, "fwd").total() / (5 / 3 * case.cost("fwd").bytes)
+    assert predicted(case, "fwd", alike | {"empty_kernel_ms": 0.0})[
+        "predicted_over_naive"
+    ] == pytest.approx(1 / ratio)
     assert predicted(case_named("matmul_gelu"), "fwd", alike | {"empty_kernel_ms": 0.0}) == {}
 
 
 def test_templates_are_a_peer_of_single_products(monkeypatch):
-    assert [c.name for c in rows.cases() if c.has("template")] == ["matmul"] * 2 + ["matmul_gelu"] * 2
+    assert [c.name for c in rows.cases() if c.has("template")] == ["matmul"] * 2 + [
+        "matmul_gelu"
+    ] * 2
     asked = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    monkeypatch.setattr(
+        torch, "compile", lambda function, **options: asked.append(options) or function
+    )
     for variant in ("template", "compile"):
         build(case_named("matmul_gelu"), variant)
-    assert asked[0]["options"]["max_autotune_gemm_backends"] == "TRITON" and asked[1]["options"] is None
+    assert (
+        asked[0]["options"]["max_autotune_gemm_backends"] == "TRITON"
+        and asked[1]["options"] is None
+    )
 
 
 def test_torchaos_layer_multiplies_by_the_weight_that_it_is_given(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(rows, "_torchao", rows._torchao.__wrapped__)
     for name in ("torchao", "torchao.float8"):  # a conversion that converts nothing
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(convert_to_float8_training=lambda layer: layer))
+        monkeypatch.setitem(
+            sys.modules, name, SimpleNamespace(convert_to_float8_training=lambda layer: layer)
+        )
     x, w = torch.randn(4, 8), torch.randn(3, 8)
     torch.testing.assert_close(build(case_named("float8_linear"), "torchao")(x, w), x @ w.T)
 
 
 def record(variant, ms, **metrics):
     config = {"label": "f 8", "operation": "f", "direction": "fwd"}
-    return Record(EXPERIMENT.name, variant, config, {"status": "ok", "time_p50_ms": ms} | metrics, {}, None)
+    return Record(
+        EXPERIMENT.name, variant, config, {"status": "ok", "time_p50_ms": ms} | metrics, {}, None
+    )
 
 
 def said(*records):
@@ -133,18 +159,28 @@ def test_verdicts_name_the_peer_that_wins():
     assert said(*noisy) == [unclear.format("Noise is up to ± 3.0 %")]
     unknown = record("ours", 2.0), record("liger", 1.0)
     assert said(*unknown) == [unclear.format("There is no interval")]
-    wrong = record("ours", 2.0, **exact), record("liger", 1.0, status="WRONG"), record("naive", 3.0, **exact)
+    wrong = (
+        record("ours", 2.0, **exact),
+        record("liger", 1.0, status="WRONG"),
+        record("naive", 3.0, **exact),
+    )
     assert said(*wrong)[0] == won
 
 
 def test_predictions_are_close_where_the_whole_interval_is():
     def counted(*errors, noise_pct=0.5):
-        rows = [record("ours", 1.0, predicted_over_naive=0.5 * off, noise_pct=noise_pct) for off in errors]
+        rows = [
+            record("ours", 1.0, predicted_over_naive=0.5 * off, noise_pct=noise_pct)
+            for off in errors
+        ]
         for ours in rows:
             compare([ours, record("naive", 2.0, noise_pct=0.5)])
         return verdicts(rows)[-1]
 
-    assert counted(1.14, 0.84) == "Of 2 predicted ratios to the naive form 1 are within 15 %, 1 are not."
+    assert (
+        counted(1.14, 0.84)
+        == "Of 2 predicted ratios to the naive form 1 are within 15 %, 1 are not."
+    )
     doubt = "Of 1 predicted ratios to the naive form 0 are within 15 %, 0 are not. For 1 this run cannot tell. Noise"
     assert counted(1.14, noise_pct=5.0).startswith(doubt)
 
@@ -168,7 +204,10 @@ def test_noise_makes_no_verdict(seed, few_resamples):
     for line, name in zip(lines, ("over_peer", "over_peer_wall"), strict=False):
         sides = [side_of_one(metrics, name) for metrics in ours]
         counted = re.search(r"fastest peer in (\d) of 3 rows, slower in (\d)", line)
-        assert [int(count) for count in counted.groups()] == [sides.count("faster"), sides.count("slower")]
+        assert [int(count) for count in counted.groups()] == [
+            sides.count("faster"),
+            sides.count("slower"),
+        ]
         assert ("cannot tell" in line) == ("unclear" in sides)
     close, far = re.search(r"form (\d) are within 15 %, (\d) are not", lines[-1]).groups()
     errors = []
@@ -187,7 +226,10 @@ def test_a_wall_time_below_its_device_time_is_marked():
 
 
 def test_a_resumed_run_names_the_ceilings_of_every_process():
-    parts = [record("ours", 1.0, copy_gb_per_s=3000.0, cublas_tflop_per_s=rate) for rate in (672.0, 672.0, 773.0)]
+    parts = [
+        record("ours", 1.0, copy_gb_per_s=3000.0, cublas_tflop_per_s=rate)
+        for rate in (672.0, 672.0, 773.0)
+    ]
     assert "copy 3,000 GB/s, cuBLAS 672 and 773 TFLOP/s" in headline(parts)
 
 

@@ -34,17 +34,33 @@ def test_the_model_is_the_presets_or_a_fraction_of_it():
 def test_the_plan_is_what_was_measured(case):
     """Within 2 %, on two H200s."""
     for record in read_json(ROOT / f"records/long_context/h200x2-{case}.json"):
-        row = LongContextConfig.of(record.config).variant(record.variant, checkpointing=record.metrics["keeps"])
-        planned = row.options.planned(ROWS[record.variant][0]).memory(world_size=2, on_gpu=True).peak.total
-        assert planned == pytest.approx(record.metrics["peak_alloc_bytes"], rel=0.02), record.variant
+        row = LongContextConfig.of(record.config).variant(
+            record.variant, checkpointing=record.metrics["keeps"]
+        )
+        planned = (
+            row.options.planned(ROWS[record.variant][0])
+            .memory(world_size=2, on_gpu=True)
+            .peak.total
+        )
+        assert planned == pytest.approx(record.metrics["peak_alloc_bytes"], rel=0.02), (
+            record.variant
+        )
 
 
 def test_peers_are_set_up_as_their_users_would():
     config = LongContextConfig(attention="flash", checkpointing="qkv", kv_heads=8)
     ours, peer = config.variant("fsdp"), config.variant("fsdp2 attention")
-    assert (ours.options.attention, ours.options.ops, ours.options.checkpointing) == ("flash", "triton", "qkv")
+    assert (ours.options.attention, ours.options.ops, ours.options.checkpointing) == (
+        "flash",
+        "triton",
+        "qkv",
+    )
     assert peer.strategy.name == "fsdp2" and peer.options.compile == "blocks"
-    assert (peer.options.attention, peer.options.ops, peer.options.checkpointing) == ("sdpa", "torch", "attention")
+    assert (peer.options.attention, peer.options.ops, peer.options.checkpointing) == (
+        "sdpa",
+        "torch",
+        "attention",
+    )
     assert peer.options.model().loss_in_head  # in chunks, as ours
 
 
@@ -66,8 +82,18 @@ def test_a_run_that_was_cut_off_goes_on_elsewhere(tmp_path):
 
 def test_rows_are_held_against_the_fastest_of_torchs():
     rows = [
-        row(name, status="ok", step_p50_ms=ms, step_samples_ms=[ms, ms + 0.1] * 3, loss_after_steps=loss)
-        for name, ms, loss in (("fsdp", 9.0, 2.0), ("fsdp2 block", 12.0, 2.0), ("fsdp2 qkv", 10.0, 2.1))
+        row(
+            name,
+            status="ok",
+            step_p50_ms=ms,
+            step_samples_ms=[ms, ms + 0.1] * 3,
+            loss_after_steps=loss,
+        )
+        for name, ms, loss in (
+            ("fsdp", 9.0, 2.0),
+            ("fsdp2 block", 12.0, 2.0),
+            ("fsdp2 qkv", 10.0, 2.1),
+        )
     ]
     compare(rows)
     assert [round(r.metrics["vs_peer"], 2) for r in rows] == [0.9, 1.2, 1.0]
@@ -80,11 +106,22 @@ def row(name, **metrics):
 
 
 def test_further_rounds_time_the_fastest_peers_alone():
-    rows = [row(name, status="ok", step_p50_ms=ms) for name, ms in (("fsdp", 9.0), ("fsdp2 qkv", 5.0))]
-    close, slow = (row(f"fsdp2 {keep}", status="ok", step_p50_ms=ms) for keep, ms in (("auto", 5.1), ("block", 5.2)))
-    full, failed, new = row("fsdp2 attention", status="OOM"), row("fsdp2 block", status="failed"), row("fsdp2 block")
+    rows = [
+        row(name, status="ok", step_p50_ms=ms) for name, ms in (("fsdp", 9.0), ("fsdp2 qkv", 5.0))
+    ]
+    close, slow = (
+        row(f"fsdp2 {keep}", status="ok", step_p50_ms=ms)
+        for keep, ms in (("auto", 5.1), ("block", 5.2))
+    )
+    full, failed, new = (
+        row("fsdp2 attention", status="OOM"),
+        row("fsdp2 block", status="failed"),
+        row("fsdp2 block"),
+    )
     records = [*rows, close, slow, full]
-    assert [worth_timing(each, records) for each in (*records, failed, new)] == [True] * 3 + [False] * 3 + [True]
+    assert [worth_timing(each, records) for each in (*records, failed, new)] == [True] * 3 + [
+        False
+    ] * 3 + [True]
 
 
 def test_what_cannot_fit_by_its_plan_is_not_tried():
@@ -101,5 +138,8 @@ def test_what_fails_beside_the_measurement_is_said():
     peer, timed = row("fsdp2 qkv"), row("fsdp", status="ok", step_p50_ms=5.0)
     for each in (peer, timed):
         attempted(fail, each)
-    assert peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed" and timed.metrics["status"] == "ok"
+    assert (
+        peer.metrics["status"] == peer.metrics["step_p50_ms"] == "failed"
+        and timed.metrics["status"] == "ok"
+    )
     assert wrong_rows([peer]) == ["fsdp2 qkv: RuntimeError: no such kernel"]

@@ -10,10 +10,14 @@ def test_states_are_predicted_and_sharding_divides(smoke):
     assert list(of) == list(STRATEGIES)
     for strategy, metrics in of.items():
         for state in STATES:
-            assert metrics[f"predicted_{state}_bytes"] == pytest.approx(metrics[f"{state}_bytes"], rel=0.05), strategy
+            assert metrics[f"predicted_{state}_bytes"] == pytest.approx(
+                metrics[f"{state}_bytes"], rel=0.05
+            ), strategy
         assert metrics["peak_alloc_bytes"] is None
     whole = of["local"]
     assert whole["optimizer_state_bytes"] == 2 * whole["parameters_bytes"]
     for strategy in ("zero1", "fsdp", "fsdp2"):
-        assert of[strategy]["optimizer_state_bytes"] == pytest.approx(whole["parameters_bytes"], rel=0.02)
+        assert of[strategy]["optimizer_state_bytes"] == pytest.approx(
+            whole["parameters_bytes"], rel=0.02
+        )
     assert of["fsdp"]["parameters_bytes"] == pytest.approx(whole["parameters_bytes"] / 2, rel=0.02)

@@ -22,10 +22,17 @@ def test_sums_are_those_of_rounding_in_integers(records):
 
 
 def test_types_under_autocast(records):
-    of = {key: (m["type_under_fp16"], m["type_under_bf16"]) for key, m in rows(records, "types").items()}
+    of = {
+        key: (m["type_under_fp16"], m["type_under_bf16"])
+        for key, m in rows(records, "types").items()
+    }
     whole = ("parameters", "loss", "gradients", "residual stream")
-    assert {of[part, "Transformer"] for part in ("attention.qkv", "feed_forward.w2", "head")} == {("fp16", "bf16")}
-    assert {of[part, "Transformer"] for part in whole} == {("fp32", "fp32")} and of["fc1", "toy"] == ("fp16", "bf16")
+    assert {of[part, "Transformer"] for part in ("attention.qkv", "feed_forward.w2", "head")} == {
+        ("fp16", "bf16")
+    }
+    assert {of[part, "Transformer"] for part in whole} == {("fp32", "fp32")} and of[
+        "fc1", "toy"
+    ] == ("fp16", "bf16")
 
 
 def test_statistics_want_fp32(records):
@@ -34,7 +41,9 @@ def test_statistics_want_fp32(records):
         low, _, statistics = variant.partition(", statistics ")
         if statistics == "fp32":
             assert metrics["relative_error"] < {"fp16": 1e-3, "bf16": 4e-3}[low]
-        assert metrics["lost_rows_pct"] == pytest.approx(metrics["predicted_lost_rows_pct"], abs=3), variant
+        assert metrics["lost_rows_pct"] == pytest.approx(
+            metrics["predicted_lost_rows_pct"], abs=3
+        ), variant
     assert found["fp16, statistics fp16", "deviation 64"]["lost_rows_pct"] > 1
     assert found["bf16, statistics bf16", "mean 100"]["relative_error"] > 0.01
     x = torch.randn(4, 32, dtype=torch.float64)
@@ -45,7 +54,9 @@ def test_small_gradients_need_a_scale_in_fp16_and_none_in_bf16(records):
     found = {variant: m for (variant, _), m in rows(records, "scaling").items()}
     assert found["fp16"]["underflow_pct"] > 50
     for name in ("fp16", "fp16 × 2^12"):
-        assert found[name]["underflow_pct"] == pytest.approx(found[name]["predicted_underflow_pct"], abs=0.5)
+        assert found[name]["underflow_pct"] == pytest.approx(
+            found[name]["predicted_underflow_pct"], abs=0.5
+        )
     assert found["fp16 × 2^12"]["underflow_pct"] == found["bf16"]["underflow_pct"] == 0
     assert found["fp16 × 2^40"]["nonfinite_pct"] > 0 == found["fp16 × 2^12"]["nonfinite_pct"]
     words = " ".join(mixed_precision.findings(records))

@@ -22,16 +22,25 @@ from kernels import rmsnorm
 from tests.experiments.frame import measured, on_rank
 
 SMALL = {"batch": (1,), "context": (16,), "repeats": 4}
-NAIVE = {"attention": ("naive", "sdpa"), "strategy": ("bucketed",), "modes": ("forward",), "warmups": (0,)}
+NAIVE = {
+    "attention": ("naive", "sdpa"),
+    "strategy": ("bucketed",),
+    "modes": ("forward",),
+    "warmups": (0,),
+}
 SWEEP = {
-    "attention": ("sdpa", "naive", "flash"), "strategy": ("bucketed",), "warmups": (0, 2), "modes": ("forward", "step")
-}  # fmt: skip
+    "attention": ("sdpa", "naive", "flash"),
+    "strategy": ("bucketed",),
+    "warmups": (0, 2),
+    "modes": ("forward", "step"),
+}
 PARTS = {"profile": True, "memory": True}
 
 
 def two_runs(context, root):
     """What needs ranks: a sweep in which one of them fails, and a step with communication taken apart."""
-    # Interpreted kernels are off, as a user without a GPU finds them, whatever the tests of kernels set.
+    # Interpreted kernels are off, as a user without a GPU finds them, whatever the tests of kernels
+    # set.
     with memory_runs_out_once(context.rank == 1), patch.dict(os.environ, TRITON_INTERPRET="0"):
         records = on_rank(context, "model_benchmark", f"{root}/sweep", "smoke", SMALL | SWEEP)
     on_rank(context, "model_benchmark", f"{root}/parts", "smoke", SMALL | NAIVE | PARTS)
@@ -79,18 +88,25 @@ def test_rows_are_all_combinations_and_each_is_checked(results):
     assert step["status"] == "ok" and step["grad_rel_error"] == 0
     assert all(step[f"{phase}_p50_ms"] > 0 for phase in ("forward", "backward", "optimizer"))
     assert 10 <= step["clock_covered_pct"] <= 105 and step["tokens_per_s"] > 0
-    assert rows["naive, forward, warm-up 0"]["backward_p50_ms"] is None and step["predicted_peak_bytes"] > 0
+    assert (
+        rows["naive, forward, warm-up 0"]["backward_p50_ms"] is None
+        and step["predicted_peak_bytes"] > 0
+    )
     # Both warm-ups are cut from one series: the later one lacks its first two calls.
     series = rows["naive, step, warm-up 0"]["step_samples_ms"]
     assert step["first_ms"] == series[2] and step["step_samples_ms"][:-2] == series[2:]
 
 
 def test_a_predicted_peak_is_of_what_a_mode_holds():
-    trial = TrialConfig(size="tiny", batch=4, context=128, vocab=256, layers=8, checkpointing="every-2")
-    step, gradients, forward = (
-        predicted_peak(trial, lone_context("cpu"), mode) for mode in ("step", "forward_backward", "forward")
+    trial = TrialConfig(
+        size="tiny", batch=4, context=128, vocab=256, layers=8, checkpointing="every-2"
     )
-    assert step - gradients == pytest.approx(8 * trial.model().num_parameters, rel=1e-3)  # AdamW's state
+    step, gradients, forward = (
+        predicted_peak(trial, lone_context("cpu"), mode)
+        for mode in ("step", "forward_backward", "forward")
+    )
+    # AdamW's state
+    assert step - gradients == pytest.approx(8 * trial.model().num_parameters, rel=1e-3)
     assert forward is None
 
 
@@ -98,7 +114,9 @@ def test_what_fails_is_a_row_and_the_sweep_goes_on(results):
     """Memory runs out on one of two ranks, and flash attention has no GPU: rows on both, and more rows after them."""
     rows = {record.variant: record.metrics for record in results["sweep"]}
     assert rows["sdpa, forward, warm-up 0"]["status"] == "ok"
-    assert rows["sdpa, step, warm-up 0"]["status"] == rows["sdpa, step, warm-up 2"]["status"] == "OOM"
+    assert (
+        rows["sdpa, step, warm-up 0"]["status"] == rows["sdpa, step, warm-up 2"]["status"] == "OOM"
+    )
     assert "step_p50_ms" not in rows["sdpa, step, warm-up 0"]
     if not torch.cuda.is_available():
         assert "needs a CUDA device" in rows["flash, step, warm-up 0"]["status"]
@@ -120,35 +138,56 @@ def test_a_layer_of_llama_by_the_modules_of_torch_of_this_lab_and_of_liger(tmp_p
     """On a CPU there is no Liger, and nothing is compiled; what a wrong norm computes is seen."""
     monkeypatch.setattr("kernels._dispatch.runs_triton", lambda tensor: False)
     case = {"layer": True, "kv_heads": 2}
-    found = {r.variant: r.metrics for r in measured(model_comparison.EXPERIMENT, tmp_path / "right", **case)}
+    found = {
+        r.variant: r.metrics
+        for r in measured(model_comparison.EXPERIMENT, tmp_path / "right", **case)
+    }
     assert [*found] == ["torch", "torch-compiled", "nn", "nn-compiled", "liger"]
-    assert all(m["grad_rel_error"] < 1e-5 and m["step_p50_ms"] > 0 for name, m in found.items() if name != "liger")
+    assert all(
+        m["grad_rel_error"] < 1e-5 and m["step_p50_ms"] > 0
+        for name, m in found.items()
+        if name != "liger"
+    )
     assert "Error" in found["liger"]["status"] and found["nn"]["over_compiled"] > 0
     real = rmsnorm.rms_norm
     monkeypatch.setattr(rmsnorm, "rms_norm", lambda *given: 1.01 * real(*given))
-    found = {r.variant: r.metrics for r in measured(model_comparison.EXPERIMENT, tmp_path / "wrong", **case)}
+    found = {
+        r.variant: r.metrics
+        for r in measured(model_comparison.EXPERIMENT, tmp_path / "wrong", **case)
+    }
     assert found["nn"]["grad_rel_error"] > 1e-3 > found["torch"]["grad_rel_error"]
 
 
 def test_what_forms_of_a_block_save(one_rank, tmp_path):
-    run = measured_here(one_rank, tmp_path, attention=("naive",), modes=("forward",), warmups=(1,), saved=True)
+    run = measured_here(
+        one_rank, tmp_path, attention=("naive",), modes=("forward",), warmups=(1,), saved=True
+    )
     found = run.parts["model_saved"].records
     saved_by = {record.variant: record.metrics for record in found}
-    whole = {form: saved_by[f"{form}, all"]["saved_block_bytes"] for form in ("eager", "compiled", "ours")}
+    whole = {
+        form: saved_by[f"{form}, all"]["saved_block_bytes"]
+        for form in ("eager", "compiled", "ours")
+    }
     assert whole["compiled"] < whole["eager"] and whole["ours"] < whole["eager"]
-    # The closed form is the GPU's; a CPU writes each norm out and keeps two more tensors of it. Then the mask.
+    # The closed form is the GPU's; a CPU writes each norm out and keeps two more tensors of it.
+    # Then the mask.
     norms, mask = 2 * 2 * 16 * 128 * 4, 16 * 16
     assert whole["eager"] == saved_by["eager, all"]["predicted_saved_block_bytes"] + norms + mask
     # Fused operations keep no silu(w1 x); a CPU's merged heads are one more copy.
     for form in ("compiled", "ours"):
-        assert whole[form] == pytest.approx(saved_by[f"{form}, all"]["predicted_saved_block_bytes"], rel=0.15)
+        assert whole[form] == pytest.approx(
+            saved_by[f"{form}, all"]["predicted_saved_block_bytes"], rel=0.15
+        )
     assert saved_by["eager, 1"]["of_block_pct"] >= saved_by["eager, 5"]["of_block_pct"] > 0
 
 
 @pytest.mark.parametrize(
-    "attention, dtype, context", [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)]
+    "attention, dtype, context",
+    [("sdpa", "fp32", 64), ("sdpa", "bf16", 64), ("naive", "fp32", 512)],
 )
-def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(one_rank, tmp_path, attention, dtype, context):
+def test_the_peaks_of_a_forward_and_of_a_step_are_predicted(
+    one_rank, tmp_path, attention, dtype, context
+):
     """Within 3 %: of a step the CPU's norms keep two tensors more; naive attention, with its scores, needs 10 %."""
     sizes = {"size": ("small",), "layers": (1,), "context": (context,)}
     (trial,) = BenchmarkConfig(**SMALL | sizes, attention=(attention,), dtype=(dtype,)).trials()
@@ -165,10 +204,21 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     parts = {path.name: read_json(path / "records.json") for path in (folder / "parts").iterdir()}
     assert set(parts) == {"model_kernels", "model_work", "model_parts", "model_memory"}
     assert (folder / "memory_naive.png").stat().st_size > 10_000
-    assert all("naive: " in EXPERIMENT.views()[name].table(records) for name, records in parts.items())
-    parts = {name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()}
-    work = {(r.metrics["phase"], r.variant.removeprefix("naive: ")): r.metrics for r in parts["model_work"]}
-    assert work["backward", "communication"]["kernel_ms"] > 0 == work["backward", "communication"]["flops"]
+    assert all(
+        "naive: " in EXPERIMENT.views()[name].table(records) for name, records in parts.items()
+    )
+    parts = {
+        name: [r for r in rows if r.config["label"] == "naive"] for name, rows in parts.items()
+    }
+    work = {
+        (r.metrics["phase"], r.variant.removeprefix("naive: ")): r.metrics
+        for r in parts["model_work"]
+    }
+    assert (
+        work["backward", "communication"]["kernel_ms"]
+        > 0
+        == work["backward", "communication"]["flops"]
+    )
     assert work["inference", "softmax"]["calls_per_step"]
     phases = ("forward", "backward", "optimizer", "inference")
     for phase in phases:
@@ -178,7 +228,11 @@ def test_the_tables_and_pictures_of_a_step_taken_apart(results):
     assert {r.metrics["phase"] for r in parts["model_kernels"]} == set(phases)
     by_part = {r.variant.removeprefix("naive: "): r.metrics for r in parts["model_parts"]}
     for part in ("scores", "softmax", "norms", "SwiGLU"):
-        assert all(by_part[part][f"{said}{phase}_part_ms"] > 0 for said in ("", "predicted_") for phase in phases[:2])
+        assert all(
+            by_part[part][f"{said}{phase}_part_ms"] > 0
+            for said in ("", "predicted_")
+            for phase in phases[:2]
+        )
     assert sum(metrics["of_kernel_time_pct"] for metrics in by_part.values()) == pytest.approx(100)
     assert "predicted" in by_part_module.part_findings(parts["model_parts"])[0]
     # The buckets were there before the step, and hold the gradients of it.
@@ -195,7 +249,9 @@ def test_kernels_count_for_the_range_that_launched_them():
         Event("distlab:in blocks.3.attention", "range", "thread 1", 1, 6),
         Event("distlab:in blocks.3.attention/attention/scores", "range", "thread 1", 2, 4),
         Event("distlab:backward", "range", "thread 1", 10, 20),
-        Event("distlab:in blocks.3.attention/attention/scores backward", "range", "thread 2", 11, 12),
+        Event(
+            "distlab:in blocks.3.attention/attention/scores backward", "range", "thread 2", 11, 12
+        ),
         Event("nvjet_a", "compute", "stream 7", 50, 57, 3, "aten::mm"),
         Event("nvjet_a", "compute", "stream 7", 57, 60, 5, "aten::mm"),
         Event("before", "compute", "stream 7", -9, -5, -10),
@@ -203,31 +259,44 @@ def test_kernels_count_for_the_range_that_launched_them():
         Event("loss", "compute", "stream 7", 62, 63, 9, "aten::nll_loss"),
     ]
     ms, count = by_part_module.measured_parts(events)
-    assert ms == {("forward", "scores"): 7, ("forward", "projections"): 3, ("backward", "scores"): 2,
-                  ("forward", "loss and rest"): 1}  # fmt: skip
+    assert ms == {
+        ("forward", "scores"): 7,
+        ("forward", "projections"): 3,
+        ("backward", "scores"): 2,
+        ("forward", "loss and rest"): 1,
+    }
     assert count["forward", "scores"] == count["backward", "scores"] == 1
     assert by_part_module.part_of("encoder.3.conv backward") == "encoder.*.conv"
 
 
 def test_an_operator_takes_the_longer_of_its_flops_and_its_bytes():
     bytes_per_s = {"copy": 10.0, "widen": 5.0, "norm": 4.0, "norm backward": 2.0}
-    rates = by_part_module.Rates({"matmul": 100.0, "attention": 50.0, "attention backward": 20.0}, bytes_per_s, 1.0)
+    rates = by_part_module.Rates(
+        {"matmul": 100.0, "attention": 50.0, "attention backward": 20.0}, bytes_per_s, 1.0
+    )
     for name, flops, moved, phase, kind, seconds in (
-        ("mm", 1000, 10, "forward", "copy", 11), ("_to_copy", 0, 10, "forward", "widen", 3),
-        ("_fused_rms_norm", 0, 8, "forward", "copy", 3), ("_fused_rms_norm_backward", 0, 8, "backward", "copy", 5),
+        ("mm", 1000, 10, "forward", "copy", 11),
+        ("_to_copy", 0, 10, "forward", "widen", 3),
+        ("_fused_rms_norm", 0, 8, "forward", "copy", 3),
+        ("_fused_rms_norm_backward", 0, 8, "backward", "copy", 5),
         ("rms_norm_backward", 0, 10, "backward", "copy", 2),
         ("_scaled_dot_product_attention_backward", 100, 1, "backward", "copy", 6),
-    ):  # fmt: skip
+    ):
         assert rates.seconds(Compute(name, flops, moved, phase), kind) == seconds, name
 
 
 def test_kernel_names_are_cut_to_what_says_something():
-    assert taken_apart.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)") == "cutlass::Kernel2"
+    assert (
+        taken_apart.short_name("void cutlass::Kernel2<cutlass_80_tensorop(int)>(Params)")
+        == "cutlass::Kernel2"
+    )
     assert len(taken_apart.short_name("aten::" + "x" * 100)) == 64
 
 
 def test_options_become_combinations():
-    options = "--size tiny small --context 16 --dtype fp32 bf16 --compile model --mode step --warmup 0 1"
+    options = (
+        "--size tiny small --context 16 --dtype fp32 bf16 --compile model --mode step --warmup 0 1"
+    )
     args = EXPERIMENT.parser().parse_args([*options.split(), "--checkpointing", "none", "every-2"])
     config, _ = EXPERIMENT.chosen(args)
     assert len(config.trials()) == 8 and config.compile == ("model",) and config.warmups == (0, 1)
@@ -239,7 +308,18 @@ def test_noise_makes_no_cost_of_the_profiler(seed):
     """Of made-up runs: a difference inside the timer's noise is not left to stand as the profiler's."""
     random = Random(seed)
     error, noise = random.gauss(0, 10), random.choice([0.5, 5.0, 40.0])
-    metrics = {"phase": "forward", "phase_kernel_ms": 1.0, "profiler_kernel_ms": 1.0, "timer_step_ms": 2.0}
-    metrics |= {"profiler_step_ms": 2 * (1 + error / 100), "profiler_error_pct": error, "timer_noise_pct": noise}
-    (line,) = taken_apart.work_findings([Record("model_work", "x", {"label": ""}, metrics, {}, None)])
+    metrics = {
+        "phase": "forward",
+        "phase_kernel_ms": 1.0,
+        "profiler_kernel_ms": 1.0,
+        "timer_step_ms": 2.0,
+    }
+    metrics |= {
+        "profiler_step_ms": 2 * (1 + error / 100),
+        "profiler_error_pct": error,
+        "timer_noise_pct": noise,
+    }
+    (line,) = taken_apart.work_findings(
+        [Record("model_work", "x", {"label": ""}, metrics, {}, None)]
+    )
     assert ("cannot tell" in line) == (abs(error) <= noise)

@@ -11,7 +11,9 @@ from experiments.pipeline_schedules import bubble
 def test_each_schedule_of_ours_stands_beside_torchs(smoke):
     records, _ = smoke("pipeline_schedules")
     by_name = {record.variant: record.metrics for record in records}
-    assert set(by_name) == {f"{name} × 4{owner}" for name in SCHEDULES for owner in ("", " (torch)")}
+    assert set(by_name) == {
+        f"{name} × 4{owner}" for name in SCHEDULES for owner in ("", " (torch)")
+    }
     for name, metrics in by_name.items():
         assert metrics["max_abs_param_diff"] < 1e-6, name
         assert ("vs_torch" in metrics) == ("simulated_ms" in metrics) == ("torch" not in name), name
@@ -24,8 +26,12 @@ def test_each_schedule_of_ours_stands_beside_torchs(smoke):
 def test_equal_stages_have_the_bubble_of_the_closed_form(name):
     """Actions that take 2, 3 and 1 ms on every rank, in a step as long as the simulated one."""
     seconds = {"F": 2.0, "B": 3.0 if name == "zero-bubble" else 4.0, "W": 1.0}
-    seen = [[{action: seconds[action.kind] for action in actions}] for actions in SCHEDULES[name](2, 4)]
-    row = Variant("x", get_strategy("local"), layout=Layout(pipeline=2, schedule=name), micro_batches=4)
+    seen = [
+        [{action: seconds[action.kind] for action in actions}] for actions in SCHEDULES[name](2, 4)
+    ]
+    row = Variant(
+        "x", get_strategy("local"), layout=Layout(pipeline=2, schedule=name), micro_batches=4
+    )
     simulated = bubble(row, seen, window_ms=1.0)["simulated_ms"]
     found = bubble(row, seen, window_ms=simulated)
     assert found["idle_pct"] == pytest.approx(found["simulated_idle_pct"])

@@ -25,33 +25,66 @@ from tests.commands import ROOT
 from tests.experiments.frame import measured, refused
 
 RECORD = str(ROOT / "records" / "ddp_bench" / "h200x2-xl-batch8.json")
-COMPARED = ("h200x2-xl-batch2", "h200x2-xl-batch8", "h200x2-medium-batch8", "h200x4-xl-batch2", "h200x4-medium-batch8")
+COMPARED = (
+    "h200x2-xl-batch2",
+    "h200x2-xl-batch8",
+    "h200x2-medium-batch8",
+    "h200x4-xl-batch2",
+    "h200x4-medium-batch8",
+)
 # On four ranks the medium model waits for its host, which the simulation leaves out.
 MISSED = {(name, "medium", 8, 4) for name in ("overlap", "fsdp")}
 
 
 def test_plan(tmp_path, capsys):
-    arguments = ["--model", "tiny", "--batch", "4", "--devices", "h100:4", "--strategies", "bucketed,fsdp"]
+    arguments = [
+        "--model",
+        "tiny",
+        "--batch",
+        "4",
+        "--devices",
+        "h100:4",
+        "--strategies",
+        "bucketed,fsdp",
+    ]
     assert main(["run", "plan", *arguments, "--out", str(tmp_path), "--json"]) == 0
     folder = Path(json.loads(capsys.readouterr().out.splitlines()[-1])["out"])
     records = read_json(folder / "records.json")
     assert all(record.metrics["fits"] for record in records)
     assert {record.config["strategy"] for record in records} == {"bucketed", "fsdp"}
     assert {record.config["recompute"] for record in records} == {"none", "selective", "block"}
-    assert described(folder / "records.json", lambda row: {})["machine"] == "4 × H100 SXM, predicted"
+    assert (
+        described(folder / "records.json", lambda row: {})["machine"] == "4 × H100 SXM, predicted"
+    )
     text = (folder / "table.md").read_text()
     assert "Fastest: " in text and "The host needs about" in text
 
 
 def test_plan_on_a_cluster(tmp_path):
     """Grouped queries, groups of nodes, a deadline, and the runners-up."""
-    fields = {"model": "llama-8B", "batch": 256, "cluster": "dgx-h100:64", "strategies": ("zero1", "fsdp", "hsdp")}
+    fields = {
+        "model": "llama-8B",
+        "batch": 256,
+        "cluster": "dgx-h100:64",
+        "strategies": ("zero1", "fsdp", "hsdp"),
+    }
     fields |= {"layouts": ("", "cp2", "cp4")}
-    records = measured(plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "block"), days=1.0)
-    assert {record.config["group"] for record in records if not record.config["layout"]} == {None, 8, 16, 32}
+    records = measured(
+        plan.EXPERIMENT, tmp_path, **fields, recomputation=("selective", "block"), days=1.0
+    )
+    assert {record.config["group"] for record in records if not record.config["layout"]} == {
+        None,
+        8,
+        16,
+        32,
+    }
     words = plan.answer(records)
     # Sharded over all, two sequences fit at once and half as many gathers do.
-    assert records[0].variant == "fsdp × 2 selective" and "Next best: fsdp cp2" in words and "Third: fsdp cp4" in words
+    assert (
+        records[0].variant == "fsdp × 2 selective"
+        and "Next best: fsdp cp2" in words
+        and "Third: fsdp cp4" in words
+    )
     assert "longer than 1 days: it takes about" in words
     m = records[0].metrics
     assert 90 < m["predicted_goodput_pct"] < 100
@@ -68,8 +101,13 @@ def test_layouts_are_offered_where_a_model_can_be_shared():
     pipelines = ("", *(f"pp{ranks}{how}" for ranks in (2, 4, 8) for how in ("", "-interleaved")))
     axes = itertools.product(pipelines, ("", "cp2", "cp4", "cp8"), ("", "tp2", "tp4", "tp8"))
     assert offered == {",".join(filter(None, each)) for each in axes}
-    assert {layout.pipeline for layout in PlanConfig(**fields | {"device": "h100:16"}).offered()} == {1, 2}
-    assert {layout.tensor for layout in PlanConfig(**fields, devices_per_node=2).offered()} == {1, 2}
+    assert {
+        layout.pipeline for layout in PlanConfig(**fields | {"device": "h100:16"}).offered()
+    } == {1, 2}
+    assert {layout.tensor for layout in PlanConfig(**fields, devices_per_node=2).offered()} == {
+        1,
+        2,
+    }
     assert {layout.tensor for layout in PlanConfig(**fields, kv_heads=2).offered()} == {1, 2}
     assert {layout.tensor for layout in PlanConfig(**fields, vocab=1001).offered()} == {1}
     assert {layout.context for layout in PlanConfig(**fields, context=1020).offered()} == {1, 2}
@@ -95,17 +133,26 @@ def test_a_plan_takes_the_fastest_layout_that_fits(tmp_path, count):
     fitting = [record for record in records if record.metrics["fits"]]
     steps = [record.metrics["predicted_step_ms"] for record in fitting]
     assert steps == sorted(steps) and "cp" in fitting[0].config["layout"]
-    assert next(record for record in fitting if not record.config["layout"]).config["recompute"] == "block"
-    assert re.search(r"Next best: fsdp \S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records))
+    assert (
+        next(record for record in fitting if not record.config["layout"]).config["recompute"]
+        == "block"
+    )
+    assert re.search(
+        r"Next best: fsdp \S+ × .*? % slower: [\d.,]+ ms more \w+", plan.answer(records)
+    )
     parts = ("compute_ms", "memory_bandwidth_ms", "communication_ms", "optimizer_ms", "host_ms")
     for record in fitting[:5]:
-        assert sum(record.metrics[part] for part in parts) == pytest.approx(record.metrics["predicted_step_ms"])
+        assert sum(record.metrics[part] for part in parts) == pytest.approx(
+            record.metrics["predicted_step_ms"]
+        )
 
 
 def test_a_model_of_a_file(tmp_path):
     path = tmp_path / "model.json"
-    path.write_text('{"d_model": 512, "d_ff": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, '
-                    '"vocab_size": 1000, "tie_embeddings": true, "context": 65536}')  # fmt: skip
+    path.write_text(
+        '{"d_model": 512, "d_ff": 1024, "num_layers": 2, "num_heads": 8, "num_kv_heads": 2, '
+        '"vocab_size": 1000, "tie_embeddings": true, "context": 65536}'
+    )
     config = PlanConfig(model=str(path), batch=8, device="h100:8")
     assert (config.shape().kv_width, config.shape().context_length) == (128, 65536)
     path.write_text("{")
@@ -116,34 +163,63 @@ def test_a_model_of_a_file(tmp_path):
 COMMANDS = [each.EXPERIMENT.config for each in (plan, scaling, simulate_scale)]
 
 
-@pytest.mark.parametrize("config", [*COMMANDS, TrainConfig, LongContextConfig], ids=lambda config: config.__name__)
+@pytest.mark.parametrize(
+    "config", [*COMMANDS, TrainConfig, LongContextConfig], ids=lambda config: config.__name__
+)
 def test_one_definition_says_which_model_every_command_means(config):
-    dimensions = {"context": 64, "vocab": 96, "d_model": 64, "d_ff": 32, "layers": 3, "heads": 4, "kv_heads": 2}
-    made = config(**dimensions, attention="flash", ops="triton", **{"model": "xl"} if config in COMMANDS else {})
+    dimensions = {
+        "context": 64,
+        "vocab": 96,
+        "d_model": 64,
+        "d_ff": 32,
+        "layers": 3,
+        "heads": 4,
+        "kv_heads": 2,
+    }
+    made = config(
+        **dimensions,
+        attention="flash",
+        ops="triton",
+        **{"model": "xl"} if config in COMMANDS else {},
+    )
     shape = made.shape() if config in COMMANDS else made.model()
-    assert shape == ModelConfig(64, 32, 3, 4, 96, 64, num_kv_heads=2, attention="flash", ops="triton")
+    assert shape == ModelConfig(
+        64, 32, 3, 4, 96, 64, num_kv_heads=2, attention="flash", ops="triton"
+    )
     with pytest.raises(ValueError, match="num_heads=4 is not a multiple of num_kv_heads=3"):
         config(**dimensions | {"kv_heads": 3})
 
 
 def test_how_a_model_computes_decides_what_is_predicted():
     """Compiled it is faster and keeps less; fused kernels also take the loss by chunks; naive attention is large."""
-    fields = {"model": "small", "batch": 64, "device": "h100:8", "strategies": ("fsdp",), "recomputation": ("none",)}
+    fields = {
+        "model": "small",
+        "batch": 64,
+        "device": "h100:8",
+        "strategies": ("fsdp",),
+        "recomputation": ("none",),
+    }
     ways = ({}, {"compile": "blocks"}, {"ops": "triton"})
     made = [plan.EXPERIMENT.config(**fields | way) for way in ways]
     choice = Choice("fsdp", 8)
     naive = plan.EXPERIMENT.config(**fields, attention="naive")
     peaks = [plan._memory(config, choice, 8)["predicted_peak_bytes"] for config in (naive, *made)]
     assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 4
-    eager, compiled, fused = (plan._time(config, choice, config.machine())["predicted_step_ms"] for config in made)
+    eager, compiled, fused = (
+        plan._time(config, choice, config.machine())["predicted_step_ms"] for config in made
+    )
     assert compiled < eager and fused < eager
     with pytest.raises(ValueError, match="its time has no closed form"):
         plan._time(naive, choice, naive.machine())
 
 
 WAYS = ("naive", "overlap", "bucketed", "zero1", "fsdp")
-CHOICES = [*(Choice(way, 2) for way in WAYS), Choice("zero1", 2, recompute="selective"),
-           Choice("fsdp", 2, recompute="block"), Choice("hsdp", 2, group=8)]  # fmt: skip
+CHOICES = [
+    *(Choice(way, 2) for way in WAYS),
+    Choice("zero1", 2, recompute="selective"),
+    Choice("fsdp", 2, recompute="block"),
+    Choice("hsdp", 2, group=8),
+]
 
 
 def test_the_first_choice_is_the_fastest_simulated():
@@ -161,13 +237,31 @@ def test_plan_of_what_does_not_fit(tmp_path):
     fields = {"model": "10B", "batch": 1, "device": "h100:1", "strategies": ("bucketed", "fsdp")}
     records = measured(plan.EXPERIMENT, tmp_path, **fields)
     assert not any(record.metrics["fits"] for record in records)
-    assert re.search("Nothing fits.* 3 devices", plan.answer(records))  # 16 bytes × 12.8 B parameters over 75.2 GB
+    # 16 bytes × 12.8 B parameters over 75.2 GB
+    assert re.search("Nothing fits.* 3 devices", plan.answer(records))
 
 
 def test_a_record_without_what_a_calibration_needs_is_refused(capsys, tmp_path):
-    bare = {"experiment": "ddp_bench", "variant": "x", "config": {}, "metrics": {}, "environment": {}, "commit": None}
-    (tmp_path / "bare.json").write_text(json.dumps({"format": "distlab-records-1", "records": [bare]}))
-    command = ("predict", "--models", "xl:8", "--out", str(tmp_path), "--calibrate", str(tmp_path / "bare.json"))
+    bare = {
+        "experiment": "ddp_bench",
+        "variant": "x",
+        "config": {},
+        "metrics": {},
+        "environment": {},
+        "commit": None,
+    }
+    (tmp_path / "bare.json").write_text(
+        json.dumps({"format": "distlab-records-1", "records": [bare]})
+    )
+    command = (
+        "predict",
+        "--models",
+        "xl:8",
+        "--out",
+        str(tmp_path),
+        "--calibrate",
+        str(tmp_path / "bare.json"),
+    )
     assert "bare.json: a record lacks what is needed of it" in refused(capsys, *command)
 
 
@@ -180,15 +274,26 @@ def test_scaling(tmp_path):
         ("weak", "bucketed", 2),
     }
     for metrics in (record.metrics for record in known):
-        assert metrics["predicted_step_ms"] == pytest.approx(metrics["measured_step_p50_ms"], rel=0.15)
-    strong = [record.config["world_size"] for record in records if record.config["kind"] == "strong"]
+        assert metrics["predicted_step_ms"] == pytest.approx(
+            metrics["measured_step_p50_ms"], rel=0.15
+        )
+    strong = [
+        record.config["world_size"] for record in records if record.config["kind"] == "strong"
+    ]
     assert strong == [1, 2] * 2  # 4096 ranks have no sequence each
     assert all(record.metrics["predicted_efficiency_pct"] < 101 for record in records)
     # The largest micro-batch of at most 6 that divides a rank's 8 sequences.
-    assert scaling._split(ScalingConfig(batch=6, global_batch=16, ranks=(2,)), "strong", 2) == (4, 2)
+    assert scaling._split(ScalingConfig(batch=6, global_batch=16, ranks=(2,)), "strong", 2) == (
+        4,
+        2,
+    )
     step = scaling._predict(ScalingConfig(model="tiny", context=64), "flat", 2, 3, 5)
-    assert step["predicted_tokens_per_s"] * step["predicted_step_ms"] == pytest.approx(1e3 * 2 * 3 * 5 * 64)
-    sizes = [r.metrics["step_p50_ms"] for r in read_json(RECORD) if r.variant.split("-")[0] == "bucketed"]
+    assert step["predicted_tokens_per_s"] * step["predicted_step_ms"] == pytest.approx(
+        1e3 * 2 * 3 * 5 * 64
+    )
+    sizes = [
+        r.metrics["step_p50_ms"] for r in read_json(RECORD) if r.variant.split("-")[0] == "bucketed"
+    ]
     point = scaling.measured_points(ScalingConfig(records=(RECORD,)))["bucketed", 2, 8]
     assert point["measured_step_p50_ms"] == min(sizes) < max(sizes)
     # Records of another device are no points of this one.
@@ -201,7 +306,11 @@ def test_predictions_are_kept():
     records = read_json(ROOT / "records" / "predict" / "cpu-h200.json")
     with pytest.raises(ValueError, match="'zero9' is unknown"):
         PredictConfig(calibrate=RECORD, models=(("xl", 2),), rows=("zero9",))
-    measured = [record for case in COMPARED for record in read_json(ROOT / "records" / "ddp_bench" / f"{case}.json")]
+    measured = [
+        record
+        for case in COMPARED
+        for record in read_json(ROOT / "records" / "ddp_bench" / f"{case}.json")
+    ]
     rows = compare(records, measured)
     assert len(rows) == 37
     for row in rows:
@@ -216,11 +325,15 @@ def test_predictions_are_kept():
 
 def test_a_datasheet_is_named_by_device(tmp_path):
     """The frame took it for where to compute, and refused every GPU's name."""
-    assert main(["run", "scaling", "--preset", "smoke", "--device", "a100", "--out", str(tmp_path)]) == 0
+    assert (
+        main(["run", "scaling", "--preset", "smoke", "--device", "a100", "--out", str(tmp_path)])
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
-    "name, model, per_rank", [("xl-batch8", "xl", 8), ("xl-batch2", "xl", 2), ("medium-batch8", "medium", 8)]
+    "name, model, per_rank",
+    [("xl-batch8", "xl", 8), ("xl-batch2", "xl", 2), ("medium-batch8", "medium", 8)],
 )
 def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model, per_rank):
     """Or within 3 %: among the planner's strategies, each in its fastest bucket size."""
@@ -240,8 +353,15 @@ def test_first_choice_on_two_h200_is_the_fastest_measured(tmp_path, name, model,
 
 
 def test_hybrid_sharding_at_scale(tmp_path):
-    fields = {"model": "8B", "cluster": "dgx-h100:4096", "ranks": (8, 64, 512, 4096), "strategies": ("fsdp", "hsdp")}
-    records = measured(scaling.EXPERIMENT, tmp_path, **fields, context=8192, batch=1, recompute="block")
+    fields = {
+        "model": "8B",
+        "cluster": "dgx-h100:4096",
+        "ranks": (8, 64, 512, 4096),
+        "strategies": ("fsdp", "hsdp"),
+    }
+    records = measured(
+        scaling.EXPERIMENT, tmp_path, **fields, context=8192, batch=1, recompute="block"
+    )
     words = " ".join(scaling.findings(records))
     assert "fsdp from 512 ranks" in words and "weak scaling under 90 % efficiency" in words
 
@@ -271,7 +391,9 @@ def test_a_file_that_holds_no_case_is_refused_by_its_name(tmp_path, capsys, cont
 
 
 def test_more_ranks_than_can_be_simulated_are_refused(capsys):
-    assert "at most 1,048,576" in refused(capsys, "simulate_scale", "--ranks", "3000000000", "--model", "tiny")
+    assert "at most 1,048,576" in refused(
+        capsys, "simulate_scale", "--ranks", "3000000000", "--model", "tiny"
+    )
 
 
 @pytest.mark.parametrize("gpus", [1, 2, 8])
@@ -280,17 +402,26 @@ def test_a_plan_asks_for_few_choices_whatever_the_batch(tmp_path, monkeypatch, b
     """A batch has up to 240 divisors, and a step up to 10^12 micro-batches: neither is gone through."""
     asked = []
     memory, estimated = plan.memory, plan.estimated
-    monkeypatch.setattr(plan, "memory", lambda *given, **more: asked.append(given) or memory(*given, **more))
-    monkeypatch.setattr(plan, "estimated", lambda *given, **more: asked.append(given) or estimated(*given, **more))
+    monkeypatch.setattr(
+        plan, "memory", lambda *given, **more: asked.append(given) or memory(*given, **more)
+    )
+    monkeypatch.setattr(
+        plan, "estimated", lambda *given, **more: asked.append(given) or estimated(*given, **more)
+    )
     records = measured(plan.EXPERIMENT, tmp_path, model="tiny", batch=batch, device=f"h100:{gpus}")
     assert records[0].metrics["fits"]
     layouts = PlanConfig(model="tiny", batch=batch, device=f"h100:{gpus}").offered()
     assert len(asked) < 25 * len(layouts) * len(STRATEGIES)
 
 
-@pytest.mark.parametrize("fields", [{"model": "medium", "batch": 96, "device": "h100:2"},
-                                    {"model": "llama-8B", "batch": 32, "device": "h100:8"},
-                                    {"model": "llama-70B", "batch": 16, "device": "h100:8"}])  # fmt: skip
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "medium", "batch": 96, "device": "h100:2"},
+        {"model": "llama-8B", "batch": 32, "device": "h100:8"},
+        {"model": "llama-70B", "batch": 16, "device": "h100:8"},
+    ],
+)
 def test_what_is_not_tried_would_not_be_shown(tmp_path, fields):
     """The fastest that fits of each layout, and of each way without one, as if every choice had been tried."""
     config = PlanConfig(**fields, strategies=("bucketed", "zero1", "fsdp"))
@@ -308,15 +439,32 @@ def test_what_is_not_tried_would_not_be_shown(tmp_path, fields):
 
 
 def test_a_plan_says_at_once_what_it_does(tmp_path, capsys):
-    main(["run", "plan", "--model", "tiny", "--batch", "8", "--devices", "h100:8", "--out", str(tmp_path)])
+    main(
+        [
+            "run",
+            "plan",
+            "--model",
+            "tiny",
+            "--batch",
+            "8",
+            "--devices",
+            "h100:8",
+            "--out",
+            str(tmp_path),
+        ]
+    )
     assert re.search(r"layout 1 of \d+: a model on every rank", capsys.readouterr().err)
 
 
 def test_one_gpu_has_no_overhead_of_communication(tmp_path):
     for record in measured(plan.EXPERIMENT, tmp_path, model="medium", batch=96, device="h100:1"):
         if record.metrics["fits"]:
-            assert record.metrics["predicted_overhead_ms"] == record.metrics["communication_ms"] == 0.0
+            assert (
+                record.metrics["predicted_overhead_ms"] == record.metrics["communication_ms"] == 0.0
+            )
 
 
 def test_a_layout_of_one_rank_is_named_in_its_refusal(capsys):
-    assert "layout tp1: " in refused(capsys, "plan", "--layouts", "tp1", "--devices", "h100:8", "--batch", "7")
+    assert "layout tp1: " in refused(
+        capsys, "plan", "--layouts", "tp1", "--devices", "h100:8", "--batch", "7"
+    )

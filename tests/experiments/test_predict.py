@@ -12,7 +12,13 @@ from tests.commands import ROOT
 from tests.experiments.frame import measured, refused
 
 EXAMPLE = ROOT / "docs" / "learn" / "case_example.json"
-CASE = {"model": "llama-8B", "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective"}
+CASE = {
+    "model": "llama-8B",
+    "cluster": "grand-teton:8",
+    "strategy": "fsdp2",
+    "batch": 2,
+    "recompute": "selective",
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +44,27 @@ def test_the_bars(rows):
 
 def test_interleaving_is_predicted_to_gain_what_its_bubble_says(rows):
     """More than was published, 1.28: the reason is given. Memory of both is short of what torchtitan keeps whole."""
-    plain, interleaved = (rows[f"Llama 3.1 405B, {schedule}"].metrics for schedule in ("pp8", "pp8-interleaved"))
-    assert plain["predicted_step_ms"] / interleaved["predicted_step_ms"] == pytest.approx(1.43, abs=0.02)
+    plain, interleaved = (
+        rows[f"Llama 3.1 405B, {schedule}"].metrics for schedule in ("pp8", "pp8-interleaved")
+    )
+    assert plain["predicted_step_ms"] / interleaved["predicted_step_ms"] == pytest.approx(
+        1.43, abs=0.02
+    )
     assert plain["predicted_memory_gib"] > interleaved["predicted_memory_gib"]
 
 
 def test_zero_table(rows):
     for stage, gigabytes in ZERO_TABLE.items():
-        assert rows[f"ZeRO stage {stage}, 7.5 B on 64 GPUs"].metrics["predicted_states_gb"] == pytest.approx(
-            gigabytes, abs=0.05
-        )
+        assert rows[f"ZeRO stage {stage}, 7.5 B on 64 GPUs"].metrics[
+            "predicted_states_gb"
+        ] == pytest.approx(gigabytes, abs=0.05)
 
 
 def test_what_muon_adds_to_a_step(rows):
     """Its products, and messages to the owners of matrices and back; it keeps one moment of a matrix, not two."""
-    adamw, muon = (rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged"))
+    adamw, muon = (
+        rows[f"3.4 B, ZeRO-1 with {name}, 2 H100"].metrics for name in ("AdamW", "Muon, exchanged")
+    )
     assert muon["predicted_step_ms"] - adamw["predicted_step_ms"] > 100
     assert muon["memory_gib_error_pct"] == pytest.approx(adamw["memory_gib_error_pct"], abs=0.5)
 
@@ -71,7 +83,11 @@ def test_a_cluster_of_ones_own_and_smaller_gradients():
     case = {"model": "llama2-7B", "strategy": "fsdp2", "batch": 2}
     slow, named, halved = (
         predict(from_json(case | more)).time.step
-        for more in ({"cluster": own}, {"cluster": "dgx-a100:128"}, {"cluster": own, "reduce": "bf16"})
+        for more in (
+            {"cluster": own},
+            {"cluster": "dgx-a100:128"},
+            {"cluster": own, "reduce": "bf16"},
+        )
     )
     assert named < halved < slow
     like = own | {"card_bytes_per_s": 25e9, "cards_per_host": 8}
@@ -79,7 +95,9 @@ def test_a_cluster_of_ones_own_and_smaller_gradients():
 
 
 def test_what_does_not_fit_says_by_how_much_and_what_would():
-    text = shortage(from_json({"model": "llama-70B", "cluster": "dgx-h100:8", "strategy": "fsdp", "batch": 1}))
+    text = shortage(
+        from_json({"model": "llama-70B", "cluster": "dgx-h100:8", "strategy": "fsdp", "batch": 1})
+    )
     assert "too few" in text and "need 16 GPUs" in text  # 16 bytes × 70.6 B parameters over 75.2 GB
     text = shortage(from_json(CASE | {"batch": 8}))
     assert "What fits" in text and "batch 1" in text
@@ -90,9 +108,13 @@ def test_gpus_that_share_a_sequence_take_longer_than_ones_own_and_as_much_memory
     shared = [record for name, record in rows.items() if "CP" in name]
     for less, more in itertools.pairwise(shared):
         assert 1.4 < more.metrics["predicted_step_ms"] / less.metrics["predicted_step_ms"] < 2
-        assert more.metrics["predicted_memory_gib"] == pytest.approx(less.metrics["predicted_memory_gib"], rel=0.01)
+        assert more.metrics["predicted_memory_gib"] == pytest.approx(
+            less.metrics["predicted_memory_gib"], rel=0.01
+        )
     alone, shared = from_json(CASE), from_json(CASE | {"batch": 4, "layout": "tp2"})
-    assert (shared.tokens, shared.shards) == (alone.tokens, 4) and predict(shared).mfu < predict(alone).mfu
+    assert (shared.tokens, shared.shards) == (alone.tokens, 4) and predict(shared).mfu < predict(
+        alone
+    ).mfu
 
 
 @pytest.mark.parametrize(
@@ -118,6 +140,8 @@ def test_refused_files(tmp_path, capsys):
     broken, lacking = tmp_path / "a.json", tmp_path / "b.json"
     broken.write_text("{")
     lacking.write_text(json.dumps({"model": "8B"}))
-    assert "is not JSON" in refused(capsys, "predict", "--case", str(broken), "--out", str(tmp_path))
+    assert "is not JSON" in refused(
+        capsys, "predict", "--case", str(broken), "--out", str(tmp_path)
+    )
     assert "lacks" in refused(capsys, "predict", "--case", str(lacking), "--out", str(tmp_path))
     assert read_case(EXAMPLE).cluster.gpus == 64

@@ -73,7 +73,9 @@ HERE = REFUSED if torch.cuda.is_available() else REFUSED | WITHOUT_A_GPU
 
 
 @pytest.mark.parametrize("command", HERE)
-def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_path, monkeypatch, capfd):
+def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(
+    command, tmp_path, monkeypatch, capfd
+):
     monkeypatch.chdir(tmp_path)
     assert HERE[command] in refused(capfd, *command.split())
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -82,14 +84,20 @@ def test_what_cannot_be_is_refused_in_one_line_and_leaves_nothing(command, tmp_p
 def frames():
     """Name → `Experiment` of everything that `distlab run` measures."""
     modules = {name: load(name) for name in experiments()}
-    return {name: module.EXPERIMENT for name, module in modules.items() if hasattr(module, "EXPERIMENT")}
+    return {
+        name: module.EXPERIMENT for name, module in modules.items() if hasattr(module, "EXPERIMENT")
+    }
 
 
 def presets_by_name():
     """(experiment, options) of every preset that a user can choose, and of none."""
     found = []
     for name, experiment in frames().items():
-        chosen = [preset for preset in experiment.presets if preset.rpartition("-")[2] not in ("gpu", "cpu")]
+        chosen = [
+            preset
+            for preset in experiment.presets
+            if preset.rpartition("-")[2] not in ("gpu", "cpu")
+        ]
         found += [(name, ()), *((name, ("--preset", preset)) for preset in chosen)]
     return found
 
@@ -117,7 +125,9 @@ def test_a_preset_for_gpus_is_refused_on_a_cpu_and_names_one_that_runs(name, pre
     if (name, preset) not in SIZED_FOR_GPUS:
         choose(*preset)
         return
-    with pytest.raises(ValueError, match=f"^{name}.* needs 1 GPU, and there are 0 to compute on; ") as refusal:
+    with pytest.raises(
+        ValueError, match=f"^{name}.* needs 1 GPU, and there are 0 to compute on; "
+    ) as refusal:
         choose(*preset)
     remedies = re.findall(r"--quick|--preset \S+", str(refusal.value).partition(";")[2])
     assert remedies

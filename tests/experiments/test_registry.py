@@ -22,7 +22,11 @@ IN_WORDS = ("calculator",)  # answers on one line, without rows
 
 
 def registered():
-    return [name for name in experiments() if isinstance(getattr(load(name), "EXPERIMENT", None), Experiment)]
+    return [
+        name
+        for name in experiments()
+        if isinstance(getattr(load(name), "EXPERIMENT", None), Experiment)
+    ]
 
 
 @pytest.mark.parametrize("name", registered())
@@ -72,7 +76,9 @@ def test_list_and_help_take_no_torch_and_end_quietly_where_nobody_reads():
     code = "import sys; from launch.__main__ import console; sys.argv[1:] = {}; console()"
     for arguments in (["list"], ["run", "plan", "--help"]):
         command = f'{sys.executable} -X importtime -c "{code.format(arguments)}" | true; exit ${{PIPESTATUS[0]}}'
-        done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0 and " torch" not in done.stderr and "Error" not in done.stderr
 
 

@@ -1,6 +1,5 @@
 """Each mistake is caught by the check that is named for it, and its healthy counterpart passes all of them."""
 
-
 import pytest
 
 from distlab.report.record import read_json
@@ -51,7 +50,9 @@ def test_its_check_catches_it_and_only_it(examined, name):
     assert MISTAKES[name].check in caught_by(broken)
 
 
-@pytest.mark.parametrize("name", [name for name, mistake in MISTAKES.items() if mistake.layout.ranks > 1])
+@pytest.mark.parametrize(
+    "name", [name for name, mistake in MISTAKES.items() if mistake.layout.ranks > 1]
+)
 def test_the_first_loss_hides_what_is_wrong_where_ranks_share_a_model(examined, name):
     """It moves by less than a hundredth of 3.47, the logarithm of the vocabulary."""
     healthy, broken = examined[name]
@@ -89,4 +90,6 @@ def test_ranks_that_fail_are_caught_too(monkeypatch, examined, tmp_path):
 
 def test_the_committed_record_caught_all():
     records = read_json(ROOT / "records/sabotage/cpu-all.json")
-    assert [record.variant for record in records] == list(MISTAKES) and not sabotage.wrong_rows(records)
+    assert [record.variant for record in records] == list(MISTAKES) and not sabotage.wrong_rows(
+        records
+    )

@@ -25,5 +25,10 @@ def test_collectives_are_timed_fitted_and_read_again(smoke):
     (fit,) = (r for r in records if r.variant == "fit all_reduce" and r.config["world_size"] == 3)
     first = fit.metrics["pieces"][0]
     expected = first["latency_s"] + 4096 / first["bytes_per_s"]
-    (small,) = (r for r in records if r.variant == "all_reduce" and r.config == fit.config | {"num_bytes": 4096})
-    assert small.metrics["fit_ms"] == pytest.approx(1e3 * expected, rel=1e-2)  # sent are whole elements per rank
+    (small,) = (
+        r
+        for r in records
+        if r.variant == "all_reduce" and r.config == fit.config | {"num_bytes": 4096}
+    )
+    # sent are whole elements per rank
+    assert small.metrics["fit_ms"] == pytest.approx(1e3 * expected, rel=1e-2)

@@ -39,7 +39,9 @@ def test_one_command_trains_kills_resumes_and_compares(tmp_path):
 
 
 def record(variant, **metrics):
-    return Record("train_curves", variant, {}, {"first_step": 0, "loss": [5.0, 2.0]} | metrics, {}, None)
+    return Record(
+        "train_curves", variant, {}, {"first_step": 0, "loss": [5.0, 2.0]} | metrics, {}, None
+    )
 
 
 def test_what_is_wrong_is_said():
@@ -47,8 +49,11 @@ def test_what_is_wrong_is_said():
     assert verdicts(good) == []
     far = verdicts([*good, record("fsdp", loss=[5.06, 2.06])])
     assert far == ["fsdp: 0.0600 nats from bucketed's curve, noise is 0.0400"]
-    assert verdicts([*good, record(MUON, loss=[5.5, 1.0])]) == []  # another optimizer, another curve
-    assert any("did not fall" in problem for problem in verdicts([*good, record("flat", loss=[2.0, 5.0])]))
+    # another optimizer, another curve
+    assert verdicts([*good, record(MUON, loss=[5.5, 1.0])]) == []
+    assert any(
+        "did not fall" in problem for problem in verdicts([*good, record("flat", loss=[2.0, 5.0])])
+    )
     killed = record(KILLED, loss=[5.0, 2.1])
     assert len(verdicts([*good, killed])) == 2  # not resumed, and different
     assert verdicts([*good, record(KILLED, loss=[2.01], first_step=1)]) == []

@@ -10,7 +10,12 @@ from distlab.bench.timing import MODES
 from distlab.model.config import preset
 from distlab.model.ops import get_ops
 from distlab.train import build as module
-from experiments.model_benchmark.trials import TrialConfig, described, errors_against_reference, opened
+from experiments.model_benchmark.trials import (
+    TrialConfig,
+    described,
+    errors_against_reference,
+    opened,
+)
 
 TINY = TrialConfig(batch=2, context=16)
 
@@ -44,11 +49,21 @@ def test_fp16_steps_with_a_scaled_loss(one_rank):
 
 def test_errors_tell_rounding_from_another_model(one_rank, monkeypatch):
     plain = replace(TINY, attention="naive")
-    assert errors_against_reference(one_rank, plain) == {"loss_rel_error": 0.0, "grad_rel_error": 0.0}
+    assert errors_against_reference(one_rank, plain) == {
+        "loss_rel_error": 0.0,
+        "grad_rel_error": 0.0,
+    }
     assert 0 < errors_against_reference(one_rank, TINY)["grad_rel_error"] < 1e-5
-    assert 1e-4 < errors_against_reference(one_rank, replace(TINY, dtype="bf16"))["grad_rel_error"] < 0.1
     assert (
-        errors_against_reference(one_rank, replace(plain, checkpointing="every-2"))["grad_rel_error"] < 1e-6
+        1e-4
+        < errors_against_reference(one_rank, replace(TINY, dtype="bf16"))["grad_rel_error"]
+        < 0.1
+    )
+    assert (
+        errors_against_reference(one_rank, replace(plain, checkpointing="every-2"))[
+            "grad_rel_error"
+        ]
+        < 1e-6
     )
     honest = get_ops("sdpa")
     lazy = replace(honest, attention=lambda q, k, v: v)  # as fast as attention can be

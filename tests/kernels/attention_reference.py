@@ -8,12 +8,28 @@ from .fused import DEVICE
 def inputs(batch, heads, kv_heads, query_count, key_count, head_dim, dtype=torch.float32, seed=0):
     """Normal q, k, v and the gradient of o, equal for equal seeds."""
     generator = torch.Generator(DEVICE).manual_seed(seed)
-    shapes = [(heads, query_count), (kv_heads, key_count), (kv_heads, key_count), (heads, query_count)]
-    return tuple(torch.randn(batch, *shape, head_dim, generator=generator, device=DEVICE).to(dtype) for shape in shapes)
+    shapes = [
+        (heads, query_count),
+        (kv_heads, key_count),
+        (kv_heads, key_count),
+        (heads, query_count),
+    ]
+    return tuple(
+        torch.randn(batch, *shape, head_dim, generator=generator, device=DEVICE).to(dtype)
+        for shape in shapes
+    )
 
 
-def mask(query_count, key_count, *, causal=False, window=None, alignment="top-left", document_ids=None,
-         device="cpu"):
+def mask(
+    query_count,
+    key_count,
+    *,
+    causal=False,
+    window=None,
+    alignment="top-left",
+    document_ids=None,
+    device="cpu",
+):
     """True where a key is visible; (1 or B, 1, Tq, Tk)."""
     shift = key_count - query_count if alignment == "bottom-right" else 0
     query = torch.arange(query_count, device=device)[:, None] + shift
@@ -25,7 +41,9 @@ def mask(query_count, key_count, *, causal=False, window=None, alignment="top-le
         seen &= (key - query).abs() <= window
     seen = seen[None, None]
     if document_ids is not None:
-        changes = torch.nn.functional.pad((document_ids[:, 1:] != document_ids[:, :-1]).long(), (1, 0)).cumsum(1)
+        changes = torch.nn.functional.pad(
+            (document_ids[:, 1:] != document_ids[:, :-1]).long(), (1, 0)
+        ).cumsum(1)
         seen = seen & (changes[:, None, :, None] == changes[:, None, None, :])
     return seen
 
@@ -35,7 +53,9 @@ def scores_of(q, k, *, scale=None, softcap=None, **options):
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = q @ k.mT * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    return scores.masked_fill(~mask(q.shape[-2], k.shape[-2], device=q.device, **options), float("-inf"))
+    return scores.masked_fill(
+        ~mask(q.shape[-2], k.shape[-2], device=q.device, **options), float("-inf")
+    )
 
 
 def attention(q, k, v, **options):
@@ -43,10 +63,16 @@ def attention(q, k, v, **options):
     if q.dim() == 3:
         return attention(q[:, None], k[:, None], v[:, None], **options)[:, 0]
     scores = scores_of(q, k, **options)
-    largest = scores.detach().amax(-1, keepdim=True) if k.shape[-2] else torch.zeros_like(scores[..., :1])
+    largest = (
+        scores.detach().amax(-1, keepdim=True) if k.shape[-2] else torch.zeros_like(scores[..., :1])
+    )
     weights = torch.exp(scores - largest.masked_fill(largest == float("-inf"), 0.0))
     total = weights.sum(-1, keepdim=True)
-    return weights / total.masked_fill(total == 0, 1.0) @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    return (
+        weights
+        / total.masked_fill(total == 0, 1.0)
+        @ v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+    )
 
 
 def log_sum_exp(q, k, **options):

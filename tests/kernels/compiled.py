@@ -26,7 +26,11 @@ from experiments.lessons.ir.catalogue import MODULES
 
 ROOT = Path(__file__).resolve().parents[2]
 KEPT = Path(__file__).with_name("compiled.json")
-FILES = {path.stem: path for pattern in ("kernels/**/*.py", "experiments/**/_*.py") for path in ROOT.glob(pattern)}
+FILES = {
+    path.stem: path
+    for pattern in ("kernels/**/*.py", "experiments/**/_*.py")
+    for path in ROOT.glob(pattern)
+}
 IMPORT = r"^ *(?:from|import) [^(\n]*(?:\([^)]*\))?"
 SCRIPT = r"""
 import json, re, sys, torch
@@ -92,15 +96,21 @@ for dtype, length, heads, hi in ((H, 1000, 2, 0), (torch.float16, 1000, 2, 5), (
     hopper.launch_backward(q, k, k, q, lse, q, q, k, k, problem)
 """
 SOFTMAX = "softmax.launch_forward(e(N, 32768), e(N, 32768))"
-ATTENTION = "attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)  # forward, backward"
-# "unit capability" → a module of the catalogue, or what launches its kernels. The instructions of 89 are those of 86.
+ATTENTION = (
+    "attention(configs.Choice(*[configs.CANDIDATES[16][-1]] * 3), 30.0, None)  # forward, backward"
+)
+# "unit capability" → a module of the catalogue, or what launches its kernels. The instructions of
+# 89 are those of 86.
 UNITS = {f"{name} 90": name for name in MODULES if name != "flash_attention"} | {
     "attention_options 90": OPTIONS + "# forward, backward",
     **{f"matmul {capability}": OLDER for capability in (80, 86, 89)},
     **{f"attention {capability}": ATTENTION for capability in (80, 86, 89)},
-    "precisions 80": PRECISIONS, "precisions 86": PRECISIONS, "wide_softmax 86": SOFTMAX, "norms 86": NORMS,
+    "precisions 80": PRECISIONS,
+    "precisions 86": PRECISIONS,
+    "wide_softmax 86": SOFTMAX,
+    "norms 86": NORMS,
     **{f"hopper_{head_dim} 90": HOPPER.format(head_dim) for head_dim in (64, 80, 128, 256)},
-}  # fmt: skip
+}
 
 
 def sources(unit: str) -> list[Path]:
@@ -112,7 +122,11 @@ def sources(unit: str) -> list[Path]:
         names = found
         imports = (re.findall(IMPORT, FILES[name].read_text(), re.M) for name in names)
         found = names | FILES.keys() & re.findall(r"\w+", " ".join(chain(*imports)))
-    return [*(FILES[name] for name in sorted(names)), Path(inspect.getfile(MODULES["rope"])), Path(__file__)]
+    return [
+        *(FILES[name] for name in sorted(names)),
+        Path(inspect.getfile(MODULES["rope"])),
+        Path(__file__),
+    ]
 
 
 def digest(unit: str) -> str:
@@ -133,7 +147,9 @@ def compiled(units: list[str], **variables: str) -> dict[str, list[dict]]:
     """Unit → what a new process says of its kernels; there Triton compiles, and sees no GPU."""
     environment = os.environ | {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""} | variables
     command = [sys.executable, "-c", SCRIPT, json.dumps({unit: UNITS[unit] for unit in units})]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -149,9 +165,13 @@ def results() -> dict[str, list[dict]]:
 def main() -> str | None:
     if "--check" in sys.argv:
         found = compiled([*UNITS], TRITON_ALWAYS_COMPILE="1")
-        other = [unit for unit in UNITS if found[unit] != kept()["units"].get(unit, {}).get("kernels")]
+        other = [
+            unit for unit in UNITS if found[unit] != kept()["units"].get(unit, {}).get("kernels")
+        ]
         return f"not what {KEPT.name} says: {', '.join(other)}" if other else None
-    units = {unit: {"digest": digest(unit), "kernels": kernels} for unit, kernels in results().items()}
+    units = {
+        unit: {"digest": digest(unit), "kernels": kernels} for unit, kernels in results().items()
+    }
     text = json.dumps({"triton": version("triton"), "units": units})
     KEPT.write_text(re.sub(r'(?=\{"name")|(?<=\}, )(?=")', "\n", text) + "\n")
     return None

@@ -10,8 +10,9 @@ from kernels._rows import Launch
 from .near import near
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-# fp32: sums of some thousand terms of order 1 in another order, each rounded to 6e-8 of its size, and gradients of
-# weights that sum over rows. fp16: inputs are exact here, results and gradients rounded to 11 bits, of values up to 10.
+# fp32: sums of some thousand terms of order 1 in another order, each rounded to 6e-8 of its size,
+# and gradients of weights that sum over rows. fp16: inputs are exact here, results and gradients
+# rounded to 11 bits, of values up to 10.
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 1e-2, torch.bfloat16: 8e-2}
 
 
@@ -41,10 +42,20 @@ def in_pieces(monkeypatch):
         monkeypatch.setattr(module, "ONE_TILE", 4)
         monkeypatch.setattr(module, "ONE_TILE_BACKWARD", 4)
     monkeypatch.setattr(softmax, "HALF_TILE_BACKWARD", 4)
-    long = ("long_forward", "long_products", "long_strips", "softmax_long", "softmax_long_backward", "cross_entropy",
-            "cross_entropy_gradient", "cross_entropy_both")
+    long = (
+        "long_forward",
+        "long_products",
+        "long_strips",
+        "softmax_long",
+        "softmax_long_backward",
+        "cross_entropy",
+        "cross_entropy_gradient",
+        "cross_entropy_both",
+    )
     short = ("add", "gelu", "gelu_backward", "swiglu", "swiglu_backward")
-    with forced(**dict.fromkeys(long, Launch(32, warps=1, per_sm=1)), **dict.fromkeys(short, Launch(16))):
+    with forced(
+        **dict.fromkeys(long, Launch(32, warps=1, per_sm=1)), **dict.fromkeys(short, Launch(16))
+    ):
         yield
 
 
@@ -85,8 +96,15 @@ def compare(function, reference, *tensors, tolerance=None, upstream=lambda drawn
     inputs = [t.detach().requires_grad_() for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in tensors]
     ours, theirs = outputs(function, inputs), outputs(reference, exact)
-    upstreams = [upstream(draw(*y.shape, dtype=y.dtype, seed=7 + i, device=y.device)) for i, y in enumerate(ours)]
+    upstreams = [
+        upstream(draw(*y.shape, dtype=y.dtype, seed=7 + i, device=y.device))
+        for i, y in enumerate(ours)
+    ]
     grads = torch.autograd.grad(ours, inputs, upstreams)
     exact_grads = torch.autograd.grad(theirs, exact, [u.double() for u in upstreams])
-    near((*ours, *grads), (*theirs, *exact_grads), TOLERANCE[tensors[0].dtype] if tolerance is None else tolerance)
+    near(
+        (*ours, *grads),
+        (*theirs, *exact_grads),
+        TOLERANCE[tensors[0].dtype] if tolerance is None else tolerance,
+    )
     assert [grad.dtype for grad in grads] == [x.dtype for x in inputs]

@@ -5,7 +5,9 @@ import torch
 
 def near(found, expected, atol, rtol=None):
     """Fail unless both are as near as this, whatever their types; the relative tolerance is the absolute one."""
-    torch.testing.assert_close(found, expected, atol=atol, rtol=atol if rtol is None else rtol, check_dtype=False)
+    torch.testing.assert_close(
+        found, expected, atol=atol, rtol=atol if rtol is None else rtol, check_dtype=False
+    )
 
 
 def same_bits(found, expected):

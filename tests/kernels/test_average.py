@@ -15,7 +15,8 @@ def test_own_becomes_the_mean(numel, count, dtype):
     generator = torch.Generator().manual_seed(0)
     everything = torch.randn(count + 1, numel, generator=generator).to(dtype)
     own = everything[0].clone()
-    padded = torch.full((count, numel + 7), float("nan"), dtype=dtype)  # rows longer than what is read
+    # rows longer than what is read
+    padded = torch.full((count, numel + 7), float("nan"), dtype=dtype)
     padded[:, :numel] = everything[1:]
     average_into(own, padded[:, :numel], 1 / (count + 1))
     expected = everything.double().mean(0)

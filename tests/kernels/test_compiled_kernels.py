@@ -14,20 +14,27 @@ from . import compiled
 SHARED_MEMORY = {80: 163, 86: 99, 89: 99, 90: 227}
 SPILLS = {
     "dkdv_kernel": 64,  # addresses: a window, documents and softcap at once, compiled by Triton 3.6
-    "wide_forward_kernel": 16,  # 128 elements of a thread in 128 registers, for two rows per multiprocessor
+    # 128 elements of a thread in 128 registers, for two rows per multiprocessor
+    "wide_forward_kernel": 16,
 }
 
 
 def test_the_file_is_of_these_kernels():
     if compiled.kept()["triton"] == compiled.version("triton"):
-        assert not compiled.changed(), "other sources than compiled.json's; python -m tests.kernels.compiled renews it"
+        assert not compiled.changed(), (
+            "other sources than compiled.json's; python -m tests.kernels.compiled renews it"
+        )
 
 
 def test_all_kernels_fit_their_generation():
-    assert sum(len(kernels) for unit, kernels in compiled.results().items() if unit.endswith(" 90")) > 40 + 24
+    assert (
+        sum(len(kernels) for unit, kernels in compiled.results().items() if unit.endswith(" 90"))
+        > 40 + 24
+    )
     assert {int(unit.split()[1]) for unit in compiled.UNITS} == set(SHARED_MEMORY)
     for unit, kernels in compiled.results().items():
-        for kernel in () if unit.startswith("hopper") else kernels:  # whose registers are the tests' of its own
+        # whose registers are the tests' of its own
+        for kernel in () if unit.startswith("hopper") else kernels:
             assert kernel["spill_bytes"] <= SPILLS.get(kernel["name"], 0), kernel
             assert kernel["shared_bytes"] <= 1024 * SHARED_MEMORY[int(unit.split()[1])], kernel
             assert kernel["registers"] * kernel["warps"] * 32 <= 65536, kernel
@@ -36,8 +43,14 @@ def test_all_kernels_fit_their_generation():
 def test_memory_bound_kernels_load_sixteen_bytes_at_a_time():
     """A kernel that loads element by element reaches a fraction of the bandwidth."""
     no_matter = {"persistent_kernel", "total_kernel"}  # loads by TMA; one program
-    lessons = {"busy_kernel", "divergent_kernel", "strided_kernel", "transpose_kernel"}  # of other things
-    kernels = [k for unit, found in compiled.results().items() if not unit.startswith("hopper") for k in found]
+    # of other things
+    lessons = {"busy_kernel", "divergent_kernel", "strided_kernel", "transpose_kernel"}
+    kernels = [
+        k
+        for unit, found in compiled.results().items()
+        if not unit.startswith("hopper")
+        for k in found
+    ]
     narrow = {k["name"] for k in kernels if not k["wide_loads"]} - no_matter - lessons
     assert not narrow
 
@@ -52,7 +65,12 @@ def test_compiling_is_refused_where_kernels_are_interpreted(monkeypatch):
 
 def test_a_kernels_defaults_are_literals():
     """Inductor copies the source of a function that a kernel calls, and not what its defaults name."""
-    defaults = [default for path in compiled.FILES.values() for node in ast.walk(ast.parse(path.read_text()))
-                if isinstance(node, ast.FunctionDef) and "triton.jit" in map(ast.unparse, node.decorator_list)
-                for default in node.args.defaults]
+    defaults = [
+        default
+        for path in compiled.FILES.values()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and "triton.jit" in map(ast.unparse, node.decorator_list)
+        for default in node.args.defaults
+    ]
     assert defaults and all(isinstance(default, ast.Constant) for default in defaults)

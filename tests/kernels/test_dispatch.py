@@ -27,7 +27,9 @@ every = pytest.mark.parametrize("name", sorted(OPERATIONS.keys() - {"RMSNormPyTo
 
 
 def drawn(shapes, seed, dtype=torch.float32):
-    return [draw(*s, dtype=dtype, seed=10 * seed + i).requires_grad_() for i, s in enumerate(shapes)]
+    return [
+        draw(*s, dtype=dtype, seed=10 * seed + i).requires_grad_() for i, s in enumerate(shapes)
+    ]
 
 
 def plans():
@@ -43,7 +45,11 @@ def test_a_plan_gives_the_bits_of_the_call_that_made_none(name):
     for seed in range(3):
         _dispatch.forget()
         written.append(results(function, drawn(shapes, seed)))
-    assert all(torch.equal(x, y) for a, b in zip(planned, written, strict=True) for x, y in zip(a, b, strict=True))
+    assert all(
+        torch.equal(x, y)
+        for a, b in zip(planned, written, strict=True)
+        for x, y in zip(a, b, strict=True)
+    )
     assert not torch.equal(planned[0][0], planned[1][0]) or name in ("seeded_dropout",)
 
 
@@ -53,7 +59,12 @@ def test_one_tensor_given_thrice_makes_no_plan_for_three():
     same = draw(*shape)
     flash_attention(same, same, same)
     q, k, v = (draw(*shape, seed=seed) for seed in (1, 2, 3))
-    near(flash_attention(q, k, v), torch.nn.functional.scaled_dot_product_attention(q, k, v), 2e-5, 1e-4)
+    near(
+        flash_attention(q, k, v),
+        torch.nn.functional.scaled_dot_product_attention(q, k, v),
+        2e-5,
+        1e-4,
+    )
 
 
 def test_options_and_layouts_have_plans_of_their_own():
@@ -61,7 +72,9 @@ def test_options_and_layouts_have_plans_of_their_own():
     w = draw(8)
     for eps in (1e-5, 1.0, 1):
         for x in (draw(4, 8), draw(4, 16)[:, ::2], draw(8, 4).T, draw(5, 8)[1:]):
-            torch.testing.assert_close(rms_norm(x, w, eps), torch.nn.functional.rms_norm(x, (8,), w, eps))
+            torch.testing.assert_close(
+                rms_norm(x, w, eps), torch.nn.functional.rms_norm(x, (8,), w, eps)
+            )
 
 
 def test_copies_made_below_autograd_are_repeated():

@@ -15,7 +15,8 @@ from .operations import OPERATIONS, VARIANTS, compare_at, shapes_of
 
 every = pytest.mark.parametrize("name", OPERATIONS)
 each_variant = pytest.mark.parametrize("name", OPERATIONS | VARIANTS)
-# n, d and o of shapes: more rows and columns than some tiles have, the least, a single row, and many dimensions
+# n, d and o of shapes: more rows and columns than some tiles have, the least, a single row, and
+# many dimensions
 SIZES = [((35,), 33, 65), ((5,), 260, 7), ((1,), 1, 1), ((), 12, 5), ((2, 1, 2, 2, 3), 4, 3)]
 EMPTY = [((0,), 8, 5), ((2, 0), 8, 5), ((3,), 0, 5)]
 
@@ -28,14 +29,18 @@ def test_results_and_gradients(name, dtype, either, poisoned):
         compare_at(name, sizes, dtype)
 
 
-@pytest.mark.parametrize("name", [x for x in OPERATIONS | VARIANTS if not x.startswith(("matmul", "attention"))])
+@pytest.mark.parametrize(
+    "name", [x for x in OPERATIONS | VARIANTS if not x.startswith(("matmul", "attention"))]
+)
 def test_small_tiles(name, in_pieces):
     """Rows in pieces whose last is full, partly filled and the only one; more elements than a tile has."""
     for d in (7, 64, 65, 97):
         compare_at(name, ((3,), d, d))
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm_silu", "layer_norm", "layer_norm_without_bias"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_rms_norm_silu", "layer_norm", "layer_norm_without_bias"]
+)
 @pytest.mark.parametrize("many", [False, True])
 def test_norms_of_few_rows_and_of_many(name, many, request):
     """And of more than a program that sums columns reads at once."""
@@ -57,15 +62,28 @@ def test_compile_has_no_break():
     inputs = {name: [draw(*s).requires_grad_() for s in shapes_of(name)] for name in OPERATIONS}
 
     def all_outputs(*_):
-        return tuple(y for name, tensors in inputs.items() for y in outputs(OPERATIONS[name][0], tensors))
+        return tuple(
+            y for name, tensors in inputs.items() for y in outputs(OPERATIONS[name][0], tensors)
+        )
 
     leaves = [t for tensors in inputs.values() for t in tensors]
     compiled = torch.compile(all_outputs, fullgraph=True, backend="aot_eager")
     same_bits(results(compiled, leaves), results(all_outputs, leaves))
 
 
-CAST = {"swiglu", "linear_gelu_dropout", "rms_norm", "RMSNormPyTorch", "add_rms_norm", "layer_norm", "matmul",
-        "matmul_gelu", "attention", "attention_lse", "attention_torch"}
+CAST = {
+    "swiglu",
+    "linear_gelu_dropout",
+    "rms_norm",
+    "RMSNormPyTorch",
+    "add_rms_norm",
+    "layer_norm",
+    "matmul",
+    "matmul_gelu",
+    "attention",
+    "attention_lse",
+    "attention_torch",
+}
 
 
 @every
@@ -74,15 +92,23 @@ def test_autocast_gives_gradients_back_in_the_type_of_the_inputs(name):
     inputs = [draw(*s, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
     with torch.autocast(DEVICE, torch.float16):
         ours = results(function, inputs)
-        metas = results(function, [torch.empty_like(x, device="meta", requires_grad=True) for x in inputs])
+        metas = results(
+            function, [torch.empty_like(x, device="meta", requires_grad=True) for x in inputs]
+        )
     near(ours, results(plain, inputs), 2e-2)
     assert (ours[0].dtype is torch.float16) == (name in CAST)
     assert {t.dtype for t in ours[1:]} == {torch.float32}
     assert all(t.is_meta for t in metas)
 
 
-@pytest.mark.parametrize("name, flops", [("matmul", 6 * 3 * 8 * 5), ("linear_cross_entropy", 6 * 3 * 8 * 5),
-                                             ("attention", (4 + 10) * 8 * 6)])
+@pytest.mark.parametrize(
+    "name, flops",
+    [
+        ("matmul", 6 * 3 * 8 * 5),
+        ("linear_cross_entropy", 6 * 3 * 8 * 5),
+        ("attention", (4 + 10) * 8 * 6),
+    ],
+)
 def test_flops_of_forward_and_backward_are_counted(name, flops):
     """By torch's counter; of causal attention over three rows the six pairs."""
     with FlopCounterMode(display=False) as counter:
@@ -111,7 +137,10 @@ def test_views_that_overlap(name, either):
     """Rows of a sliding window, and of a matrix that is one row many times."""
     function, plain, *_ = OPERATIONS[name]
     shapes = shapes_of(name)
-    windows = [draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(2 * s[0])[::2] for s in shapes]
+    windows = [
+        draw(s[-1] + 2 * (s[0] - 1)).unfold(0, s[-1], 2) if len(s) == 2 else draw(2 * s[0])[::2]
+        for s in shapes
+    ]
     repeated = [draw(1, s[-1]).expand(s) if len(s) == 2 else draw(1).expand(s) for s in shapes]
     for views in (windows, repeated, [draw(*s[::-1]).T for s in shapes]):
         compare(function, plain, *views, upstream=lambda drawn: drawn.new_ones(()).expand_as(drawn))
@@ -129,7 +158,9 @@ def test_values_that_do_not_lie_in_memory(name, either):
     shapes = shapes_of(name)
     assert negative(draw(2)).is_neg()
     for make in (negative, lambda x: torch._efficientzerotensor(x.shape, device=x.device)):
-        compare(function, plain, *(make(draw(*s, seed=i)) for i, s in enumerate(shapes)), upstream=make)
+        compare(
+            function, plain, *(make(draw(*s, seed=i)) for i, s in enumerate(shapes)), upstream=make
+        )
 
 
 @every
@@ -147,8 +178,8 @@ def test_gradients_of_gradients_are_refused(name, either):
 
 def test_the_gradient_of_a_sums_gradient_is_right():
     x, y = draw(3).requires_grad_(), draw(3, seed=1).requires_grad_()
-    slope, = torch.autograd.grad((add(x, y) ** 3).sum(), x, create_graph=True)
-    second, = torch.autograd.grad(slope.sum(), y)
+    (slope,) = torch.autograd.grad((add(x, y) ** 3).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(slope.sum(), y)
     torch.testing.assert_close(second, 6 * (x + y).detach())
 
 

@@ -27,13 +27,25 @@ from .attention_reference import DEVICE, in_float64, inputs, with_gradients
 from .near import near, same_bits
 
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
-BOTH = pytest.mark.parametrize("function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"])
+BOTH = pytest.mark.parametrize(
+    "function", [FlashAttention2, FlashAttention2PyTorch], ids=["triton", "torch"]
+)
 
 
-def apply(function, *, causal=False, scale=None, window=None, alignment="top-left", document_ids=None, softcap=None,
-          return_lse=False):
-    return lambda q, k, v: function.apply(q, k, v, causal, scale, window, alignment, "ieee", document_ids, None,
-                                          softcap, return_lse)
+def apply(
+    function,
+    *,
+    causal=False,
+    scale=None,
+    window=None,
+    alignment="top-left",
+    document_ids=None,
+    softcap=None,
+    return_lse=False,
+):
+    return lambda q, k, v: function.apply(
+        q, k, v, causal, scale, window, alignment, "ieee", document_ids, None, softcap, return_lse
+    )
 
 
 def check(function, tensors, **options):
@@ -41,14 +53,18 @@ def check(function, tensors, **options):
     ours = with_gradients(apply(function, return_lse=len(tensors) > 4, **options), *tensors)
     expected = in_float64(*tensors, **options)
     near(ours, expected, 2e-5)
-    assert all(x.dtype == tensors[0].dtype and torch._debug_has_internal_overlap(x) == 0 for x in ours)
+    assert all(
+        x.dtype == tensors[0].dtype and torch._debug_has_internal_overlap(x) == 0 for x in ours
+    )
 
 
 CAUSAL, BOTTOM = {"causal": True}, {"causal": True, "alignment": "bottom-right"}
-IDS = torch.tensor([[0] * 5 + [1] * 60 + [2] + [0] * 31, [i // 33 for i in range(97)]], device=DEVICE)
-# name → batch, heads and key heads, queries and keys, head dim; options.
-# RELIABILITY 35: lengths and head dims that are no multiples of a tile, q longer and shorter than k
-# RELIABILITY 37: both alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
+IDS = torch.tensor(
+    [[0] * 5 + [1] * 60 + [2] + [0] * 31, [i // 33 for i in range(97)]], device=DEVICE
+)
+# name → batch, heads and key heads, queries and keys, head dim; options. RELIABILITY 35: lengths
+# and head dims that are no multiples of a tile, q longer and shorter than k RELIABILITY 37: both
+# alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
 CALLS = {
     "one": ((1, 1, 1, 1, 1, 16), {}),
     "few queries": ((1, 1, 1, 2, 17, 16), CAUSAL),
@@ -65,12 +81,14 @@ CALLS = {
     "window, bottom, long": ((1, 2, 1, 97, 30, 16), {"window": 5, "alignment": "bottom-right"}),
     "documents": ((2, 1, 1, 97, 97, 16), {"document_ids": IDS}),
     "documents, window": ((2, 2, 1, 97, 97, 16), CAUSAL | {"document_ids": IDS, "window": 9}),
-    # Some scores are cut to a half and some hardly changed. A large softcap changes nothing, and must not cost digits;
-    # of a small one all scores are alike.
+    # Some scores are cut to a half and some hardly changed. A large softcap changes nothing, and
+    # must not cost digits; of a small one all scores are alike.
     "softcap": ((1, 4, 2, 20, 50, 24), {"softcap": 1.5}),
     "softcap, window": ((1, 4, 2, 50, 50, 24), {"softcap": 1.5, "window": 5, "scale": 0.7}),
     "softcap, documents": ((2, 1, 1, 97, 97, 24), {"softcap": 1.5, "document_ids": IDS}),
-    **{f"softcap {cap}": ((1, 2, 1, 20, 33, 16), CAUSAL | {"softcap": cap}) for cap in (1e-3, 1e30)},
+    **{
+        f"softcap {cap}": ((1, 2, 1, 20, 33, 16), CAUSAL | {"softcap": cap}) for cap in (1e-3, 1e30)
+    },
 }
 
 
@@ -83,11 +101,14 @@ def test_results_and_gradients(function, name, poisoned):
     check(function, (q, k, v, do, do.sum(-1)), **options)
 
 
-# RELIABILITY 40: any strides, also of do (expanded ones: test_every_operation.py). RELIABILITY 39: nothing outside the
-# tensors is read
+# RELIABILITY 40: any strides, also of do (expanded ones: test_every_operation.py). RELIABILITY 39:
+# nothing outside the tensors is read
 LAYOUTS = {
-    "heads innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),  # as an einsum may leave them
-    "NaN all around": lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[:, 1:-1, 20:-40, 8:-8],
+    # as an einsum may leave them
+    "heads innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
+    "NaN all around": lambda x: F.pad(x, (8, 8, 20, 40, 1, 1), value=float("nan"))[
+        :, 1:-1, 20:-40, 8:-8
+    ],
 }
 
 
@@ -102,7 +123,9 @@ def test_losses_of_one_result(function):
     """Of one that takes the log-sum-exp alone, and of one that ignores it."""
     q, k, v, do = inputs(1, 2, 1, 50, 20, 16)
     for place, upstream in enumerate((do, do.sum(-1))):
-        ours = with_gradients(lambda *x, i=place: apply(function, return_lse=True, **BOTTOM)(*x)[i], q, k, v, upstream)
+        ours = with_gradients(
+            lambda *x, i=place: apply(function, return_lse=True, **BOTTOM)(*x)[i], q, k, v, upstream
+        )
         expected = in_float64(q, k, v, do * (place == 0), do.sum(-1) * (place == 1), **BOTTOM)
         near(ours[1:], expected[2:], 2e-5)
 
@@ -180,8 +203,11 @@ def test_large_logits(function, dtype):
 
 def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     """Within a tile of 128 rows kernels count elements in 32 bits."""
+
     def apart(stride):
-        return torch.empty_strided((1, 1, 200, 16), (200 * stride, 200 * stride, stride, 1), device="meta")
+        return torch.empty_strided(
+            (1, 1, 200, 16), (200 * stride, 200 * stride, stride, 1), device="meta"
+        )
 
     assert ops._rows_contiguous(apart(2**24 - 16)).stride(-2) == 2**24 - 16
     assert ops._rows_contiguous(apart(2**24)).stride(-2) == 16
@@ -189,8 +215,9 @@ def test_rows_too_far_apart_for_offsets_of_32_bits_are_copied():
     assert o.stride(-2) == 16
 
 
-@pytest.mark.parametrize("layout, length, head_dim",
-                         [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)])
+@pytest.mark.parametrize(
+    "layout, length, head_dim", [("contiguous", 64, 16), ("transposed", 50, 16), ("packed", 37, 48)]
+)
 def test_tensor_descriptors(layout, length, head_dim):
     """The descriptor path of every kernel: layouts, lengths and head dims that are and are not those of tiles.
 
@@ -206,7 +233,11 @@ def test_tensor_descriptors(layout, length, head_dim):
     from kernels.flash_attention.ranges import described
 
     found, descriptors = described("dkdv", tile, q, k, v, do)
-    assert found is tile and None not in descriptors and all(x.block_shape[2] == 32 for x in descriptors)
+    assert (
+        found is tile
+        and None not in descriptors
+        and all(x.block_shape[2] == 32 for x in descriptors)
+    )
     pointers = replace(tile, tma=False), [None, None]
     assert described("dq", tile, q, k[:, :1].expand_as(q)) == pointers
     assert described("dq", tile, q, torch.zeros(1, 1, 8, 17, device=DEVICE)[..., 1:]) == pointers
@@ -235,7 +266,9 @@ def test_autocast_leaves_alone_what_torch_leaves_alone():
     with torch.autocast(DEVICE, torch.float16):
         with pytest.raises(ValueError, match=r"q has dtype torch\.int64; allowed: float32"):
             flash_attention(q.long(), k, v)
-        assert FlashAttention2PyTorch.apply(q.double(), k.double(), v.double()).dtype is torch.float64
+        assert (
+            FlashAttention2PyTorch.apply(q.double(), k.double(), v.double()).dtype is torch.float64
+        )
 
 
 def test_these_tests_run_the_kernels():

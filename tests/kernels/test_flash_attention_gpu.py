@@ -45,10 +45,14 @@ def causal_results(*tensors, **options):
 
 def judge(ours, peer, exact, rms_factor=1.5):
     """The rule of the module docstring for (o, dq, dk, dv)."""
-    queries, keys = exact[0].shape[-2] * exact[0].shape[1] // max(exact[2].shape[1], 1), exact[2].shape[-2]
+    queries, keys = (
+        exact[0].shape[-2] * exact[0].shape[1] // max(exact[2].shape[1], 1),
+        exact[2].shape[-2],
+    )
     summed = {"o": keys, "dq": keys, "dk": queries, "dv": queries}
     for name, x, p, y in zip(("o", "dq", "dk", "dv"), ours, peer, exact, strict=True):
-        # roundings that add up: one of the result, or √n/2 of the sum of n keys (o, dq) or queries (dk, dv)
+        # roundings that add up: one of the result, or √n/2 of the sum of n keys (o, dq) or queries
+        # (dk, dv)
         roundings = max(1.0, summed[name] ** 0.5 / 2) if x.dtype == torch.float32 else 1.0
         unit = roundings * torch.finfo(x.dtype).eps
         x, p = x.double(), p.double()
@@ -59,7 +63,11 @@ def judge(ours, peer, exact, rms_factor=1.5):
             assert worst <= 1e-3, (name, worst)
             continue
         assert worst <= limit, (name, worst, limit)
-        assert rms(x - y) <= rms_factor * rms(p - y) + 1e-6 + unit / 5 * rms(y), (name, rms(x - y), rms(p - y))
+        assert rms(x - y) <= rms_factor * rms(p - y) + 1e-6 + unit / 5 * rms(y), (
+            name,
+            rms(x - y),
+            rms(p - y),
+        )
 
 
 def random_cases(name, count):
@@ -68,8 +76,13 @@ def random_cases(name, count):
     lengths = [1, 2, 17, 97, 113, 128, 200, 203, 256, 512, 1023, 1024, 1025]
     for _ in range(count):
         kv_heads = draw.choice([1, 2])
-        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 3]), kv_heads, draw.choice(lengths),
-                 draw.choice(lengths))
+        sizes = (
+            draw.choice([1, 2]),
+            kv_heads * draw.choice([1, 3]),
+            kv_heads,
+            draw.choice(lengths),
+            draw.choice(lengths),
+        )
         options = {"causal": draw.random() < 0.5}
         if draw.random() < 0.25:
             options["window"] = draw.choice([0, 1, 17, 64, 300])
@@ -78,17 +91,22 @@ def random_cases(name, count):
         yield sizes, options
 
 
-# head dim, dtype, options of all calls, how many calls. What windows and alignments make of a kernel does not depend on
-# the head dim: two take many calls. bf16 and fp16 differ in the type only: fp16 takes a few head dims, as does fp32 in
-# each arithmetic.
+# head dim, dtype, options of all calls, how many calls. What windows and alignments make of a
+# kernel does not depend on the head dim: two take many calls. bf16 and fp16 differ in the type
+# only: fp16 takes a few head dims, as does fp32 in each arithmetic.
 RANDOM = [
-    *((d, torch.bfloat16, {}, 8 if d in (64, 128) else 4) for d in (16, 40, 59, 64, 80, 111, 128, 256)),
+    *(
+        (d, torch.bfloat16, {}, 8 if d in (64, 128) else 4)
+        for d in (16, 40, 59, 64, 80, 111, 128, 256)
+    ),
     *((d, torch.float16, {}, 4) for d in (40, 64, 111)),
     *((d, torch.float32, {"precision": "ieee"}, 3) for d in (16, 64)),
     *((d, torch.float32, {"precision": "tf32x3"}, 3) for d in (40, 64)),
     *((d, torch.float32, {"precision": "bf16x6"}, 3) for d in (16, 40, 80, 128)),
-    (64, torch.bfloat16, {"softcap": 0.5}, 4), (80, torch.float16, {"softcap": 30.0}, 4),
-    (128, torch.bfloat16, {"softcap": 30.0}, 4), (64, torch.float32, {"softcap": 0.5}, 3),
+    (64, torch.bfloat16, {"softcap": 0.5}, 4),
+    (80, torch.float16, {"softcap": 30.0}, 4),
+    (128, torch.bfloat16, {"softcap": 30.0}, 4),
+    (64, torch.float32, {"softcap": 0.5}, 3),
 ]
 
 
@@ -102,7 +120,9 @@ def test_random_shapes(head_dim, dtype, fixed, count):
 @pytest.mark.parametrize("head_dim, precision", [(136, "tf32x3"), (256, "ieee")])
 def test_wide_heads_in_fp32(head_dim, precision):
     for causal in (False, True):
-        check_beside_eager(inputs(1, 2, 1, 200, 177, head_dim, torch.float32), causal=causal, precision=precision)
+        check_beside_eager(
+            inputs(1, 2, 1, 200, 177, head_dim, torch.float32), causal=causal, precision=precision
+        )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -128,10 +148,14 @@ def check_beside_sdpa(tensors, causal, **arithmetic):
     judge(ours, peer, in_float64(*tensors, causal=causal))
 
 
-@pytest.mark.parametrize("head_dim, dtype, causal", [
-    *((head_dim, dtype, True) for head_dim in (32, 64, 128) for dtype in DTYPES),
-    *zip((32, 64, 128), DTYPES, (False,) * 3, strict=True),
-], ids=str)
+@pytest.mark.parametrize(
+    "head_dim, dtype, causal",
+    [
+        *((head_dim, dtype, True) for head_dim in (32, 64, 128) for dtype in DTYPES),
+        *zip((32, 64, 128), DTYPES, (False,) * 3, strict=True),
+    ],
+    ids=str,
+)
 def test_accuracy_beside_sdpa(head_dim, dtype, causal):
     """RELIABILITY 36, against torch's own fused attention; fp32 in ieee arithmetic on both sides."""
     check_beside_sdpa(inputs(2, 4, 4, 1024, 1024, head_dim, dtype), causal, precision="ieee")
@@ -143,14 +167,17 @@ def test_accuracy_of_long_calls_in_fp32_beside_sdpa(head_dim):
     check_beside_sdpa(inputs(1, 1, 1, 16384, 16384, head_dim, torch.float32), True)
 
 
-@pytest.mark.parametrize("head_dim, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)])
+@pytest.mark.parametrize(
+    "head_dim, dtype", [(64, torch.bfloat16), (128, torch.bfloat16), (128, torch.float32)]
+)
 def test_documents(head_dim, dtype):
     tensors = inputs(2, 2, 1, 700, 700, head_dim, dtype)
     ids = torch.randint(0, 2, (2, 700), device="cuda").cumsum(1) // 50
     check_beside_eager(tensors, "bf16x6", causal=True, document_ids=ids)
 
 
-# Keys that differ in their rows only and have the same tiles are one case: its sizes are not those of the key.
+# Keys that differ in their rows only and have the same tiles are one case: its sizes are not those
+# of the key.
 SHIPPED = {(replace(key, rows=0), choice): key for key, choice in configs.TABLE.items()}
 
 
@@ -158,13 +185,19 @@ SHIPPED = {(replace(key, rows=0), choice): key for key, choice in configs.TABLE.
 def test_every_shipped_configuration(key):
     """Several seeds, outputs poisoned before each run, against float64; the tiles must not depend on luck."""
     if key.gpu != generation(torch.cuda.current_device()):
-        pytest.skip(f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}")
+        pytest.skip(
+            f"a configuration for {key.gpu}, this is {generation(torch.cuda.current_device())}"
+        )
     from kernels.flash_attention import backward, forward
 
     choice = configs.TABLE[key]
     problem = Problem((None, 0), key.head_dim**-0.5, key.precision)
     dtype = torch.float32 if key.bits == 32 else torch.bfloat16
-    tolerance = {"tf32": 5e-3, "ieee": 1e-5, "tf32x3": 1e-5, "bf16x6": 1e-5}[key.precision] if key.bits == 32 else 1e-2
+    tolerance = (
+        {"tf32": 5e-3, "ieee": 1e-5, "tf32x3": 1e-5, "bf16x6": 1e-5}[key.precision]
+        if key.bits == 32
+        else 1e-2
+    )
     for seed in range(4):
         q, k, v, do = inputs(1, 3, 3, 640, 640, key.head_dim, dtype, seed)
         o, dq, dk, dv = found = [torch.full_like(q, float("nan")) for _ in range(4)]
@@ -173,15 +206,23 @@ def test_every_shipped_configuration(key):
         saved = backward.launch_delta(q, k, v, o, lse, do)
         backward.launch_dkdv(saved, dk, dv, problem, choice.dkdv)
         backward.launch_dq(saved, dq, problem, choice.dq)
-        for name, x, y in zip(("o", "dq", "dk", "dv"), found, in_float64(q, k, v, do, causal=True), strict=True):
+        for name, x, y in zip(
+            ("o", "dq", "dk", "dv"), found, in_float64(q, k, v, do, causal=True), strict=True
+        ):
             assert rms(x.double() - y) <= tolerance * rms(y), name
 
 
 # RELIABILITY 41
 @pytest.mark.parametrize(
     "batch, length, head_dim, dtype",
-    [(60, 300, 64, torch.bfloat16), (1, 512, 16, torch.bfloat16), (1, 512, 32, torch.bfloat16),
-     (1, 512, 128, torch.bfloat16), (1, 512, 64, torch.float32), (1, 8192, 128, torch.float32)],
+    [
+        (60, 300, 64, torch.bfloat16),
+        (1, 512, 16, torch.bfloat16),
+        (1, 512, 32, torch.bfloat16),
+        (1, 512, 128, torch.bfloat16),
+        (1, 512, 64, torch.float32),
+        (1, 8192, 128, torch.float32),
+    ],
 )
 def test_repeats_are_bit_identical(batch, length, head_dim, dtype):
     """Of one head and of many."""
@@ -195,7 +236,8 @@ def test_repeats_are_bit_identical(batch, length, head_dim, dtype):
 # RELIABILITY 42
 def test_more_than_two_to_the_31_elements():
     """The last heads of a tensor whose offsets need 64 bits equal the same heads computed alone."""
-    tensors = inputs(1, 1, 1, 1, 1, 64, torch.bfloat16)  # the generator only; the large ones are filled in place
+    # the generator only; the large ones are filled in place
+    tensors = inputs(1, 1, 1, 1, 1, 64, torch.bfloat16)
     shape = (2**16 + 16, 1, 512, 64)
     assert torch.Size(shape).numel() > 2**31
     q, k, v, do = (torch.randn(shape, device="cuda", dtype=tensors[0].dtype) for _ in range(4))
@@ -205,16 +247,21 @@ def test_more_than_two_to_the_31_elements():
         near(x[-8:], y, 1e-2, 1.6e-2)  # bf16; the two sizes may use different tiles
 
 
-@pytest.mark.parametrize("length, width", [(2**16, 2**15 + 64), (2**16 - 24, 2**15 + 64), (65, 2**26)],
-                         ids=["descriptors", "pointers", "within a tile"])
+@pytest.mark.parametrize(
+    "length, width",
+    [(2**16, 2**15 + 64), (2**16 - 24, 2**15 + 64), (65, 2**26)],
+    ids=["descriptors", "pointers", "within a tile"],
+)
 def test_rows_more_than_two_to_the_31_elements_apart(length, width):
     """One head whose last row lies beyond 2³¹ elements; a window keeps the arithmetic small."""
     buffer = torch.empty(length, width, device="cuda", dtype=torch.bfloat16)
     assert (length - 1) * width > 2**31
     buffer[:, :256].normal_()
-    tensors = [buffer[None, None, :, i * 64:(i + 1) * 64] for i in range(4)]
+    tensors = [buffer[None, None, :, i * 64 : (i + 1) * 64] for i in range(4)]
     packed = (x.clone(memory_format=torch.contiguous_format) for x in tensors)
-    torch.testing.assert_close(causal_results(*tensors, window=100), causal_results(*packed, window=100))
+    torch.testing.assert_close(
+        causal_results(*tensors, window=100), causal_results(*packed, window=100)
+    )
 
 
 def test_compile_in_bf16_under_autocast():

@@ -18,8 +18,17 @@ NAN, INFINITY = float("nan"), float("inf")
 
 
 @triton.jit
-def product_kernel(a_ptr, b_ptr, acc_ptr, out_ptr, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-                   ADD: tl.constexpr, PRECISION: tl.constexpr):
+def product_kernel(
+    a_ptr,
+    b_ptr,
+    acc_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    K: tl.constexpr,
+    N: tl.constexpr,
+    ADD: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     m, k, n = tl.arange(0, M), tl.arange(0, K), tl.arange(0, N)
     a = tl.load(a_ptr + m[:, None] * K + k[None, :])
     b = tl.load(b_ptr + k[:, None] * N + n[None, :])
@@ -45,11 +54,15 @@ def split_kernel(x_ptr, high_ptr, middle_ptr, low_ptr, COUNT: tl.constexpr, THRE
 
 def multiply(a, b, acc, precision):
     out = torch.full((a.shape[0], b.shape[1]), NAN, device=DEVICE)
-    product_kernel[(1,)](a, b, out if acc is None else acc, out, *a.shape, b.shape[1], acc is not None, precision)
+    product_kernel[(1,)](
+        a, b, out if acc is None else acc, out, *a.shape, b.shape[1], acc is not None, precision
+    )
     return out
 
 
-CHAINS = pytest.mark.parametrize("k, n", [(64, 16), (16, 64)], ids=["three short chains", "one long chain"])
+CHAINS = pytest.mark.parametrize(
+    "k, n", [(64, 16), (16, 64)], ids=["three short chains", "one long chain"]
+)
 
 
 @CHAINS

@@ -37,10 +37,18 @@ def test_a_cast_and_its_transpose(shape, dtype, wide, either):
 
 
 def test_products_are_as_near_as_the_formats_allow(either):
-    x, w, dy = draw(3, 16, 64).requires_grad_(), draw(32, 64, seed=1).requires_grad_(), draw(3, 16, 32, seed=2)
+    x, w, dy = (
+        draw(3, 16, 64).requires_grad_(),
+        draw(32, 64, seed=1).requires_grad_(),
+        draw(3, 16, 32, seed=2),
+    )
     y = float8_linear(x, w)
     y.backward(dy)
-    rows, wide, upstream = x.detach().view(-1, 64).double(), w.detach().double(), dy.view(-1, 32).double()
+    rows, wide, upstream = (
+        x.detach().view(-1, 64).double(),
+        w.detach().double(),
+        dy.view(-1, 32).double(),
+    )
     assert y.shape == (3, 16, 32) and x.grad.shape == x.shape
     near_enough(y.view(-1, 32), rows @ wide.T)
     near_enough(x.grad.view(-1, 64), upstream @ wide)
@@ -71,9 +79,13 @@ def test_the_module_has_torchs_weights_and_autocasts_dtype():
 
 @pytest.mark.parametrize(
     ("x", "w", "said"),
-    [((15, 32), (16, 32), "rows of x = 15"), ((16, 24), (16, 24), "K = 24"), ((16, 32), (40, 32), "N = 40"),
-     ((16, 32), (16, 48), r"w has shape \(16, 48\)")],
-)  # fmt: skip
+    [
+        ((15, 32), (16, 32), "rows of x = 15"),
+        ((16, 24), (16, 24), "K = 24"),
+        ((16, 32), (40, 32), "N = 40"),
+        ((16, 32), (16, 48), r"w has shape \(16, 48\)"),
+    ],
+)
 def test_sizes_that_tensor_cores_do_not_take(x, w, said):
     with pytest.raises(ValueError, match=said):
         float8_linear(draw(*x), draw(*w))

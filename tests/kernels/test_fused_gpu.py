@@ -32,19 +32,37 @@ WIDTHS = [1, 7, 50, 1000, 4096, 4097, 8192, 8193, 16384, 16385, 32768, 32769, 20
 
 def limit(dtype, rows=8):
     """Rounding of values up to 8, and sums of weight gradients over the rows."""
-    return {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * max(1, rows / 8) ** 0.5
+    return {torch.float32: 1e-4, torch.float16: 8e-3, torch.bfloat16: 6e-2}[dtype] * max(
+        1, rows / 8
+    ) ** 0.5
 
 
-ROWS = ("add", "gelu", "swiglu", "rope", "softmax", "weighted_sum", "rms_norm", "add_rms_norm_silu", "layer_norm")
+ROWS = (
+    "add",
+    "gelu",
+    "swiglu",
+    "rope",
+    "softmax",
+    "weighted_sum",
+    "rms_norm",
+    "add_rms_norm_silu",
+    "layer_norm",
+)
 
 
-@pytest.mark.parametrize("cols, dtype", [
-    *((cols, torch.bfloat16) for cols in WIDTHS), *((cols, torch.float32) for cols in WIDTHS[1::2]),
-    *((cols, torch.float16) for cols in WIDTHS[2::4]),
-], ids=str)
+@pytest.mark.parametrize(
+    "cols, dtype",
+    [
+        *((cols, torch.bfloat16) for cols in WIDTHS),
+        *((cols, torch.float32) for cols in WIDTHS[1::2]),
+        *((cols, torch.float16) for cols in WIDTHS[2::4]),
+    ],
+    ids=str,
+)
 def test_rows_of_every_width(cols, dtype, poisoned):
     more = {"add_rms_norm_silu": 2, "weighted_sum": max(1, cols / 100) ** 0.5}
-    for name in ROWS if cols in WIDTHS[1::5] else ROWS[4:]:  # element-wise kernels have one block for all
+    # element-wise kernels have one block for all
+    for name in ROWS if cols in WIDTHS[1::5] else ROWS[4:]:
         compare_at(name, ((8,), cols), dtype, limit(dtype) * more.get(name, 1))
 
 
@@ -68,7 +86,10 @@ def test_cross_entropy(vocabulary, dtype):
 
 
 def test_gradients_repeat_bit_for_bit():
-    x, w = draw(3000, 4096, dtype=torch.bfloat16).requires_grad_(), draw(4096, dtype=torch.bfloat16).requires_grad_()
+    x, w = (
+        draw(3000, 4096, dtype=torch.bfloat16).requires_grad_(),
+        draw(4096, dtype=torch.bfloat16).requires_grad_(),
+    )
     first = results(rms_norm, (x, w))
     for _ in range(10):
         same_bits(results(rms_norm, (x, w)), first)
@@ -82,8 +103,13 @@ def test_offsets_past_two_to_the_thirty_first():
     x = torch.zeros(rows, 4096, device="cuda", dtype=torch.bfloat16)
     x[-5:] = draw(5, 4096, dtype=torch.bfloat16)
     w, last = draw(4096, dtype=torch.bfloat16), x[-5:].clone()
-    for function in (lambda t: rms_norm(t, w), softmax, gelu,
-                     lambda t: swiglu(t, t), lambda t: layer_norm(t, w)):
+    for function in (
+        lambda t: rms_norm(t, w),
+        softmax,
+        gelu,
+        lambda t: swiglu(t, t),
+        lambda t: layer_norm(t, w),
+    ):
         assert torch.equal(function(x)[-5:], function(last))
 
 
@@ -94,23 +120,38 @@ def test_rows_of_more_than_sixteen_million_elements():
     x = storage.as_strided((3, cols), (2**31, 1))
     x.copy_(draw(3, cols, dtype=torch.float16))
     w, t = 1 + 0.1 * draw(cols, dtype=torch.float16), torch.tensor([0, cols - 1, 7], device="cuda")
-    for function in (lambda x: rms_norm(x, w), lambda x: layer_norm(x, w, w), softmax,
-                     lambda x: swiglu(x, x), gelu,
-                     lambda x: add_rms_norm(x, x, w)[0], lambda x: weighted_sum(x, w)[:, None],
-                     lambda x: cross_entropy(x, t, reduction="none")[:, None]):
-        apart, close = (results(function, [leaf.requires_grad_()]) for leaf in (x.detach(), x.clone()))
+    for function in (
+        lambda x: rms_norm(x, w),
+        lambda x: layer_norm(x, w, w),
+        softmax,
+        lambda x: swiglu(x, x),
+        gelu,
+        lambda x: add_rms_norm(x, x, w)[0],
+        lambda x: weighted_sum(x, w)[:, None],
+        lambda x: cross_entropy(x, t, reduction="none")[:, None],
+    ):
+        apart, close = (
+            results(function, [leaf.requires_grad_()]) for leaf in (x.detach(), x.clone())
+        )
         near(apart, close, 1e-2)
     near(rms_norm(x, w)[2], F.rms_norm(x[2].double(), (cols,), w.double(), 1e-5), 1e-2)
 
 
-@pytest.mark.parametrize("sizes", [(128, 128, 128), (1000, 72, 136), (4096, 4096, 4096), (513, 1024, 257), (7, 9, 11)],
-                         ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(128, 128, 128), (1000, 72, 136), (4096, 4096, 4096), (513, 1024, 257), (7, 9, 11)],
+    ids=str,
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_matmul(sizes, dtype):
     """Every other size, of those by descriptors and of those by pointers, has an epilogue."""
     m, k, n = sizes
     epilogue = "gelu" if m in (513, 1000) else None
-    a, b, bias = draw(m, k, dtype=dtype) * k**-0.5, draw(k, n, dtype=dtype, seed=1), draw(n, dtype=dtype, seed=2)
+    a, b, bias = (
+        draw(m, k, dtype=dtype) * k**-0.5,
+        draw(k, n, dtype=dtype, seed=1),
+        draw(n, dtype=dtype, seed=2),
+    )
     for left, right in ((a, b), (a.T.contiguous().T, b), (a, b.T.contiguous().T)):
         ours = matmul(left, right, bias, epilogue=epilogue).double()
         exact = reference.matmul(a.double(), b.double(), bias.double(), epilogue)
@@ -133,7 +174,9 @@ def test_gradients_of_products_beyond_fp16(epilogue, size):
     upstream = torch.where(clear, 1e-3 * draw(size, cols, seed=2), 0.0)
     assert product.abs().max() > 65504 and upstream.any()
     grads = torch.autograd.grad(y, (a, b), upstream.to(y.dtype))
-    for x, e in zip(grads, torch.autograd.grad(z, exact, upstream.to(y.dtype).double()), strict=True):
+    for x, e in zip(
+        grads, torch.autograd.grad(z, exact, upstream.to(y.dtype).double()), strict=True
+    ):
         assert x.isfinite().all()
         assert (x.double() - e).abs().max() < 1e-2 * e.abs().max() + 1e-4
 
@@ -148,26 +191,40 @@ def test_matmul_over_many_seeds():
             assert ((ours.double() - exact).abs().max() / exact.abs().max()) < 2**-7
 
 
-@pytest.mark.parametrize("options, dtype, offset", [
-    ({}, torch.float16, 2.0**15), ({}, torch.bfloat16, 2.0**22), ({"reduction": "none"}, torch.bfloat16, 2.0**22),
-], ids=str)
+@pytest.mark.parametrize(
+    "options, dtype, offset",
+    [
+        ({}, torch.float16, 2.0**15),
+        ({}, torch.bfloat16, 2.0**22),
+        ({"reduction": "none"}, torch.bfloat16, 2.0**22),
+    ],
+    ids=str,
+)
 def test_cross_entropy_of_large_logits_of_16_bits(options, dtype, offset):
     """What a row's logits have in common cancels; in bf16, whose numbers are 2¹⁵ apart there, many are equal."""
     z = draw(33, 5000).clamp(-4, 4).round().to(dtype) * (offset * torch.finfo(dtype).eps) + offset
     t = z.argmax(1)  # the loss is the logarithm of how many are largest
-    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options), z,
-            tolerance=5e-3)
+    compare(
+        lambda z: cross_entropy(z, t, **options),
+        lambda z: F.cross_entropy(z, t, **options),
+        z,
+        tolerance=5e-3,
+    )
 
 
 def test_linear_cross_entropy_saves_the_logits():
     n, d, v = 4096, 512, 100_000
-    x, w = draw(n, d, dtype=torch.bfloat16).requires_grad_(), (draw(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_()
+    x, w = (
+        draw(n, d, dtype=torch.bfloat16).requires_grad_(),
+        (draw(v, d, dtype=torch.bfloat16) * 0.05).requires_grad_(),
+    )
     t = torch.arange(n, device="cuda") * 7919 % v
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     loss = linear_cross_entropy(x, w, t, chunk_bytes=2**26)
     loss.backward()
-    assert torch.cuda.max_memory_allocated() - before < 0.7 * n * v * 2  # the logits alone are n·v·2 bytes
+    # the logits alone are n·v·2 bytes
+    assert torch.cuda.max_memory_allocated() - before < 0.7 * n * v * 2
     exact = F.cross_entropy(x.detach().double() @ w.detach().double().T, t)
     near(loss, exact, 1e-2)
 
@@ -184,28 +241,50 @@ def test_kernels_replay_in_a_cuda_graph():
     assert not torch.equal(y, rms_norm(x, w))
 
 
-# Inductor has Triton contract products and sums in another way than Triton by itself, and its own cosine.
+# Inductor has Triton contract products and sums in another way than Triton by itself, and its own
+# cosine.
 LAST_BITS = {"rtol": 2e-6, "atol": 1e-5}  # sums over rows
-ELSEWHERE = {"RMSNormPyTorch", "dropout", "attention", "attention_lse", "attention_torch"}  # or in plain torch
-OPAQUE = ("matmul", "matmul_gelu", "cross_entropy", "cross_entropies", "linear_cross_entropy", "linear_gelu_dropout",
-          "seeded_dropout")
+# or in plain torch
+ELSEWHERE = {"RMSNormPyTorch", "dropout", "attention", "attention_lse", "attention_torch"}
+OPAQUE = (
+    "matmul",
+    "matmul_gelu",
+    "cross_entropy",
+    "cross_entropies",
+    "linear_cross_entropy",
+    "linear_gelu_dropout",
+    "seeded_dropout",
+)
 
 
-@pytest.mark.parametrize("name, dtype", [
-    *((name, torch.float32) for name in sorted(OPERATIONS.keys() - ELSEWHERE)),
-    *((name, torch.bfloat16) for name in ("swiglu", "rms_norm", "softmax", "matmul_gelu", "linear_cross_entropy")),
-], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype",
+    [
+        *((name, torch.float32) for name in sorted(OPERATIONS.keys() - ELSEWHERE)),
+        *(
+            (name, torch.bfloat16)
+            for name in ("swiglu", "rms_norm", "softmax", "matmul_gelu", "linear_cross_entropy")
+        ),
+    ],
+    ids=str,
+)
 def test_inductor_launches_the_kernels_from_its_own_code(name, dtype):
     function = OPERATIONS[name][0]
     torch.compiler.reset()
     inputs = [draw(*s, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes_of(name))]
-    ours, sources = run_and_get_code(lambda: results(torch.compile(function, fullgraph=True, dynamic=False), inputs))
+    ours, sources = run_and_get_code(
+        lambda: results(torch.compile(function, fullgraph=True, dynamic=False), inputs)
+    )
     assert any("torch.ops.distlab_kernels" in source for source in sources) == (name in OPAQUE)
     torch.testing.assert_close(ours, results(function, inputs), **LAST_BITS)
 
 
 def test_inductor_keeps_what_two_sums_over_rows_wrote_apart():
-    x, w, b = draw(300, 256).requires_grad_(), draw(256).requires_grad_(), draw(256).requires_grad_()
+    x, w, b = (
+        draw(300, 256).requires_grad_(),
+        draw(256).requires_grad_(),
+        draw(256).requires_grad_(),
+    )
     for function, inputs in ((layer_norm, (x, w, b)), (rms_norm, (x, w))):
         compiled = results(torch.compile(function, fullgraph=True), inputs)
         torch.testing.assert_close(compiled, results(function, inputs), **LAST_BITS)

@@ -37,7 +37,10 @@ def served(q, k=None, problem=CAUSAL, direction="backward"):
 LONG = tensor(2, 32, 4096, 128)
 TAKEN = {  # q, and what differs from a causal backward of as many keys
     "causal": (LONG, {}),
-    "grouped": (LONG, {"k": tensor(2, 8, 1111, 128), "problem": Problem((None, 1111 - 4096), 0.125)}),
+    "grouped": (
+        LONG,
+        {"k": tensor(2, 8, 1111, 128), "problem": Problem((None, 1111 - 4096), 0.125)},
+    ),
     "transposed": (tensor(2, 4096, 32, 128, dtype=torch.float16).transpose(1, 2), {}),
     "of a fused projection": (tensor(2, 4096, 3, 32, 128)[:, :, 1].transpose(1, 2), {}),
     "forward": (LONG, {"direction": "forward"}),
@@ -74,7 +77,9 @@ def test_unaligned_addresses_and_forced_tiles_are_left_to_triton(on_hopper):
 
 def test_machines_that_take_the_triton_path(monkeypatch):
     monkeypatch.setattr(hopper, "generation", lambda index: "sm_100")
-    assert not served(LONG) and hopper.unavailable(0) == "those for Hopper need sm_90, this is sm_100"
+    assert (
+        not served(LONG) and hopper.unavailable(0) == "those for Hopper need sm_90, this is sm_100"
+    )
     monkeypatch.setattr(hopper, "generation", lambda index: "sm_90")
     monkeypatch.setattr(hopper, "installed", lambda: False)
     assert not served(LONG) and "no Gluon" in hopper.unavailable(0)
@@ -98,7 +103,8 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
     [
         ((4, 32, 1024, 64), None, 132, 128),  # the L2 holds all keys and values
         ((2, 32, 2048, 128), None, 132, 1),
-        ((1, 40, 16384, 128), None, 5120, 4),  # 128 tiles a head: the first programs' are the long ones
+        # 128 tiles a head: the first programs' are the long ones
+        ((1, 40, 16384, 128), None, 5120, 4),
         ((4, 32, 16384, 128), (4, 8, 16384, 128), 132, 128),  # of few heads
         ((1, 8, 1024, 128), None, 64, 8),  # fewer tiles than multiprocessors
         ((2**7, 40, 2**10, 128), None, 2**15 + 2**13, 64),  # more than it would count
@@ -107,7 +113,10 @@ def test_the_doctor_says_which_kernels_run_and_why(monkeypatch):
 def test_the_order_of_the_forward(monkeypatch, q, k, programs, group):
     monkeypatch.setattr(hopper, "multiprocessors", lambda device: 132)
     consumers, keys, _ = hopper.FORWARD[q[3]]
-    assert hopper._order(tensor(*q), tensor(*(k or q)), 0, 64 * consumers, keys) == (programs, group)
+    assert hopper._order(tensor(*q), tensor(*(k or q)), 0, 64 * consumers, keys) == (
+        programs,
+        group,
+    )
 
 
 def test_tiles_are_dealt_out_evenly_or_not():
@@ -124,15 +133,24 @@ def test_tiles_that_a_mask_cuts(key_count, hi):
         cut = hopper.backward_cut(key_count, hi, rows == 128)
         for first_key in range(0, key_count, 128):
             first = max(first_key - hi, 0) // rows * rows
-            hidden = [row for row in range(first, 512, rows) if first_key + 127 > min(row + hi, key_count - 1)]
+            hidden = [
+                row
+                for row in range(first, 512, rows)
+                if first_key + 127 > min(row + hi, key_count - 1)
+            ]
             assert set(hidden) <= {0: set(), 1: {first}, 2: set(hidden)}[cut]
-    for keys in (64, 128):  # of the forward, whose consumers with tiles of 128 begin at the last key that any sees
+    # of the forward, whose consumers with tiles of 128 begin at the last key that any sees
+    for keys in (64, 128):
         for row in range(0, 512, 64):
             end = min(row // keys * keys + keys + hi, key_count)
             ends = [start + keys for start in range(0, max(end, 1), keys)][::-1]
-            whole = ends[hopper.forward_cut(key_count, hi, keys):]
+            whole = ends[hopper.forward_cut(key_count, hi, keys) :]
             assert max(whole, default=0) <= max(min(row + hi + 1, key_count), 0)
-    assert [hopper.backward_cut(384, 384), hopper.backward_cut(384, 0, True), hopper.backward_cut(384, 0)] == [0, 1, 2]
+    assert [
+        hopper.backward_cut(384, 384),
+        hopper.backward_cut(384, 0, True),
+        hopper.backward_cut(384, 0),
+    ] == [0, 1, 2]
 
 
 def test_heads_of_the_backward_are_grouped_by_what_the_l2_holds():
@@ -143,7 +161,9 @@ def test_heads_of_the_backward_are_grouped_by_what_the_l2_holds():
 
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
 @pytest.mark.parametrize("kv_group, each", [(1, 1), (3, 3), (4, 4), (6, 3), (7, 1), (8, 4)])
-def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summed(monkeypatch, kv_group, each):
+def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summed(
+    monkeypatch, kv_group, each
+):
     grids = []
 
     def launch(kernel, grid, *args, **options):
@@ -156,11 +176,16 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
                 part.fill_(value)
 
     # first, as it imports a module that takes `launch` for its own
-    monkeypatch.setattr("kernels.flash_attention.backward.launch_delta", lambda *_: SimpleNamespace(
-        lse2=torch.zeros(3, 2 * kv_group, 128), delta=None))
+    monkeypatch.setattr(
+        "kernels.flash_attention.backward.launch_delta",
+        lambda *_: SimpleNamespace(lse2=torch.zeros(3, 2 * kv_group, 128), delta=None),
+    )
     monkeypatch.setattr(hopper._dispatch, "launch", launch)
     monkeypatch.setattr(hopper, "_descriptor", lambda x, *_: x)
-    q, k = torch.zeros(3, 2 * kv_group, 100, 64, dtype=torch.bfloat16), torch.zeros(3, 2, 200, 64, dtype=torch.bfloat16)
+    q, k = (
+        torch.zeros(3, 2 * kv_group, 100, 64, dtype=torch.bfloat16),
+        torch.zeros(3, 2, 200, 64, dtype=torch.bfloat16),
+    )
     dk, dv = torch.empty_like(k), torch.empty_like(k)
     hopper.launch_backward(q, k, k, q, None, q, q, dk, dv, CAUSAL)
     assert grids[0] == (2 * 3 * 2 * kv_group // each,)
@@ -170,7 +195,12 @@ def test_programs_walk_over_four_query_heads_at_most_and_what_they_give_is_summe
 def as_added(dq):
     """(B, H, T, D) → the sum of dQ in memory as the one-pass kernel leaves it, in tiles of 64 x 64."""
     tiles = dq.unflatten(2, (-1, 64)).unflatten(4, (-1, 64)).transpose(3, 4).flatten(0, 3)
-    return tiles.reshape(-1, 4, 2, 8, 8, 4, 2).permute(0, 4, 1, 3, 5, 2, 6).reshape(-1, 256).contiguous()
+    return (
+        tiles.reshape(-1, 4, 2, 8, 8, 4, 2)
+        .permute(0, 4, 1, 3, 5, 2, 6)
+        .reshape(-1, 256)
+        .contiguous()
+    )
 
 
 @pytest.mark.skipif(not hopper.installed(), reason="no Triton with Gluon")
@@ -183,11 +213,24 @@ def test_sums_of_dq_are_cleared_and_put_in_order_wherever_they_go(head_dim):
     batch, heads, columns = 17, 1, configs.block_d(head_dim)
     exact = torch.randn(batch, heads, 128, columns)
     total = as_added(exact)
-    dq = torch.empty_strided((batch, heads, 70, head_dim), (2**27, 2**20, columns, 1), dtype=torch.float16)
+    dq = torch.empty_strided(
+        (batch, heads, 70, head_dim), (2**27, 2**20, columns, 1), dtype=torch.float16
+    )
 
     def cast():
-        _dispatch.launch(cast_kernel, (batch * heads * 2 * (columns // 64),), total, dq, *dq.stride()[:3], heads, 70, 2,
-                         0.5, HEAD_DIM=head_dim, PARTS=columns // 64)
+        _dispatch.launch(
+            cast_kernel,
+            (batch * heads * 2 * (columns // 64),),
+            total,
+            dq,
+            *dq.stride()[:3],
+            heads,
+            70,
+            2,
+            0.5,
+            HEAD_DIM=head_dim,
+            PARTS=columns // 64,
+        )
 
     cast()
     assert torch.equal(dq, (0.5 * exact[:, :, :70, :head_dim]).half())
@@ -203,7 +246,9 @@ def test_the_operators_launch_what_serves_says(monkeypatch):
     launched, hoppers = [], ["hopper.launch_forward", "hopper.launch_backward"]
     others = ["backward.launch_delta", "backward.launch_dkdv", "backward.launch_dq"]
     for name in (*hoppers, *others):
-        monkeypatch.setattr(f"kernels.flash_attention.{name}", lambda *_, name=name, **more: launched.append(name))
+        monkeypatch.setattr(
+            f"kernels.flash_attention.{name}", lambda *_, name=name, **more: launched.append(name)
+        )
     monkeypatch.setattr(ops._dispatch, "runs_triton", lambda x: True)
     monkeypatch.setattr(hopper, "serves", lambda *_: True)
     q, wide = (torch.zeros(1, 1, 16, head_dim, dtype=torch.float16) for head_dim in (64, 256))
@@ -234,7 +279,8 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
         for kernel in kernels:
             matmuls = kernel["name"].startswith("hopper")
             assert kernel["serialized"] == 0, kernel
-            assert kernel["registers"] <= (168 if matmuls else 128), kernel  # 65,536 for three groups of 128 threads
+            # 65,536 for three groups of 128 threads
+            assert kernel["registers"] <= (168 if matmuls else 128), kernel
             assert kernel["spill_bytes"] <= SPILLS.get((kernel["name"], head_dim), 0), kernel
             assert kernel["shared_bytes"] <= 227 * 1024, kernel
             assert (kernel["wgmma"] > 50) == matmuls
@@ -244,5 +290,9 @@ def test_the_kernels_compile_within_their_registers_and_shared_memory():
             assert arrivals == [count + (i == 0 < count) for i, count in enumerate(waits)]
 
 
-SPILLS = {("hopper_backward_kernel", 64): 152, ("hopper_backward_kernel", 80): 104,
-          ("hopper_backward_kernel", 128): 104, ("hopper_forward_kernel", 256): 12}
+SPILLS = {
+    ("hopper_backward_kernel", 64): 152,
+    ("hopper_backward_kernel", 80): 104,
+    ("hopper_backward_kernel", 128): 104,
+    ("hopper_forward_kernel", 256): 12,
+}

@@ -67,18 +67,37 @@ def test_random_shapes(monkeypatch, head_dim, dtype):
     for seed in range(25 if dtype == torch.bfloat16 else 8):  # what differs is the type
         monkeypatch.setattr(hopper, "L2_BYTES", draw.choice([0, 0, 2**26]))
         kv_heads = draw.choice([1, 2])
-        sizes = (draw.choice([1, 2]), kv_heads * draw.choice([1, 2, 3, 6, 7, 8]), kv_heads, draw.choice(lengths),
-                 draw.choice(lengths))
-        options = {"causal": draw.random() < 0.6, "alignment": draw.choice(["top-left", "bottom-right"])}
+        sizes = (
+            draw.choice([1, 2]),
+            kv_heads * draw.choice([1, 2, 3, 6, 7, 8]),
+            kv_heads,
+            draw.choice(lengths),
+            draw.choice(lengths),
+        )
+        options = {
+            "causal": draw.random() < 0.6,
+            "alignment": draw.choice(["top-left", "bottom-right"]),
+        }
         if draw.random() < 0.2:
             options["scale"] = draw.choice([0.01, 0.3])
         check_beside_eager(inputs(*sizes, head_dim, dtype, seed), **options)
 
 
-@pytest.mark.parametrize("head_dim, key_count", [
-    (64, 1), (80, 3), (96, 127), (128, 128), (64, 129), (128, 4097), (80, 65537), (128, 65537),
-    (256, 129), (256, 65537),
-])
+@pytest.mark.parametrize(
+    "head_dim, key_count",
+    [
+        (64, 1),
+        (80, 3),
+        (96, 127),
+        (128, 128),
+        (64, 129),
+        (128, 4097),
+        (80, 65537),
+        (128, 65537),
+        (256, 129),
+        (256, 65537),
+    ],
+)
 def test_key_lengths(key_count, head_dim):
     for causal in (False, True):
         tensors = inputs(1, 2, 1, 129, key_count, head_dim, torch.bfloat16)
@@ -91,7 +110,11 @@ def test_key_lengths(key_count, head_dim):
 def test_whole_tiles(head_dim, queries, keys, alignment):
     """Where the mask is left out of all tiles but a program's first, or of all; and keys that no query sees."""
     for causal in (False, True):
-        check_beside_eager(inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16), causal=causal, alignment=alignment)
+        check_beside_eager(
+            inputs(1, 2, 2, queries, keys, head_dim, torch.bfloat16),
+            causal=causal,
+            alignment=alignment,
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -111,7 +134,9 @@ def test_strided_inputs(head_dim):
     turned = do.transpose(1, 2).contiguous().transpose(1, 2)
     packed = causal_results(q, k, v, do)
     strided = causal_results(*views, turned)
-    assert [torch.equal(x, y) for x, y in zip(packed, strided, strict=True) if x is not packed[1]] == [True] * 3
+    assert [
+        torch.equal(x, y) for x, y in zip(packed, strided, strict=True) if x is not packed[1]
+    ] == [True] * 3
     exact = in_float64(q, k, v, do, causal=True)
     for x, y in zip(strided, exact, strict=True):
         assert rms(x.double() - y) <= 1e-2 * rms(y)
@@ -120,7 +145,10 @@ def test_strided_inputs(head_dim):
 @every_head_dim
 def test_the_gradient_of_the_log_sum_exp(head_dim):
     """It reaches q and k through Δ alone, which both backwards read."""
-    tensors = *inputs(2, 4, 2, 300, 257, head_dim, torch.bfloat16), torch.randn(2, 4, 300, device="cuda")
+    tensors = (
+        *inputs(2, 4, 2, 300, 257, head_dim, torch.bfloat16),
+        torch.randn(2, 4, 300, device="cuda"),
+    )
     exact = in_float64(*tensors)
     for deterministic in (False, True):
         call = partial(flash_attention, deterministic=deterministic, return_lse=True)
@@ -183,7 +211,10 @@ def test_a_gpu_that_another_process_uses_too():
     """The GPU stops a kernel anywhere to let the other process on, and writes its barriers back when it goes on."""
     tensors = inputs(2, 4, 2, 1000, 1000, 128, torch.bfloat16)
     first = causal_results(*tensors)
-    neighbours = [subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE) for _ in range(3)]
+    neighbours = [
+        subprocess.Popen([sys.executable, "-c", NEIGHBOUR], stdout=subprocess.PIPE)
+        for _ in range(3)
+    ]
     try:
         for neighbour in neighbours:
             neighbour.stdout.readline()

@@ -44,8 +44,13 @@ class MultiHead(torch.nn.Module):
         self.heads, self.options = (heads, kv_heads or heads, kv_heads or heads), options
 
     def forward(self, *tensors):
-        q, k, v = (x.unflatten(-1, (h, -1)).transpose(1, 2) for x, h in zip(tensors, self.heads, strict=True))
-        return attention(q, k, v, alignment="bottom-right", **self.options).transpose(1, 2).flatten(-2)
+        q, k, v = (
+            x.unflatten(-1, (h, -1)).transpose(1, 2)
+            for x, h in zip(tensors, self.heads, strict=True)
+        )
+        return (
+            attention(q, k, v, alignment="bottom-right", **self.options).transpose(1, 2).flatten(-2)
+        )
 
 
 X, LOGITS, TARGETS = draw(3, 5, 24), draw(5, 24), torch.tensor([3, 0, -1, 23, 7], device=DEVICE)
@@ -53,24 +58,54 @@ Q, K, V = draw(2, 5, 32), draw(2, 9, 16), draw(2, 9, 16, seed=1)
 CASES = {  # name → ours, torch's, their arguments, inputs
     "rms_norm": (nn.RMSNorm, torch.nn.RMSNorm, dict(normalized_shape=24, eps=1e-3), (X,)),
     "layer_norm": (nn.LayerNorm, torch.nn.LayerNorm, dict(normalized_shape=24, eps=1e-3), (X,)),
-    "layer_norm_plain": (nn.LayerNorm, torch.nn.LayerNorm, dict(normalized_shape=24, elementwise_affine=False), (X,)),
+    "layer_norm_plain": (
+        nn.LayerNorm,
+        torch.nn.LayerNorm,
+        dict(normalized_shape=24, elementwise_affine=False),
+        (X,),
+    ),
     "swiglu": (nn.SwiGLU, LlamaMLP, dict(width=24, hidden=40), (X,)),
-    "cross_entropy_none": (nn.CrossEntropyLoss, torch.nn.CrossEntropyLoss,
-                           dict(ignore_index=7, reduction="none", label_smoothing=0.1), (LOGITS, TARGETS.abs())),
-    "linear_cross_entropy_sum": (nn.LinearCrossEntropyLoss, LinearCrossEntropyLoss,
-                                 dict(width=24, classes=30, ignore_index=-1, reduction="sum", label_smoothing=0.1),
-                                 (LOGITS, TARGETS)),
-    "attention_causal": (nn.Attention, MultiHead, dict(heads=4, kv_heads=2, causal=True, scale=0.3), (Q, K, V)),
-    "attention_window": (nn.Attention, MultiHead, dict(heads=4, kv_heads=2, window=2, softcap=2.0), (Q, K, V)),
+    "cross_entropy_none": (
+        nn.CrossEntropyLoss,
+        torch.nn.CrossEntropyLoss,
+        dict(ignore_index=7, reduction="none", label_smoothing=0.1),
+        (LOGITS, TARGETS.abs()),
+    ),
+    "linear_cross_entropy_sum": (
+        nn.LinearCrossEntropyLoss,
+        LinearCrossEntropyLoss,
+        dict(width=24, classes=30, ignore_index=-1, reduction="sum", label_smoothing=0.1),
+        (LOGITS, TARGETS),
+    ),
+    "attention_causal": (
+        nn.Attention,
+        MultiHead,
+        dict(heads=4, kv_heads=2, causal=True, scale=0.3),
+        (Q, K, V),
+    ),
+    "attention_window": (
+        nn.Attention,
+        MultiHead,
+        dict(heads=4, kv_heads=2, window=2, softcap=2.0),
+        (Q, K, V),
+    ),
 }
-OURS = {"width": "in_features", "hidden": "hidden_features", "classes": "num_classes", "heads": "num_heads",
-        "kv_heads": "num_kv_heads"}
+OURS = {
+    "width": "in_features",
+    "hidden": "hidden_features",
+    "classes": "num_classes",
+    "heads": "num_heads",
+    "kv_heads": "num_kv_heads",
+}
 
 
 def made(name, dtype):
     """(ours, torch's in float64, inputs): weights drawn for torch's, rounded to `dtype`, and given to ours."""
     ours, theirs, options, inputs = CASES[name]
-    ours, theirs = ours(**{OURS.get(key, key): value for key, value in options.items()}), theirs(**options)
+    ours, theirs = (
+        ours(**{OURS.get(key, key): value for key, value in options.items()}),
+        theirs(**options),
+    )
     for i, p in enumerate(theirs.parameters()):
         p.data = draw(*p.shape, seed=i).to(dtype) / (p.shape[-1] ** 0.5 if p.dim() == 2 else 1)
     ours.to(DEVICE, dtype).load_state_dict(theirs.state_dict())
@@ -83,7 +118,11 @@ def run(module, inputs):
     y = module(*inputs)
     y.backward(draw(*y.shape, seed=7).to(y.dtype))
     grads = {f"input {i}": x.grad for i, x in enumerate(inputs) if x.requires_grad}
-    return {"output": y.detach(), **grads, **{name: p.grad for name, p in module.named_parameters()}}
+    return {
+        "output": y.detach(),
+        **grads,
+        **{name: p.grad for name, p in module.named_parameters()},
+    }
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,8 +153,11 @@ def test_documents_do_not_see_each_other():
 
 
 def test_attention_says_its_options():
-    assert repr(nn.Attention(2, window=3)) == "Attention(num_heads=2, num_kv_heads=2, causal=False, scale=None, " \
-                                              "window=3, softcap=None)"  # fmt: skip
+    assert (
+        repr(nn.Attention(2, window=3))
+        == "Attention(num_heads=2, num_kv_heads=2, causal=False, scale=None, "
+        "window=3, softcap=None)"
+    )
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -128,13 +170,25 @@ def test_compiles_in_one_graph(name):
     same_bits(run(module, inputs), expected)
 
 
-@pytest.mark.parametrize("call, message", [
-    (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weight is given, which no kernel"),
-    (lambda: nn.LinearCrossEntropyLoss(8, 3, bias=True), "bias is given, which no kernel"),
-    (lambda: nn.LinearCrossEntropyLoss(8, 3, weight=torch.ones(3)), "weight is given, which no kernel"),
-    (lambda: nn.LayerNorm((5, 24)), r"over the last dimension, and normalized_shape is \(5, 24\)"),
-    (lambda: nn.RMSNorm([5, 24]), r"over the last dimension, and normalized_shape is \(5, 24\)"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: nn.CrossEntropyLoss(torch.ones(3)), "weight is given, which no kernel"),
+        (lambda: nn.LinearCrossEntropyLoss(8, 3, bias=True), "bias is given, which no kernel"),
+        (
+            lambda: nn.LinearCrossEntropyLoss(8, 3, weight=torch.ones(3)),
+            "weight is given, which no kernel",
+        ),
+        (
+            lambda: nn.LayerNorm((5, 24)),
+            r"over the last dimension, and normalized_shape is \(5, 24\)",
+        ),
+        (
+            lambda: nn.RMSNorm([5, 24]),
+            r"over the last dimension, and normalized_shape is \(5, 24\)",
+        ),
+    ],
+)
 def test_what_no_kernel_computes_is_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()

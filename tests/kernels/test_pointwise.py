@@ -18,18 +18,24 @@ from .near import near, same_bits
 
 def test_the_gradient_of_a_bias_beside_half_precision_is_summed_in_its_own_dtype(either):
     """A thousand rows whose gradients are 100: the sum is beyond fp16."""
-    x, w, b = draw(1000, 2) * 0, draw(3, 2), torch.full((3,), 20.0, device=DEVICE, requires_grad=True)
+    x, w, b = (
+        draw(1000, 2) * 0,
+        draw(3, 2),
+        torch.full((3,), 20.0, device=DEVICE, requires_grad=True),
+    )
     with torch.autocast(DEVICE, torch.float16):
         y = linear_gelu_dropout(x, w, b, 0.0)
-    db, = torch.autograd.grad(y, b, torch.full_like(y, 100.0))
+    (db,) = torch.autograd.grad(y, b, torch.full_like(y, 100.0))
     assert y.dtype == torch.float16 and torch.equal(db, torch.full_like(b, 1e5))
 
 
 # Regression: tanh written with exponentials is NaN above 10
 def test_gelu_is_finite_for_large_inputs(either):
-    x = torch.tensor([11.0, 50.0, 1e10, 3e38, -11.0, -50.0, -1e10, -3e38], device=DEVICE, requires_grad=True)
+    x = torch.tensor(
+        [11.0, 50.0, 1e10, 3e38, -11.0, -50.0, -1e10, -3e38], device=DEVICE, requires_grad=True
+    )
     y = gelu(x)
-    slope, = torch.autograd.grad(y.sum(), x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
     torch.testing.assert_close(y[:4], x[:4])
     assert y[4:].abs().max() == 0
     assert torch.equal(slope.cpu(), torch.tensor([1.0] * 4 + [0.0] * 4))
@@ -40,12 +46,14 @@ def test_dropout_drops_as_often_as_asked_and_keeps_the_mean():
     x = torch.ones(200, 1000, device=DEVICE)
     y = dropout(x, 0.3, seed=3)
     kept = (y != 0).float().mean().item()
-    assert abs(kept - 0.7) < 6 * (0.3 * 0.7 / x.numel()) ** 0.5  # six standard deviations of a binomial
+    # six standard deviations of a binomial
+    assert abs(kept - 0.7) < 6 * (0.3 * 0.7 / x.numel()) ** 0.5
     assert y.max().item() == pytest.approx(1 / 0.7, rel=2e-5)
     drawn = (y != 0).flatten()
     for distance in (1, 2, 4, 8):  # neighbours share a counter, but no random bits
         both = (drawn[:-distance] & drawn[distance:]).float().mean().item()
-        assert abs(both - 0.49) < 6 * (0.49 * 0.51 / x.numel()) ** 0.5 * 1.5  # overlapping pairs vary a little more
+        # overlapping pairs vary a little more
+        assert abs(both - 0.49) < 6 * (0.49 * 0.51 / x.numel()) ** 0.5 * 1.5
 
 
 def test_dropout_repeats_by_torchs_seed(either):
@@ -63,7 +71,7 @@ def test_forward_and_backward_drop_the_same_elements_where_a_number_is_the_thres
     """Of 200,000 numbers of 16 bits some three are; one forward that drops them and one backward that does not."""
     x = torch.ones(200_000, device=DEVICE, requires_grad=True)
     y = dropout(x, 0.5, seed=3)
-    slope, = torch.autograd.grad(y.sum(), x)
+    (slope,) = torch.autograd.grad(y.sum(), x)
     assert torch.equal(slope, y)
 
 
@@ -74,8 +82,11 @@ def test_dropout_does_not_depend_on_the_tile():
     assert torch.equal(small, dropout(x, 0.4, seed=1))
 
 
-# fp32: a few operations of 6e-8 each. Else parameters rounded to 11 or 8 bits; both go on from there.
-LIMITS = {torch.float32: 3e-7, torch.float16: 2e-3} | ({torch.bfloat16: 2e-2} if DEVICE == "cuda" else {})
+# fp32: a few operations of 6e-8 each. Else parameters rounded to 11 or 8 bits; both go on from
+# there.
+LIMITS = {torch.float32: 3e-7, torch.float16: 2e-3} | (
+    {torch.bfloat16: 2e-2} if DEVICE == "cuda" else {}
+)
 
 
 @pytest.mark.parametrize("dtype", LIMITS, ids=str)
@@ -83,7 +94,10 @@ def test_adamw_equals_torchs(dtype, either):
     ours = [draw(*s, dtype=dtype).requires_grad_() for s in ((3, 50), (1,), (2500,), (0,), (4, 4))]
     theirs = [p.detach().clone().float().requires_grad_() for p in ours]
     mine, torchs = (
-        make([{"params": tensors[:2]}, {"params": tensors[2:], "lr": 1e-3, "weight_decay": 0.0}], lr=1e-2)
+        make(
+            [{"params": tensors[:2]}, {"params": tensors[2:], "lr": 1e-3, "weight_decay": 0.0}],
+            lr=1e-2,
+        )
         for make, tensors in ((AdamW, ours), (torch.optim.AdamW, theirs))
     )
     for step in range(3):
@@ -107,7 +121,12 @@ def passed_in_fp32(launch):
     """`_dispatch.launch` with numbers rounded as a GPU gets them; the interpreter leaves them in double precision."""
 
     def rounding(kernel, grid, *args, **options):
-        launch(kernel, grid, *(torch.tensor(a).item() if isinstance(a, float) else a for a in args), **options)
+        launch(
+            kernel,
+            grid,
+            *(torch.tensor(a).item() if isinstance(a, float) else a for a in args),
+            **options,
+        )
 
     return rounding
 
@@ -125,14 +144,19 @@ def test_adamw_averages_over_a_hundred_thousand_steps(monkeypatch, either):
     before = v.double()
     for _ in range(20):
         optimizer.step()
-    # Each step rounds, up as often as down: over 2,000 elements the mean shows what does not average out.
+    # Each step rounds, up as often as down: over 2,000 elements the mean shows what does not
+    # average out.
     drift = (optimizer.state[p]["exp_avg_sq"].double() / before / 0.99999**20 - 1).mean().abs()
     assert drift < 3e-8  # a β₂ rounded to fp32 would make it 2.7e-7
 
 
 def test_small_weight_decay_is_not_lost_in_rounding(monkeypatch, either):
     monkeypatch.setattr(_dispatch, "launch", passed_in_fp32(_dispatch.launch))
-    p = (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0))).to(DEVICE).requires_grad_()
+    p = (
+        (1 + torch.rand(2000, generator=torch.Generator().manual_seed(0)))
+        .to(DEVICE)
+        .requires_grad_()
+    )
     before, optimizer = p.detach().double(), AdamW([p], lr=1e-5, weight_decay=2e-2)
     p.grad = torch.zeros_like(p)
     for _ in range(10):
@@ -145,7 +169,10 @@ def test_small_weight_decay_is_not_lost_in_rounding(monkeypatch, either):
 def test_adamw_steps_by_negatives_that_do_not_lie_in_memory(of_gradient, either):
     x = draw(50)
     away = torch.complex(x, -x).conj().imag  # x by torch's negative bit
-    p, theirs = (away if not of_gradient else x.clone()).requires_grad_(), x.clone().requires_grad_()
+    p, theirs = (
+        (away if not of_gradient else x.clone()).requires_grad_(),
+        x.clone().requires_grad_(),
+    )
     p.grad, theirs.grad = away if of_gradient else x.clone(), x.clone()
     AdamW([p], lr=1e-2).step()
     torch.optim.AdamW([theirs], lr=1e-2).step()
@@ -175,15 +202,18 @@ def test_adamw_is_refused_while_a_cuda_graph_is_captured(monkeypatch):
     assert torch.equal(p, before) and not optimizer.state
 
 
-@pytest.mark.parametrize("options, error, message", [
-    ({"lr": torch.tensor(1e-3)}, TypeError, "lr is tensor"),
-    ({"betas": (torch.tensor(0.9), 0.99)}, TypeError, "betas is tensor.*number each"),
-    ({"betas": 0.9}, ValueError, "betas is 0.9"),
-    ({"betas": (1.0, 0.9)}, ValueError, "betas is 1.0"),
-    ({"eps": "1"}, TypeError, "eps is '1'"),
-    ({"weight_decay": float("nan")}, ValueError, "weight_decay is nan"),
-    ({"lr": True}, TypeError, "lr is True"),
-])
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        ({"lr": torch.tensor(1e-3)}, TypeError, "lr is tensor"),
+        ({"betas": (torch.tensor(0.9), 0.99)}, TypeError, "betas is tensor.*number each"),
+        ({"betas": 0.9}, ValueError, "betas is 0.9"),
+        ({"betas": (1.0, 0.9)}, ValueError, "betas is 1.0"),
+        ({"eps": "1"}, TypeError, "eps is '1'"),
+        ({"weight_decay": float("nan")}, ValueError, "weight_decay is nan"),
+        ({"lr": True}, TypeError, "lr is True"),
+    ],
+)
 def test_adamw_names_an_option_that_does_not_fit(options, error, message):
     p = draw(4).requires_grad_()
     p.grad = torch.ones_like(p)
@@ -209,7 +239,9 @@ def test_addresses_are_sent_again_only_when_a_tensor_has_moved():
 
 def resumed(optimizer):
     """Another optimizer, of copies of the parameters, that has loaded the state of this one."""
-    again = AdamW([p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]], lr=5.0)
+    again = AdamW(
+        [p.detach().clone().requires_grad_() for p in optimizer.param_groups[0]["params"]], lr=5.0
+    )
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return again
 
@@ -229,5 +261,8 @@ def test_adamw_resumes_and_follows_a_schedule(copied):
             group["params"][0].grad = draw(40, dtype=torch.float16, seed=2)
         optimizer.step(lambda: torch.tensor(1.0))
     assert torch.equal(p, q) and p is not q
-    assert set(first.state[p]) == {"step", "exp_avg", "exp_avg_sq"} and first.state[p]["exp_avg"].dtype is torch.float32
+    assert (
+        set(first.state[p]) == {"step", "exp_avg", "exp_avg_sq"}
+        and first.state[p]["exp_avg"].dtype is torch.float32
+    )
     same_bits(again.state[q], first.state[p])

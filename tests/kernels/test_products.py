@@ -25,19 +25,31 @@ EXACT = {"precision": "ieee"}  # without effect in the interpreter; on a GPU fp3
 
 
 def test_relu_of_what_is_not_positive(either):
-    a = torch.tensor([[float("-inf")], [-1.0], [-0.0], [0.0], [2.0], [float("inf")], [float("nan")]], device=DEVICE)
+    a = torch.tensor(
+        [[float("-inf")], [-1.0], [-0.0], [0.0], [2.0], [float("inf")], [float("nan")]],
+        device=DEVICE,
+    )
     y = matmul(a, torch.ones(1, 1, device=DEVICE), epilogue="relu", **EXACT)[:, 0]
     assert y[:6].tolist() == [0, 0, 0, 0, 2, float("inf")] and y[6].isnan()
     assert not y[:2].signbit().any()
 
 
-@pytest.mark.parametrize("epilogue, value", [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0),
-                                                  ("relu", 1e-4), ("leaky_relu", 1e-4)])
+@pytest.mark.parametrize(
+    "epilogue, value",
+    [("gelu", 200.0), ("silu", 200.0), ("rms_norm", 200.0), ("relu", 1e-4), ("leaky_relu", 1e-4)],
+)
 def test_gradients_of_products_that_fp16_does_not_hold(epilogue, value, either):
     """a·b is ∓80,000, beyond fp16, and f of it 0 or, for the norm, ∓1; or it is ∓2e-8, which fp16 rounds to 0."""
-    a, b = (torch.full(shape, value, device=DEVICE, dtype=torch.float16) for shape in ((3, 2), (2, 4)))
+    a, b = (
+        torch.full(shape, value, device=DEVICE, dtype=torch.float16) for shape in ((3, 2), (2, 4))
+    )
     b *= torch.tensor([-1] * 4 if epilogue in ("gelu", "silu") else [-1, 1, -1, 1], device=DEVICE)
-    compare(lambda *t: matmul(*t, epilogue=epilogue), lambda *t: reference.matmul(*t, None, epilogue), a, b)
+    compare(
+        lambda *t: matmul(*t, epilogue=epilogue),
+        lambda *t: reference.matmul(*t, None, epilogue),
+        a,
+        b,
+    )
 
 
 def test_a_product_under_autocast_is_not_rounded_before_its_epilogue(either):
@@ -65,12 +77,16 @@ def test_grouped_order_visits_every_tile_once(row_tiles, col_tiles):
     a = torch.arange(1.0, row_tiles * 32 + 1, device=DEVICE)[:, None]
     y = torch.full((row_tiles * 32, col_tiles * 32), float("nan"), device=DEVICE)
     with forced(matmul=Launch(block=32, rows=32)):
-        matmul_module.launch_pointers(a, torch.ones(1, y.shape[1], device=DEVICE), None, y, None, "ieee")
+        matmul_module.launch_pointers(
+            a, torch.ones(1, y.shape[1], device=DEVICE), None, y, None, "ieee"
+        )
     assert torch.equal(y, a.expand_as(y))
 
 
 def test_tiled_and_persistent_kernels():
-    a, b, bias = (draw(*s, dtype=torch.float16, seed=i) for i, s in enumerate(((72, 40), (40, 88), (88,))))
+    a, b, bias = (
+        draw(*s, dtype=torch.float16, seed=i) for i, s in enumerate(((72, 40), (40, 88), (88,)))
+    )
     exact = reference.matmul(a.double(), b.double(), bias.double(), "gelu")
     for left, right in itertools.product((a, a.T.contiguous().T), (b, b.T.contiguous().T)):
         y = torch.full((72, 88), float("nan"), dtype=torch.float16, device=DEVICE)
@@ -80,7 +96,9 @@ def test_tiled_and_persistent_kernels():
         matmul_module.launch_pointers(left, right, bias, y, "gelu", "ieee", group=1)
         near(y, exact, 2e-2, 2e-3)
     odd = draw(7, 9, dtype=torch.float16)
-    assert not matmul_module.launch_persistent(odd, odd.T, None, draw(7, 7, dtype=torch.float16), None)
+    assert not matmul_module.launch_persistent(
+        odd, odd.T, None, draw(7, 7, dtype=torch.float16), None
+    )
 
 
 def targets_for(rows, vocabulary, ignored=()):
@@ -101,26 +119,41 @@ def test_cross_entropy_at_the_edges(either):
     t = torch.tensor([0, 3], device=DEVICE)
     torch.testing.assert_close(cross_entropy(masked, t), F.cross_entropy(masked, t))
     assert cross_entropy(1e4 * draw(3, 10), targets_for(3, 10)).isfinite()
-    assert cross_entropy(torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)) == 0
+    assert (
+        cross_entropy(
+            torch.empty(0, 5, device=DEVICE), torch.empty(0, dtype=torch.int64, device=DEVICE)
+        )
+        == 0
+    )
 
 
-@pytest.mark.parametrize("call", [
-    cross_entropy, functools.partial(cross_entropy, reduction="none", label_smoothing=0.1),
-    lambda z, t: linear_cross_entropy(z, torch.eye(70, device=z.device), t, chunk_bytes=280),
-], ids=["cross_entropy", "smoothed", "linear_cross_entropy"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        cross_entropy,
+        functools.partial(cross_entropy, reduction="none", label_smoothing=0.1),
+        lambda z, t: linear_cross_entropy(z, torch.eye(70, device=z.device), t, chunk_bytes=280),
+    ],
+    ids=["cross_entropy", "smoothed", "linear_cross_entropy"],
+)
 def test_a_target_outside_the_vocabulary(call, either, monkeypatch):
     """Named on a CPU; on a GPU, which nobody waits for, its row's loss and gradient are NaN."""
     z, t = draw(4, 70).requires_grad_(), torch.tensor([1, 70, -100, -1], device=DEVICE)
     if DEVICE == "cpu":
-        with pytest.raises(ValueError, match="targets has class 70 in row 1; allowed: 0 to 69, or ignore_index, -100"):
+        with pytest.raises(
+            ValueError,
+            match="targets has class 70 in row 1; allowed: 0 to 69, or ignore_index, -100",
+        ):
             call(z, t)
         with pytest.raises(ValueError, match="class -3 in row 0"):
             call(z, t - 4)
     for module in (cross_entropy_module, lce_module):
         monkeypatch.setattr(module, "check_classes", lambda *_: None)
-    with forced(**dict.fromkeys(("cross_entropy_both", "cross_entropy_gradient"), Launch(32, warps=1))):
+    with forced(
+        **dict.fromkeys(("cross_entropy_both", "cross_entropy_gradient"), Launch(32, warps=1))
+    ):
         loss = call(z, t)
-        grad, = torch.autograd.grad(loss.sum(), z)
+        (grad,) = torch.autograd.grad(loss.sum(), z)
     assert loss.isnan().reshape(-1).tolist() in ([True], [False, True, False, True])
     assert grad[[1, 3]].isnan().all() and grad[0].isfinite().all() and not grad[2].any()
 
@@ -130,7 +163,12 @@ def test_a_target_outside_the_vocabulary(call, either, monkeypatch):
 def test_cross_entropy_of_large_logits(offset, options, either):
     """What all logits have in common cancels: of 1e7 + z fp32 keeps z to 1, and exact results are those of that."""
     z, t = (draw(3, 50) * 3).round() + offset, targets_for(3, 50)
-    compare(lambda z: cross_entropy(z, t, **options), lambda z: F.cross_entropy(z, t, **options), z, tolerance=2e-6)
+    compare(
+        lambda z: cross_entropy(z, t, **options),
+        lambda z: F.cross_entropy(z, t, **options),
+        z,
+        tolerance=2e-6,
+    )
 
 
 LOSSES = {
@@ -152,9 +190,9 @@ def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, f
     z.requires_grad_()
     loss = LOSSES[name](z, t)
     loss /= 2
-    expected, = torch.autograd.grad(LOSSES[name](z, t).sum() * (factor / 2), z)
+    (expected,) = torch.autograd.grad(LOSSES[name](z, t).sum() * (factor / 2), z)
     for again in range(1 if name == "linear" else 2):
-        grad, = torch.autograd.grad(loss, z, torch.full_like(loss, factor), retain_graph=True)
+        (grad,) = torch.autograd.grad(loss, z, torch.full_like(loss, factor), retain_graph=True)
         assert not grad[1].any() and grad[[0, 2]].isfinite().all() == (factor == 3), again
         torch.testing.assert_close(grad, expected, atol=1e-7, rtol=1e-6, equal_nan=True)
         grad.zero_()
@@ -168,7 +206,7 @@ def test_the_gradient_in_place_of_the_logits(options, either):
     upstream = draw(*loss.shape, seed=1)
     grad, dx = torch.autograd.grad(loss, (z, x), upstream, retain_graph=True)
     assert grad.data_ptr() == z.data_ptr() and not grad.requires_grad
-    expected, = torch.autograd.grad(cross_entropy(2 * x, t, **options), x, upstream)
+    (expected,) = torch.autograd.grad(cross_entropy(2 * x, t, **options), x, upstream)
     near((2 * grad, dx), (expected, expected), 1e-6)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.sum().backward()
@@ -183,8 +221,12 @@ def test_logits_that_somebody_else_needs_are_not_overwritten(either):
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         cross_entropy(z, t, inplace_backward=True).backward()
     assert not cross_entropy(x.detach(), t, inplace_backward=True).requires_grad
-    compiled = torch.compile(lambda x: cross_entropy(2 * x, t, inplace_backward=True), backend="aot_eager")
-    ours, theirs = (torch.autograd.grad(f(x), x)[0] for f in (compiled, lambda x: F.cross_entropy(2 * x, t)))
+    compiled = torch.compile(
+        lambda x: cross_entropy(2 * x, t, inplace_backward=True), backend="aot_eager"
+    )
+    ours, theirs = (
+        torch.autograd.grad(f(x), x)[0] for f in (compiled, lambda x: F.cross_entropy(2 * x, t))
+    )
     near(ours, theirs, 1e-6)
 
 
@@ -200,16 +242,22 @@ def error_of_chunks(dtype, chunks):
     """Relative error of dw, its norm over the norm of what is exact, where that many chunks add to it."""
     x, w, t = draw(32, 8, dtype=dtype), draw(20, 8, dtype=dtype, seed=1) * 0.1, targets_for(32, 20)
     leaf, exact = w.requires_grad_(), w.detach().double().requires_grad_()
-    dw, = torch.autograd.grad(linear_cross_entropy(x, leaf, t, chunk_bytes=32 // chunks * 20 * 2), leaf)
-    expected, = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
+    (dw,) = torch.autograd.grad(
+        linear_cross_entropy(x, leaf, t, chunk_bytes=32 // chunks * 20 * 2), leaf
+    )
+    (expected,) = torch.autograd.grad(F.cross_entropy(x.double() @ exact.T, t), exact)
     assert dw.dtype == dtype
     return ((dw.double() - expected).norm() / expected.norm()).item()
 
 
 def test_the_error_of_many_chunks_is_that_of_one(either):
     """dw is rounded once, however many chunks add to it. Triton's interpreter has no bf16."""
-    for dtype in (torch.float16, torch.bfloat16)[:1 if either and DEVICE == "cpu" else 2]:
-        assert error_of_chunks(dtype, 32) < 1.2 * error_of_chunks(dtype, 1) < 3 * torch.finfo(dtype).eps
+    for dtype in (torch.float16, torch.bfloat16)[: 1 if either and DEVICE == "cpu" else 2]:
+        assert (
+            error_of_chunks(dtype, 32)
+            < 1.2 * error_of_chunks(dtype, 1)
+            < 3 * torch.finfo(dtype).eps
+        )
 
 
 @pytest.mark.parametrize("chunk_bytes", [40, 10**9])
@@ -218,9 +266,9 @@ def test_an_fp32_weight_under_autocast_gets_the_sum_unrounded(chunk_bytes, eithe
     leaf = w.clone().requires_grad_()
     with torch.autocast(DEVICE, torch.float16):
         loss = linear_cross_entropy(x, leaf, t, chunk_bytes=chunk_bytes)
-    dw, = torch.autograd.grad(loss, leaf)
+    (dw,) = torch.autograd.grad(loss, leaf)
     logits = (x.half() @ w.half().T).double()  # rounded, as a linear layer's
-    dz, = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), t), logits)
+    (dz,) = torch.autograd.grad(F.cross_entropy(logits.requires_grad_(), t), logits)
     expected = dz.half().double().T @ x.half().double()
     assert dw.dtype == torch.float32
     near(dw, expected, 2e-4, 1e-3)

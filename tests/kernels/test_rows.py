@@ -18,7 +18,8 @@ from .near import near
 def test_the_norm_is_that_of_the_sum_as_it_is_returned():
     """Backward starts from the rounded sum: forward has to normalise the same values."""
     w = torch.ones(64, device=DEVICE)
-    residual = torch.ones(4, 64, device=DEVICE, dtype=torch.float16)  # sums near 2 have a spacing of 2⁻⁹
+    # sums near 2 have a spacing of 2⁻⁹
+    residual = torch.ones(4, 64, device=DEVICE, dtype=torch.float16)
     y, total = add_rms_norm(draw(4, 64) * 2**-11 + 1, residual, w)
     assert torch.equal(y, rms_norm(total.float(), w))
 
@@ -60,7 +61,8 @@ def test_softmax_of_infinities(long, request):
 
 def test_softmax_of_wide_rows_that_stay_in_16_bits():
     """Among parts that have nothing, as under a mask, and numbers whose product with log2 e overflows."""
-    x = draw(6, 9000, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)  # which has as large numbers
+    # which has as large numbers
+    x = draw(6, 9000, dtype=torch.bfloat16 if DEVICE == "cuda" else torch.float32)
     x[0, :8999] = x[1] = float("-inf")
     x[2] = x[3, 1:] = torch.finfo(torch.bfloat16).min
     x[4] *= 5e37
@@ -69,7 +71,9 @@ def test_softmax_of_wide_rows_that_stay_in_16_bits():
     launch(softmax_module.wide_forward_kernel, (6,), x, y, 9000, 9000, BLOCK=16384, num_warps=4)
     torch.testing.assert_close(y, expected.to(x.dtype), atol=1e-5, rtol=1e-2, equal_nan=True)
     half = draw(2, 8200, dtype=torch.float16)
-    torch.testing.assert_close(softmax(half), torch.softmax(half.float(), -1).half(), atol=1e-6, rtol=1e-3)
+    torch.testing.assert_close(
+        softmax(half), torch.softmax(half.float(), -1).half(), atol=1e-6, rtol=1e-3
+    )
 
 
 def test_forms_of_a_launch_agree(many_rows):
@@ -90,7 +94,9 @@ def test_second_stage_sums_every_share(count):
     parts = draw(2, count, 33)
     near(sum_columns(parts, torch.float32, torch.float32), [*parts.sum(1)], 1e-5)
     half, full = sum_columns(parts, torch.float16, torch.float32)
-    assert torch.equal(half, sum_columns(parts[:1], torch.float16)[0]) and full.dtype == torch.float32
+    assert (
+        torch.equal(half, sum_columns(parts[:1], torch.float16)[0]) and full.dtype == torch.float32
+    )
 
 
 def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
@@ -99,7 +105,14 @@ def test_softmax_backward_that_reads_one_tensor_twice(monkeypatch):
 
 
 def test_mixed_types_of_residual_and_branch():
-    x, residual, w = (t.requires_grad_() for t in (draw(4, 16, dtype=torch.float16), draw(4, 16, seed=1), draw(16)))
+    x, residual, w = (
+        t.requires_grad_()
+        for t in (draw(4, 16, dtype=torch.float16), draw(4, 16, seed=1), draw(16))
+    )
     y, total = add_rms_norm(x, residual, w)
     (y.sum() + total.sum()).backward()
-    assert total.dtype is torch.float32 and x.grad.dtype is torch.float16 and residual.grad.dtype is torch.float32
+    assert (
+        total.dtype is torch.float32
+        and x.grad.dtype is torch.float16
+        and residual.grad.dtype is torch.float32
+    )

@@ -44,5 +44,9 @@ def miscompiled(bits, tile):
 def test_no_tile_that_is_miscompiled_is_shipped_or_tried():
     shipped = [(key.bits, tile) for key, choice in configs.TABLE.items() for tile in choice]
     shipped += [(bits, tile) for bits, tiles in configs.CANDIDATES.items() for tile in tiles]
-    tried = [(32, tile) for kernel in configs.Choice._fields for tile in tune.candidates(kernel, 4, "tf32x3")]
+    tried = [
+        (32, tile)
+        for kernel in configs.Choice._fields
+        for tile in tune.candidates(kernel, 4, "tf32x3")
+    ]
     assert len(tried) == 3 * 22 and [tile for tile in shipped + tried if miscompiled(*tile)] == []

@@ -23,7 +23,9 @@ MACHINES = tuple(tomllib.loads(records.MANIFEST.read_text()))
 
 
 @pytest.mark.parametrize(
-    "case", [case for name in MACHINES for case in records.cases(name)], ids=lambda c: f"{c.experiment}-{c.run}"
+    "case",
+    [case for name in MACHINES for case in records.cases(name)],
+    ids=lambda c: f"{c.experiment}-{c.run}",
 )
 def test_a_command_of_the_manifest_is_one(case):
     experiment = load(case.experiment).EXPERIMENT
@@ -34,7 +36,10 @@ def test_a_command_of_the_manifest_is_one(case):
 
 def test_every_record_has_the_name_of_a_case_that_renews_it():
     known = {case.run for name in MACHINES for case in records.cases(name)}
-    found = {path.relative_to(records.MANIFEST.parent).as_posix() for path in records.MANIFEST.parent.rglob("*.json")}
+    found = {
+        path.relative_to(records.MANIFEST.parent).as_posix()
+        for path in records.MANIFEST.parent.rglob("*.json")
+    }
     assert not {path for path in found if path[:-5].partition("/")[2] not in known}
 
 
@@ -43,9 +48,21 @@ def test_a_record_is_measured_once_per_commit_and_within_the_minutes(tmp_path, m
     manifest.write_text(SMALL)
     monkeypatch.setattr(records, "MANIFEST", manifest)
     monkeypatch.setattr(records, "RUNS", tmp_path / "runs")
-    monkeypatch.setattr(records, "cases", lambda machine, known=records.cases: known(machine, manifest))
+    monkeypatch.setattr(
+        records, "cases", lambda machine, known=records.cases: known(machine, manifest)
+    )
     monkeypatch.setenv("GIT_DIR", str(tmp_path))  # no repository: the commit is the one given
-    command = ["records", "--machine", "here", "--commit", "a" * 40, "--into", str(tmp_path), "--minutes", "5"]
+    command = [
+        "records",
+        "--machine",
+        "here",
+        "--commit",
+        "a" * 40,
+        "--into",
+        str(tmp_path),
+        "--minutes",
+        "5",
+    ]
     assert main(command) == 0
     said = capsys.readouterr().err
     assert "left: predict/here-long, 30 minutes" in said
@@ -67,12 +84,22 @@ def test_a_record_is_chosen_by_the_name_that_the_list_gives(capsys):
 
 
 @pytest.mark.parametrize(
-    "argv, line", [
-        (["--machine", "h2"], "machine 'h2' is unknown; manifest.toml has h200, h100x2, h200x2, h100x4, h200x4, cpu"),
-        (["--machine", "h200", "--commit", "b" * 40 + "-dirty"], "-dirty: commit first, or --commit SHA"),
-        (["--machine", "cpu", "--only", "sabotage", "tinny"], "--only tinny: no record of cpu is called so; --list"),
+    "argv, line",
+    [
+        (
+            ["--machine", "h2"],
+            "machine 'h2' is unknown; manifest.toml has h200, h100x2, h200x2, h100x4, h200x4, cpu",
+        ),
+        (
+            ["--machine", "h200", "--commit", "b" * 40 + "-dirty"],
+            "-dirty: commit first, or --commit SHA",
+        ),
+        (
+            ["--machine", "cpu", "--only", "sabotage", "tinny"],
+            "--only tinny: no record of cpu is called so; --list",
+        ),
     ],
-)  # fmt: skip
+)
 def test_records_of_no_commit_or_machine_are_refused(argv, line, monkeypatch, tmp_path, capsys):
     monkeypatch.setenv("GIT_DIR", str(tmp_path))
     assert main(["records", *argv]) == 2
@@ -97,4 +124,7 @@ def test_a_page_shows_no_record_of_uncommitted_code(monkeypatch, tmp_path, capsy
 def test_a_package_says_that_it_is_no_clone(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(registry, "ROOT", tmp_path)
     for command in ("tables", "records --machine cpu"):
-        assert main(command.split()) == 2 and "needs a clone of the repository" in capsys.readouterr().err
+        assert (
+            main(command.split()) == 2
+            and "needs a clone of the repository" in capsys.readouterr().err
+        )

@@ -16,7 +16,9 @@ from launch.sample import SampleOptions
 @pytest.fixture
 def trained(monkeypatch):
     model = TransformerLM(ModelConfig(16, 16, 1, 2, vocab_size=256, context_length=8))
-    monkeypatch.setattr(sample, "newest_usable", lambda folder: SimpleNamespace(step=3, path=folder))
+    monkeypatch.setattr(
+        sample, "newest_usable", lambda folder: SimpleNamespace(step=3, path=folder)
+    )
     monkeypatch.setattr(sample, "load_model", lambda stored, context: model)
 
 
@@ -35,7 +37,10 @@ def test_an_export_says_where_it_is(trained, tmp_path, capsys):
 
 def test_an_export_overwrites_no_run(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
-    for folder, says in ((tmp_path, "its config.json is not of an export"), ("", "names no folder")):
+    for folder, says in (
+        (tmp_path, "its config.json is not of an export"),
+        ("", "names no folder"),
+    ):
         with pytest.raises(ValueError, match=says):
             sample.main([str(tmp_path), "--export", str(folder)])
     (tmp_path / "model.safetensors").touch()

@@ -25,13 +25,23 @@ from tests.commands import be_python, children, forked, python
 REPORT = ("records.json", "records.csv", "table.md", "report.html")
 STEPS = 30
 ARGUMENTS = [
-    *("--backend=gloo", "--context=16", "--vocab=61", "--batch=4", f"--steps={STEPS}", "--checkpoint-every=5"),
+    *(
+        "--backend=gloo",
+        "--context=16",
+        "--vocab=61",
+        "--batch=4",
+        f"--steps={STEPS}",
+        "--checkpoint-every=5",
+    ),
     *("--dropout=0.1", "--timeout=8", "--name=run", "--log-every=1", "--bucket-size-mb=1"),
 ]
 
 
 def losses(out):
-    return {line["step"]: line["loss_hex"] for line in read_journal(out / "train" / "run" / "metrics.jsonl")}
+    return {
+        line["step"]: line["loss_hex"]
+        for line in read_journal(out / "train" / "run" / "metrics.jsonl")
+    }
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +54,12 @@ def undisturbed(tmp_path_factory):
     folder = out / "train" / "run"
     names = {path.name for path in folder.iterdir()}
     assert names == {"config.json", "metrics.jsonl", "checkpoints", "loss.png", *REPORT}
-    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"step_00000025", "step_00000030"}
-    assert f"step {STEPS}/{STEPS}" in done.stderr and "MFU" not in done.stderr  # of a CPU none is known
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {
+        "step_00000025",
+        "step_00000030",
+    }
+    # of a CPU none is known
+    assert f"step {STEPS}/{STEPS}" in done.stderr and "MFU" not in done.stderr
     found = losses(out)
     assert list(found) == list(range(1, STEPS + 1))
     return found
@@ -99,7 +113,9 @@ def started(out, step):
 TWO_RANKS = ("launch/train.py", "--nproc=2", *ARGUMENTS)
 
 
-def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_run(undisturbed, tmp_path, running):
+def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_run(
+    undisturbed, tmp_path, running
+):
     """RELIABILITY 46 and §0 B: SIGKILL of a rank during rendezvous, then of the other in the middle of training."""
     run = running(*TWO_RANKS, "--max-restarts=2")
     run.until(lambda: len(run.workers()) == 2)
@@ -111,7 +127,8 @@ def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_r
     assert run.end() == 0, run.text()
     assert losses(tmp_path) == undisturbed
     assert re.search("resumed from step (5|10|15)", run.text())
-    assert "train: rank 1 lost another rank: it died, or did not join a collective" in run.text()  # the survivor
+    # the survivor
+    assert "train: rank 1 lost another rank: it died, or did not join a collective" in run.text()
 
 
 def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_path, running):
@@ -121,7 +138,10 @@ def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_pat
     begin = time.monotonic()
     stopped = run.workers()[1]
     os.kill(stopped, signal.SIGSTOP)
-    run.until(lambda: "lost another rank: it died, or did not join a collective within 4 s" in run.text(), 40)
+    run.until(
+        lambda: "lost another rank: it died, or did not join a collective within 4 s" in run.text(),
+        40,
+    )
     assert time.monotonic() - begin > 2
     os.kill(stopped, signal.SIGKILL)  # the agent would do so in 30 s
     assert run.end() not in (None, 0)
@@ -137,7 +157,9 @@ def test_a_rank_of_torchruns_ends_with_its_agent(tmp_path, running):
     assert ends_within(rank, 2)
 
 
-def test_a_run_that_was_stopped_or_lost_its_launcher_goes_on_where_it_was(undisturbed, tmp_path, running):
+def test_a_run_that_was_stopped_or_lost_its_launcher_goes_on_where_it_was(
+    undisturbed, tmp_path, running
+):
     command = [*TWO_RANKS, "--checkpoint-every=0"]
     run = running(*command)
     run.until(started(tmp_path, 4))
@@ -167,13 +189,17 @@ def test_a_run_that_was_stopped_or_lost_its_launcher_goes_on_where_it_was(undist
     assert losses(tmp_path) == undisturbed
 
 
-def test_of_two_runs_at_once_the_second_is_refused_and_the_first_goes_on_until_ctrl_c(tmp_path, running):
+def test_of_two_runs_at_once_the_second_is_refused_and_the_first_goes_on_until_ctrl_c(
+    tmp_path, running
+):
     """One of other options and the same name."""
     command = ["launch/train.py", *ARGUMENTS, "--steps=5000", "--checkpoint-every=2"]
     first = running(*command, "--nproc=1")
     first.until(started(tmp_path, 3))
     (rank,) = first.workers()
-    other = python(*command, "--nproc=2", "--lr=0.5", "--strategy=zero1", "--fresh", f"--out={tmp_path}")
+    other = python(
+        *command, "--nproc=2", "--lr=0.5", "--strategy=zero1", "--fresh", f"--out={tmp_path}"
+    )
     assert other.returncode == 2, other.stderr
     (message,) = [line for line in other.stderr.splitlines() if "train: error:" in line]
     assert f"run is being written by another run (process {rank} on " in message
@@ -196,8 +222,17 @@ def resumed(context, folder):
     with patch.object(trainer, "Progress") as progress:
         progress.return_value.keep = said.append
         for strategy, steps in (("bucketed", 2), ("zero1", 4)):
-            size = {"context": 8, "d_model": 8, "layers": 1, "heads": 1, "kv_heads": 1, "validate_every": 1}
-            trainer.train(context, TrainConfig(strategy=strategy, steps=steps, batch=2, **size), data, options)
+            size = {
+                "context": 8,
+                "d_model": 8,
+                "layers": 1,
+                "heads": 1,
+                "kv_heads": 1,
+                "validate_every": 1,
+            }
+            trainer.train(
+                context, TrainConfig(strategy=strategy, steps=steps, batch=2, **size), data, options
+            )
     return said
 
 
@@ -207,9 +242,15 @@ def test_a_run_says_who_trained_it_and_counts_bits_of_bytes(tmp_path):
     (record,) = read_json(tmp_path / "train" / "mine" / "records.json")
     loss = record.metrics["validation_loss"]
     assert record.metrics["validation_bits_per_byte"] == pytest.approx(loss / math.log(2))
-    assert f"validation loss after step 4: {loss:.4f} nats per token ({loss / math.log(2):.2f} bits per byte)" in said
+    assert (
+        f"validation loss after step 4: {loss:.4f} nats per token ({loss / math.log(2):.2f} bits per byte)"
+        in said
+    )
     page = (tmp_path / "train" / "mine" / "report.html").read_text()
-    assert "sequences (bucketed × 1 to step 2, zero1 × 1 to step 4)" in page and "bits per byte" in page
+    assert (
+        "sequences (bucketed × 1 to step 2, zero1 × 1 to step 4)" in page
+        and "bits per byte" in page
+    )
     assert "MFU" not in page.split("<table")[1]
 
 
@@ -232,7 +273,8 @@ def free_port():
 
 def be_agent(command):
     """Be `torchrun COMMAND…` for the trainer, with ranks that are forks."""
-    # Several agents count restarts apart, so attempts cannot be told apart by a count: each has its own store.
+    # Several agents count restarts apart, so attempts cannot be told apart by a count: each has its
+    # own store.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     args = torchrun.parse_args(command)
     config, *_ = torchrun.config_from_args(args)
@@ -241,9 +283,21 @@ def be_agent(command):
 
 def test_two_agents_train_together_and_restart_together(undisturbed, tmp_path, running):
     """Two machines, played by two agents on the loopback interface; a rank of one is killed on the way."""
-    rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"]
-    options = ["--nnodes=2", "--nproc-per-node=1", "--max-restarts=2", "--start-method=fork", *rendezvous]
-    agents = [running(*options, "launch/train.py", "train", *ARGUMENTS, be=be_agent) for _ in range(2)]
+    rendezvous = [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{free_port()}",
+        "--rdzv-id=job",
+    ]
+    options = [
+        "--nnodes=2",
+        "--nproc-per-node=1",
+        "--max-restarts=2",
+        "--start-method=fork",
+        *rendezvous,
+    ]
+    agents = [
+        running(*options, "launch/train.py", "train", *ARGUMENTS, be=be_agent) for _ in range(2)
+    ]
     agents[0].until(started(tmp_path, 12))
     os.kill(agents[1].workers()[0], signal.SIGKILL)
     assert [agent.end(120) for agent in agents] == [0, 0], [agent.text() for agent in agents]

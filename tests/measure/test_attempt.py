@@ -1,6 +1,5 @@
 """Failures of a measurement become its status."""
 
-
 import torch
 
 from distlab.measure.validity import attempt
@@ -16,5 +15,7 @@ def test_metrics_or_why_there_are_none():
         "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes"
     )
     assert attempt(lambda: fail(host)) == attempt(lambda: fail(MemoryError())) == {"status": "OOM"}
-    assert attempt(lambda: fail(RuntimeError("no kernel\nand more"))) == {"status": "RuntimeError: no kernel"}
+    assert attempt(lambda: fail(RuntimeError("no kernel\nand more"))) == {
+        "status": "RuntimeError: no kernel"
+    }
     assert attempt(lambda: fail(RuntimeError())) == {"status": "RuntimeError: "}

@@ -24,9 +24,14 @@ def test_every_collective_is_checked_and_timed_on_the_slowest_rank():
     assert answers[0] == answers[1] == answers[2]
     assert len(answers[0]) == 2 * len(OPERATIONS)
     for small, large in zip(answers[0][::2], answers[0][1::2], strict=True):
-        assert (small.num_bytes, large.num_bytes) == (12, 4104)  # whole elements for each of three ranks
+        # whole elements for each of three ranks
+        assert (small.num_bytes, large.num_bytes) == (12, 4104)
         for timing in (small, large):
-            assert timing.max_abs_error == 0 and len(timing.samples_ms) == 5 and min(timing.samples_ms) > 0
+            assert (
+                timing.max_abs_error == 0
+                and len(timing.samples_ms) == 5
+                and min(timing.samples_ms) > 0
+            )
 
 
 @pytest.mark.ranks(3)
@@ -37,11 +42,18 @@ def test_a_collective_that_does_nothing_shows_in_the_row(context):
     names = ("reduce", "gather", "scatter", "all_to_all", "all_gather", "broadcast")
     with mock.patch.multiple(collectives, **dict.fromkeys(names, lambda *tensors, **_: done)):
         for name in names:
-            assert time_collective(context, name, 4096, warmup=0, repeats=5).max_abs_error != 0, name
+            assert time_collective(context, name, 4096, warmup=0, repeats=5).max_abs_error != 0, (
+                name
+            )
 
 
 def test_shares_of_the_payload():
-    assert traffic("all_reduce", 4) == traffic("ring_all_reduce", 4) == traffic("whole_all_reduce", 4) == 1.5
+    assert (
+        traffic("all_reduce", 4)
+        == traffic("ring_all_reduce", 4)
+        == traffic("whole_all_reduce", 4)
+        == 1.5
+    )
     assert traffic("all_gather", 4) == traffic("reduce_scatter", 4) == 0.75
     assert all(traffic(name, 4) == 0.75 for name in ("gather", "scatter", "all_to_all"))
     assert traffic("broadcast", 8) == traffic("reduce", 8) == 1 and traffic("broadcast", 1) == 0
@@ -52,7 +64,8 @@ def test_shares_of_the_payload():
 
 
 def test_the_rate_of_a_queue_beside_computation():
-    # A queue of 10 ms beside 8 ms of computation, at half speed there: 4 done in 8, the other 6 after it.
+    # A queue of 10 ms beside 8 ms of computation, at half speed there: 4 done in 8, the other 6
+    # after it.
     assert rate_beside(10, 14, 8) == pytest.approx(0.5)
     # 2 ms ran before computation began: 2 alone, 4 beside it, 4 after it.
     assert rate_beside(10, 2 + 8 + 4, 8) == pytest.approx(0.5)
@@ -74,4 +87,6 @@ def test_contention_is_measured_alike_on_all_ranks():
     assert first["compute_alone_ms"] >= 2 and first["compute_beside_ms"] >= 2
     for kind, rate in (("compute", "compute_rate"), ("comm", "communication_rate")):
         assert 0 < first[rate] <= 1
-        assert first[rate] == pytest.approx(min(1.0, first[f"{kind}_alone_ms"] / first[f"{kind}_beside_ms"]))
+        assert first[rate] == pytest.approx(
+            min(1.0, first[f"{kind}_alone_ms"] / first[f"{kind}_beside_ms"])
+        )

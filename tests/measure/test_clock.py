@@ -67,7 +67,9 @@ def test_cuda_clocks_see_kernels_that_the_host_does_not_wait_for():
     timer.mark("kernel")
     assert time.perf_counter() - began < 0.02  # marking did not wait for the kernel
     assert timer.steps()[0]["kernel"] > 50
-    assert min(measure(lambda: torch.cuda._sleep(20_000_000), warmup=1, repeats=3, device="cuda")) > 5
+    assert (
+        min(measure(lambda: torch.cuda._sleep(20_000_000), warmup=1, repeats=3, device="cuda")) > 5
+    )
     with peak_memory("cuda") as peak:
         torch.empty(2**20, dtype=torch.uint8, device="cuda")
     assert peak.peak_alloc_bytes >= 2**20
@@ -103,7 +105,9 @@ def test_a_call_in_a_loop_has_a_time_of_the_host_and_one_until_the_device_is_don
     monkeypatch.setattr(clock, "synchronize", lambda device: advance(0.010))
     found = clock.call_ms(lambda: advance(0.002), repeats=3, block_ms=17.0)
     calls = int(17 / (2 + 10 / 3))
-    assert found["host"] == pytest.approx([2.0] * 3) and found["wall"] == pytest.approx([2 + 10 / calls] * 3)
+    assert found["host"] == pytest.approx([2.0] * 3) and found["wall"] == pytest.approx(
+        [2 + 10 / calls] * 3
+    )
 
 
 def test_a_series_has_a_noise_floor_of_its_own():
@@ -138,7 +142,8 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(monkeypatch):
         a, b = rng.lognormal(0, 0.1, size=(2, 30))
         _, low, high = paired_ratio(a, b)
         hits += low <= 1 <= high
-    assert hits >= 88  # 95 expected, standard deviation 2.2; the bootstrap of a median is a little off
+    # 95 expected, standard deviation 2.2; the bootstrap of a median is a little off
+    assert hits >= 88
 
 
 def test_a_variant_against_itself_has_a_noise_floor():
@@ -146,7 +151,8 @@ def test_a_variant_against_itself_has_a_noise_floor():
     quiet, loud = (noise_floor(*rng.normal(100, sigma, size=(2, 30))) for sigma in (0.1, 5))
     assert 0 < quiet < 0.5 < loud < 20
     assert noise_floor([1.0] * 5, [1.0] * 5) == 0
-    assert noise_floor([1.0] * 5, [1.0, 1.0, 1.0, 2.0, 2.0]) == 50  # the lower end is farther from 1
+    # the lower end is farther from 1
+    assert noise_floor([1.0] * 5, [1.0, 1.0, 1.0, 2.0, 2.0]) == 50
 
 
 @pytest.mark.parametrize(

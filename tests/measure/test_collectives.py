@@ -67,4 +67,8 @@ def test_functional_collectives_count_by_the_same_rule(context):
         functional.all_gather_tensor(torch.ones(3), 0, context.group)
         functional.reduce_scatter_tensor(torch.ones(6), "sum", 0, context.group)
         functional.wait_tensor(functional.all_reduce(torch.ones(4), "sum", context.group))
-    assert by_op(recorder) == {"all_gather": (1, 24), "reduce_scatter": (1, 24), "all_reduce": (1, 16)}
+    assert by_op(recorder) == {
+        "all_gather": (1, 24),
+        "reduce_scatter": (1, 24),
+        "all_reduce": (1, 16),
+    }

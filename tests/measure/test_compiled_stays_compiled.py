@@ -46,7 +46,9 @@ def list_saved_tensors(model, tmp_path):
 
 
 def trace(model, tmp_path):
-    profile_steps(lambda: step(model), steps=1, path=tmp_path / "t.json", rank=0, world_size=1, device="cpu")
+    profile_steps(
+        lambda: step(model), steps=1, path=tmp_path / "t.json", rank=0, world_size=1, device="cpu"
+    )
 
 
 def trace_memory(model, tmp_path):
@@ -81,7 +83,9 @@ def initialize_another_model(model, tmp_path):
         torch.nn.init.ones_(module.weight)
         step(model)
 
-    initialize_in_turn(linear, [("weight", linear.weight, lambda value: kept.append(value.clone()))], init)
+    initialize_in_turn(
+        linear, [("weight", linear.weight, lambda value: kept.append(value.clone()))], init
+    )
     assert kept[0].eq(1).all()
 
 
@@ -113,7 +117,8 @@ def test_a_step_after_an_observed_one_is_compiled(instrument, tmp_path, fresh_dy
     assert before == CompiledCalls(regions=3, lookups=3)
     instrument(model, tmp_path)
     assert compiled_calls(lambda: step(model)) == before
-    # A model that is compiled after the observation must not find its blocks marked as eager, either.
+    # A model that is compiled after the observation must not find its blocks marked as eager,
+    # either.
     torch.compiler.reset()
     another = compiled_model()
     instrument(another, tmp_path)

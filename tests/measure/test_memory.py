@@ -12,10 +12,18 @@ GROUPS = {
     "none": ("", {}, 800),
     "less, and the page cache can be taken back": (
         "",
-        {"memory.max": 500 * MIB, "memory.current": 300 * MIB, "memory.stat": f"anon 1\nfile {50 * MIB}"},
+        {
+            "memory.max": 500 * MIB,
+            "memory.current": 300 * MIB,
+            "memory.stat": f"anon 1\nfile {50 * MIB}",
+        },
         250,
     ),
-    "without a limit": ("", {"memory.max": "max", "memory.current": 5, "memory.stat": "file 0"}, 800),
+    "without a limit": (
+        "",
+        {"memory.max": "max", "memory.current": 5, "memory.stat": "file 0"},
+        800,
+    ),
     "of the older form": (
         "memory",
         {

@@ -47,22 +47,43 @@ def test_a_training_step_is_accounted_for(tmp_path):
     model, step, optimizer = trainer(attention="naive")
     timeline = recorded(model, step, optimizer, tmp_path)
     size = sum(p.numel() * p.element_size() for p in model.parameters())
-    of = {name: [b for b in timeline.allocations if b.category == name] for name in
-          ("parameters", "optimizer state", "gradients", "activations", "temporary", "before")}  # fmt: skip
+    of = {
+        name: [b for b in timeline.allocations if b.category == name]
+        for name in (
+            "parameters",
+            "optimizer state",
+            "gradients",
+            "activations",
+            "temporary",
+            "before",
+        )
+    }
     assert sum(b.bytes for b in of["parameters"]) == size
     assert sum(b.bytes for b in of["gradients"]) == size
     # Activations: at least what the blocks must keep, and all of it gone when backward ends.
     forward_end, backward_end = timeline.phases["forward"][1], timeline.phases["backward"][1]
-    assert all(b.phase == "forward" and forward_end < b.end_ms <= backward_end for b in of["activations"])
-    scores = [b for b in of["activations"] if b.bytes == 2 * 4 * 32 * 32 * 4 and "softmax" in b.origin]
-    assert len(scores) == 2 and scores[0].origin.startswith("blocks.0.attention/attention/softmax: aten::")
+    assert all(
+        b.phase == "forward" and forward_end < b.end_ms <= backward_end for b in of["activations"]
+    )
+    scores = [
+        b for b in of["activations"] if b.bytes == 2 * 4 * 32 * 32 * 4 and "softmax" in b.origin
+    ]
+    assert len(scores) == 2 and scores[0].origin.startswith(
+        "blocks.0.attention/attention/softmax: aten::"
+    )
     # What the step leaves: parameters, state, gradients.
     _, curves = timeline.curves()
-    assert curves["activations"][-1] == curves["temporary"][-1] == 0 and curves["gradients"][-1] == size
+    assert (
+        curves["activations"][-1] == curves["temporary"][-1] == 0
+        and curves["gradients"][-1] == size
+    )
     at, peak = timeline.peak()
     assert sum(peak.values()) == max(map(sum, zip(*curves.values(), strict=True))) > 4 * size
     largest = timeline.largest(3)
-    assert largest == sorted(largest, key=lambda b: -b.bytes) and largest[0].bytes >= 2 * 32 * 10_000 * 4
+    assert (
+        largest == sorted(largest, key=lambda b: -b.bytes)
+        and largest[0].bytes >= 2 * 32 * 10_000 * 4
+    )
     assert all(b.start_ms <= at < b.end_ms for b in largest)
 
 
@@ -87,7 +108,8 @@ def test_blocks_of_before_buckets_and_reused_addresses(tmp_path):
     path = tmp_path / "t.json"
     path.write_text(json.dumps({"traceEvents": events}))
     held = Holdings(
-        start={0x1: (600, "parameters")}, after_backward={0x2: (400, "gradients"), 0xA: (80, "gradients")}
+        start={0x1: (600, "parameters")},
+        after_backward={0x2: (400, "gradients"), 0xA: (80, "gradients")},
     )
     timeline = memory_timeline(path, held, "cuda")
     assert sorted((b.bytes, b.category, b.start_ms, b.end_ms) for b in timeline.allocations) == [
@@ -95,9 +117,16 @@ def test_blocks_of_before_buckets_and_reused_addresses(tmp_path):
         (300, "before", 0, 1), (400, "gradients", 0, 1), (600, "parameters", 0, 1),
     ]  # fmt: skip
     assert timeline.peak()[1] == {
-        "before": 600, "parameters": 600, "optimizer state": 0, "gradients": 400, "activations": 100, "temporary": 0,
-    }  # fmt: skip
-    assert timeline.largest(1) == [Allocation(100, 0.01, 0.35, "activations", "forward", "aten::mm")]
+        "before": 600,
+        "parameters": 600,
+        "optimizer state": 0,
+        "gradients": 400,
+        "activations": 100,
+        "temporary": 0,
+    }
+    assert timeline.largest(1) == [
+        Allocation(100, 0.01, 0.35, "activations", "forward", "aten::mm")
+    ]
     with pytest.raises(ValueError, match="no memory events"):
         path.write_text(json.dumps({"traceEvents": events[:3]}))
         memory_timeline(path, held, "cuda")
@@ -112,7 +141,9 @@ def test_the_account_is_the_allocators_and_the_pickle_is_bounded(tmp_path):
     torch.cuda.reset_peak_memory_stats()
     timeline = recorded(model, step, optimizer, tmp_path, "cuda")
     # The allocator rounds each block up to 512 bytes, in its events too.
-    assert sum(timeline.peak()[1].values()) == pytest.approx(torch.cuda.max_memory_allocated(), rel=0.01)
+    assert sum(timeline.peak()[1].values()) == pytest.approx(
+        torch.cuda.max_memory_allocated(), rel=0.01
+    )
     with allocator_history(tmp_path / "m.pickle", max_entries=50):
         step()
     traces = pickle.loads((tmp_path / "m.pickle").read_bytes())["device_traces"]

@@ -9,7 +9,9 @@ from distlab.parallel import BucketedDDP
 
 
 def tiny(attention="naive", device="cpu"):
-    model = TransformerLM(preset("tiny", attention=attention, num_layers=1, context_length=16), device=device)
+    model = TransformerLM(
+        preset("tiny", attention=attention, num_layers=1, context_length=16), device=device
+    )
     return model, torch.arange(32, device=device).reshape(2, 16)
 
 
@@ -49,8 +51,11 @@ def test_parts_operations_backward_and_the_optimizer_are_ranges():
     attention = "blocks.0.attention/attention"
     names = [name for _, name in log.names]
     assert [name for name in names if name.startswith(attention) and "backward" not in name] == [
-        attention, f"{attention}/scores", f"{attention}/softmax", f"{attention}/values",
-    ]  # fmt: skip
+        attention,
+        f"{attention}/scores",
+        f"{attention}/softmax",
+        f"{attention}/values",
+    ]
     depth = {name: depth for depth, name in reversed(log.names)}
     assert depth["model"] == 0 and depth["blocks.0"] == 1 and depth["blocks.0.attention"] == 2
     assert depth[attention] == 3 and depth[f"{attention}/softmax"] == 4
@@ -89,7 +94,9 @@ def test_buckets_are_numbered_ranges_of_their_size(context):
     sent = [name for name in names if name.startswith("message")]
     half = len(sent) // 2
     assert sent[:half] == sent[half:] and sent[0].startswith("message 0: all_reduce_mean 5.1 MB")
-    assert [int(name.split()[1].rstrip(":")) for name in sent[:half]] == list(range(half)) and half >= 2
+    assert [int(name.split()[1].rstrip(":")) for name in sent[:half]] == list(
+        range(half)
+    ) and half >= 2
     assert names.count("finish_gradient_synchronization") == 2
     attention = "blocks.0.attention/attention"
     assert attention in names and f"{attention}/scores" not in names  # fused, it has no parts

@@ -7,7 +7,9 @@ from distlab.measure.pace import Pace
 
 def said(seconds_per_call, every_s=5.0):
     lines, now = [], [0.0]
-    pace = Pace(len(seconds_per_call), "small: step", lines.append, every_s=every_s, clock=lambda: now[0])
+    pace = Pace(
+        len(seconds_per_call), "small: step", lines.append, every_s=every_s, clock=lambda: now[0]
+    )
     for seconds in seconds_per_call:
         now[0] += seconds
         pace()

@@ -19,7 +19,8 @@ def test_every_storage_once_and_no_parameter():
     model = nn.Sequential(Layer(), Layer())
     x = torch.randn(4, 8)
     found = saved_for_backward(lambda: model(x).exp().sum(), model, {"0": model[0], "1": model[1]})
-    # Layer 0 keeps its input (for the weight's gradient) and its output; layer 1 its output; exp its result.
+    # Layer 0 keeps its input (for the weight's gradient) and its output; layer 1 its output; exp
+    # its result.
     assert [saved.bytes for saved in found["0"]] == [128, 128]
     assert [(s.shape, s.made_by) for s in found["1"]] == [((4, 8), "SigmoidBackward0")]
     assert [(s.bytes, s.made_by) for s in found[OUTSIDE]] == [(128, "ExpBackward0")]

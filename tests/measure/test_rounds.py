@@ -1,6 +1,5 @@
 """Interleaved rounds: everybody once per round, in an order that favours nobody."""
 
-
 from distlab.measure.rounds import interleave, rotated
 
 

@@ -26,9 +26,12 @@ def test_each_cause_has_its_part():
     )
     found = explain(account(slowed), account(local))
     assert found == {
-        "overhead_exposed_ms": 4, "overhead_slowdown_ms": 3, "overhead_copies_ms": 3, "overhead_optimizer_ms": -3,
+        "overhead_exposed_ms": 4,
+        "overhead_slowdown_ms": 3,
+        "overhead_copies_ms": 3,
+        "overhead_optimizer_ms": -3,
         "overhead_idle_ms": 5,
-    }  # fmt: skip
+    }
 
 
 def update(start, end):
@@ -37,7 +40,10 @@ def update(start, end):
 
 def test_on_a_gpu_the_optimizer_is_what_the_host_launched_as_such():
     events = step(
-        20, event("compute", 0, 8, launched=-3), event("compute", 8, 14, "adam", launched=-1), update(-2, 0)
+        20,
+        event("compute", 0, 8, launched=-3),
+        event("compute", 8, 14, "adam", launched=-1),
+        update(-2, 0),
     )
     found = account(events)
     assert (found.compute_ms, found.optimizer_ms, found.idle_ms) == (14, 6, 6)
@@ -58,7 +64,8 @@ def queued_steps():
             "communication", 8, 16, "ncclAllReduce", "stream 20", launched=1.5
         ),  # ends under the second step
         event("compute", 14, 25, launched=3),
-        event("compute", 5, 6, "flag", "stream 9", launched=3.5),  # another stream does not begin a step
+        # another stream does not begin a step
+        event("compute", 5, 6, "flag", "stream 9", launched=3.5),
         event("compute", 26, 36, launched=5),
     ]
 
@@ -68,7 +75,9 @@ def test_queued_steps_are_told_apart_on_the_device():
     assert step_windows(events) == [(3, 14), (14, 26)]
     second = account(events, (14, 26))
     assert (second.step_ms, second.compute_ms, second.exposed_ms, second.idle_ms) == (12, 11, 0, 1)
-    on_cpu = [Event(name, "range", "thread 1", n, n + 1) for n, name in enumerate((STEP, STEP, NEXT))]
+    on_cpu = [
+        Event(name, "range", "thread 1", n, n + 1) for n, name in enumerate((STEP, STEP, NEXT))
+    ]
     assert step_windows(on_cpu) == [(0, 1), (1, 2)]
     with pytest.raises(ValueError, match="no range 'distlab:step'"):
         step_windows(on_cpu[2:])
@@ -80,6 +89,8 @@ def test_a_recorded_trace_step_by_step():
     windows = step_windows(events)
     seen = account(events, windows[0])
     assert len(windows) == 2
-    assert (seen.step_ms, seen.compute_ms, seen.comm_ms) == pytest.approx((4.444, 1.311, 2.658), abs=1e-3)
+    assert (seen.step_ms, seen.compute_ms, seen.comm_ms) == pytest.approx(
+        (4.444, 1.311, 2.658), abs=1e-3
+    )
     assert (seen.exposed_ms, seen.idle_ms) == pytest.approx((2.127, 1.006), abs=1e-3)
     assert seen.overlap_pct == pytest.approx(100 * (1 - 2.1265 / 2.6581), abs=0.01)

@@ -26,7 +26,9 @@ def span(category, name, start_us, duration_us, tid=1, **args):
 
 def written(path, *spans):
     path.write_text(
-        json.dumps({"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}, *spans]})
+        json.dumps(
+            {"schemaVersion": 1, "traceEvents": [{"ph": "M", "name": "process_name"}, *spans]}
+        )
     )
     return load_trace(path)
 
@@ -106,7 +108,11 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
 def test_ranks_of_two_hosts_with_one_process_id_stay_apart():
     files = []
     for rank in range(2):
-        raw = {"host_name": "h", "traceName": "/x", "traceEvents": [{"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}]}
+        raw = {
+            "host_name": "h",
+            "traceName": "/x",
+            "traceEvents": [{"ph": "X", "pid": 7}, {"ph": "X", "pid": "Spans"}],
+        }
         files.append(capture._with_rank(raw, rank, 2, "nccl"))
         assert files[rank]["distributedInfo"] == {"backend": "nccl", "rank": rank, "world_size": 2}
     first, second = ({entry["pid"] for entry in file["traceEvents"]} for file in files)
@@ -125,4 +131,7 @@ def test_without_operators_ranges_are_recorded_also_on_autograds_thread(tmp_path
         (w * 2).sum().backward()
     profiler.export_chrome_trace(str(tmp_path / "trace.json"))
     spans = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
-    assert {s["name"] for s in spans if s.get("cat") in ("user_annotation", "cpu_op")} == {capture.STEP, "distlab:hook"}
+    assert {s["name"] for s in spans if s.get("cat") in ("user_annotation", "cpu_op")} == {
+        capture.STEP,
+        "distlab:hook",
+    }

@@ -10,7 +10,9 @@ from distlab.measure.trace.capture import Event
 from distlab.measure.trace.intervals import intersect, subtract, total, union
 
 SIZE = 24
-intervals = st.lists(st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted).map(tuple), max_size=8)
+intervals = st.lists(
+    st.tuples(st.integers(0, SIZE), st.integers(0, SIZE)).map(sorted).map(tuple), max_size=8
+)
 
 
 def cells(spans):
@@ -20,7 +22,8 @@ def cells(spans):
 
 def is_normal(spans):
     ends = [point for span in spans for point in span]
-    return all(a < b for a, b in itertools.pairwise(ends))  # disjoint, ascending, not touching, not empty
+    # disjoint, ascending, not touching, not empty
+    return all(a < b for a, b in itertools.pairwise(ends))
 
 
 @given(intervals, intervals)

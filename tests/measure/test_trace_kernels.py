@@ -44,7 +44,9 @@ def test_a_kernel_that_says_little_is_told_by_its_operator():
     assert category("forward_kernel") == "other"
     assert category("forward_kernel", "distlab_kernels::rms_norm_forward") == "normalisation"
     assert category("dkdv_kernel", "distlab_kernels::flash_attention_backward") == "attention"
-    assert category("reduce_kernel<512, 1>", "distlab_kernels::rms_norm_backward") == "normalisation"
+    assert (
+        category("reduce_kernel<512, 1>", "distlab_kernels::rms_norm_backward") == "normalisation"
+    )
     assert category("ampere_sgemm_128x64_nn", "some::operator") == "matrix products"
 
 
@@ -62,7 +64,15 @@ def test_kernels_belong_to_the_phase_that_launched_them():
         Event("distlab:optimizer", "range", "thread 1", 20, 25),
         Event("nvjet_a", "compute", "stream 7", 5, 30, 4, "aten::mm"),
         Event("nvjet_a", "compute", "stream 7", 30, 40, 9, "aten::mm"),
-        Event("forward_kernel", "compute", "stream 7", 40, 45, 15, "distlab_kernels::rms_norm_backward"),
+        Event(
+            "forward_kernel",
+            "compute",
+            "stream 7",
+            40,
+            45,
+            15,
+            "distlab_kernels::rms_norm_backward",
+        ),
         Event("nccl", "communication", "stream 9", 40, 60, 16),
         Event("adam", "compute", "stream 7", 60, 70, 21),
         Event("late", "compute", "stream 7", 70, 80, 26),
@@ -70,10 +80,12 @@ def test_kernels_belong_to_the_phase_that_launched_them():
     ]
     profile = summarise(events)
     assert {(k.name, k.phase, k.category, k.ms) for k in profile.kernels} == {
-        ("nvjet_a", "forward", "matrix products", 35), ("forward_kernel", "backward", "normalisation", 5),
-        ("nccl", "backward", "communication", 20), ("adam", "optimizer", "optimizer", 10),
+        ("nvjet_a", "forward", "matrix products", 35),
+        ("forward_kernel", "backward", "normalisation", 5),
+        ("nccl", "backward", "communication", 20),
+        ("adam", "optimizer", "optimizer", 10),
         ("late", "outside", "other", 10),
-    }  # fmt: skip
+    }
     assert [(k.name, k.count, k.ms) for k in profile.top("forward", 3)] == [("nvjet_a", 2, 35)]
     assert profile.kernel_ms == 80 and profile.busy_ms == 75 and profile.step_ms == 100
     with pytest.raises(ValueError, match="distlab:step"):
@@ -103,6 +115,11 @@ def test_a_step_in_figures(tmp_path):
     profile_steps(step, steps=2, path=tmp_path / "t.json", rank=0, world_size=1, device="cpu")
     profile = summarise(load_trace(tmp_path / "t.json"))
     assert profile.steps == 2 and 0.5 * profile.step_ms < profile.busy_ms <= 1.01 * profile.step_ms
-    assert {kernel.phase for kernel in profile.kernels} <= {"forward", "backward", "optimizer", "outside"}
+    assert {kernel.phase for kernel in profile.kernels} <= {
+        "forward",
+        "backward",
+        "optimizer",
+        "outside",
+    }
     products = [k for k in profile.top("backward", 5) if k.category == "matrix products"]
     assert products and products[0].name == "MmBackward0" and products[0].count == 5 * 2 + 1

@@ -25,7 +25,11 @@ def test_a_step_must_have_computed_something():
     loss, gradient = torch.tensor(3.0), torch.ones(2)
     check_work(loss)
     check_work(loss, [gradient, None])
-    for wrong, match in (([torch.zeros(3), None], "zero"), ([], "zero"), ([torch.tensor([math.nan])], "nan")):
+    for wrong, match in (
+        ([torch.zeros(3), None], "zero"),
+        ([], "zero"),
+        ([torch.tensor([math.nan])], "nan"),
+    ):
         with pytest.raises(Implausible, match=match):
             check_work(loss, wrong)
     with pytest.raises(Implausible, match="NaNs"):

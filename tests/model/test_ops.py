@@ -22,7 +22,8 @@ def test_naive_attention_keeps_its_softmax_in_fp32():
     out = ops.naive_attention(q, k, v)
     exact = ops.naive_attention(q.double(), k.double(), v.double())
     assert out.dtype is torch.bfloat16
-    # Scores, weights and result are each rounded to bf16, by up to 2^-8 = 0.4 % of values of size 1 to 4.
+    # Scores, weights and result are each rounded to bf16, by up to 2^-8 = 0.4 % of values of size 1
+    # to 4.
     torch.testing.assert_close(out.double(), exact, atol=2e-2, rtol=2e-2)
 
 
@@ -40,7 +41,9 @@ def test_flash_is_causal_attention(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     inputs = _qkv(1, 2, 20, 16)
     # On CPU tensors the kernel's plain-torch tiles answer.
-    torch.testing.assert_close(get_ops("flash").attention(*inputs), ops.naive_attention(*inputs), **FP32)
+    torch.testing.assert_close(
+        get_ops("flash").attention(*inputs), ops.naive_attention(*inputs), **FP32
+    )
 
 
 def test_unknown_names_list_the_choices():
@@ -66,7 +69,8 @@ def test_rms_norm_under_autocast_is_quiet_and_precise(x_dtype):
         out = ops.rms_norm(x, weight, 1e-5)
     assert out.dtype is torch.bfloat16
     exact = ops.rms_norm(x.double(), weight.double(), 1e-5)
-    # Statistics in fp32: only the result is rounded, by at most half a unit in bf16's last place, 2^-8.
+    # Statistics in fp32: only the result is rounded, by at most half a unit in bf16's last place,
+    # 2^-8.
     torch.testing.assert_close(out.double(), exact, atol=0, rtol=2**-7.99)
 
 
@@ -79,7 +83,9 @@ def test_rope_angles():
     out = ops.rope(x, cos, sin)
     for i in range(D // 2):
         angle = torch.arange(T, dtype=torch.float64) * theta ** (-2 * i / D)
-        turned = torch.complex(x[..., i], x[..., i + D // 2]) * torch.polar(torch.ones_like(angle), angle)
+        turned = torch.complex(x[..., i], x[..., i + D // 2]) * torch.polar(
+            torch.ones_like(angle), angle
+        )
         torch.testing.assert_close(out[..., i], turned.real, **FP32)
         torch.testing.assert_close(out[..., i + D // 2], turned.imag, **FP32)
 
@@ -143,14 +149,18 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
         monkeypatch.setattr("distlab.model.ops.LOGITS_CHUNK", 1024)
         loss = get_ops().linear_cross_entropy(x, weight, targets)
         found.append((loss, *torch.autograd.grad(loss, (x, weight))))
-    assert found[0][0].grad_fn.name() == "NllLossBackward0" and "LinearCrossEntropy" in found[1][0].grad_fn.name()
+    assert (
+        found[0][0].grad_fn.name() == "NllLossBackward0"
+        and "LinearCrossEntropy" in found[1][0].grad_fn.name()
+    )
     for whole, chunked in zip(*found, strict=True):
         torch.testing.assert_close(chunked, whole, atol=1e-6, rtol=1e-5)  # sums in another order
     assert preset("tiny", ops="triton").loss_in_head and not preset("tiny").loss_in_head
 
 
 @pytest.mark.parametrize(
-    "shape, dtype, hopper, source", [
+    "shape, dtype, hopper, source",
+    [
         ((1, 32, 32768, 128), torch.bfloat16, True, "flash"),
         ((4, 16, 1024, 64), torch.bfloat16, True, "sdpa"),  # a call of ours is bound by the host
         ((2, 32, 2048, 256), torch.bfloat16, True, "flash"),
@@ -158,6 +168,6 @@ def test_very_many_logits_are_computed_in_chunks(monkeypatch):
         ((1, 32, 32768, 128), torch.float32, True, "sdpa"),
         ((1, 32, 32768, 128), torch.bfloat16, False, "sdpa"),
     ],
-)  # fmt: skip
+)
 def test_attention_auto_takes_what_was_measured_to_be_faster(shape, dtype, hopper, source):
     assert ops.attention_source(shape, dtype, hopper=hopper) == source

@@ -11,7 +11,9 @@ from distlab.model import ModelConfig, TransformerLM, checkpoint_group, cross_en
 from distlab.model.config import RECOMPUTATION
 from distlab.model.ops import positions, rms_norm, rope, rope_tables
 
-CONFIG = ModelConfig(d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16)
+CONFIG = ModelConfig(
+    d_model=32, d_ff=48, num_layers=2, num_heads=2, vocab_size=61, context_length=16
+)
 
 
 def _config(**changes):
@@ -36,13 +38,21 @@ def _explicit_logits(model, tokens):
     """The formula of the module's docstring written out, one head at a time."""
     p = {name: parameter.detach().double() for name, parameter in model.named_parameters()}
     config, T, D = model.config, tokens.shape[1], model.config.head_dim
-    tables = [table.double() for table in rope_tables(positions(T, tokens.device), D, config.rope_theta)]
+    tables = [
+        table.double() for table in rope_tables(positions(T, tokens.device), D, config.rope_theta)
+    ]
     future = torch.ones(T, T, dtype=torch.bool).triu(1)
     x = p["embedding.weight"][tokens]
     for i in range(config.num_layers):
         block = {name.removeprefix(f"blocks.{i}."): value for name, value in p.items()}
-        h = rms_norm(x, block["attention_norm.weight"], config.norm_eps) @ block["attention.qkv.weight"].T
-        heads, (queries, keys, values) = [], h.split([config.d_model, config.kv_width, config.kv_width], dim=-1)
+        h = (
+            rms_norm(x, block["attention_norm.weight"], config.norm_eps)
+            @ block["attention.qkv.weight"].T
+        )
+        heads, (queries, keys, values) = (
+            [],
+            h.split([config.d_model, config.kv_width, config.kv_width], dim=-1),
+        )
         for head in range(config.num_heads):
             kv_head = head * config.kv_heads // config.num_heads  # neighbours share one
             q = rope(queries[..., head * D : (head + 1) * D], *tables)
@@ -110,7 +120,9 @@ def test_parameters_depend_on_the_seed_alone():
     assert torch.equal(torch.rand(()), drawn)  # construction left the global generator alone
     second = TransformerLM(CONFIG, seed=3)
     other = TransformerLM(CONFIG, seed=4)
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    )
     assert not torch.equal(first.head.weight, other.head.weight)
 
 
@@ -122,7 +134,8 @@ def test_initial_spread():
             continue
         writes_residual = name.endswith(("output.weight", "w2.weight"))
         expected = 0.02 / math.sqrt(16) if writes_residual else 0.02
-        # A standard deviation of n numbers is off by about 1/sqrt(2n), here below 0.8 %; five of those.
+        # A standard deviation of n numbers is off by about 1/sqrt(2n), here below 0.8 %; five of
+        # those.
         assert parameter.std().item() == pytest.approx(expected, rel=0.04), name
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
     # So the untrained model knows nothing: its loss is ln V.
@@ -144,7 +157,8 @@ SOME = ("block", "output", "block:1,gate-up:1")  # of operations that Triton int
 
 
 @pytest.mark.parametrize(
-    "attention, ops, choices", [("sdpa", "torch", (*RECOMPUTATION, "every-2")), ("flash", "triton", SOME)]
+    "attention, ops, choices",
+    [("sdpa", "torch", (*RECOMPUTATION, "every-2")), ("flash", "triton", SOME)],
 )
 def test_blocks_that_keep_something_change_nothing(attention, ops, choices):
     """Bit for bit, with grouped queries and the same dropout; what runs again counts tests/theory/test_recompute.py."""
@@ -172,7 +186,8 @@ def test_compiles_without_graph_break(checkpoint_blocks, autocast):
     model = TransformerLM(CONFIG, checkpoint_blocks=checkpoint_blocks)
     loss, gradients = _gradients(model, autocast)
     torch.compiler.reset()
-    # fullgraph=True raises at a break; aot_eager runs the traced forward and backward with torch's kernels.
+    # fullgraph=True raises at a break; aot_eager runs the traced forward and backward with torch's
+    # kernels.
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     tokens, targets = _batch()
     model.zero_grad()

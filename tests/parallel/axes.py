@@ -16,7 +16,8 @@ from distlab.train.step import TrainStep, loss_in_head
 ROWS, STEPS, SEED = 2, 3, 3  # sequences of a micro-batch, for all data-parallel ranks
 Row = tuple[str, str]  # layout and strategy
 Piece = tuple[str, Any, int, Tensor]
-ON_GPUS = {  # how two ranks run: on one GPU, where messages go through the host's memory, or on one each
+# how two ranks run: on one GPU, where messages go through the host's memory, or on one each
+ON_GPUS = {
     "gloo": {"device": "cuda:0", "group_timeout_s": 60},
     "nccl": {"backend": "nccl"},
 }
@@ -55,13 +56,24 @@ class Training:
 @torch.compiler.set_stance(force_backend="aot_eager")  # where blocks are compiled
 def train(context, training, layout, strategy):
     """Losses, first gradients and last parameters of this rank; on a GPU with the lab's kernels."""
-    config = replace(training.config, ops="triton") if context.device.type == "cuda" else training.config
+    config = (
+        replace(training.config, ops="triton") if context.device.type == "cuda" else training.config
+    )
     torch.set_default_dtype(training.dtype)
     try:
         _, model, optimizer = build_training(
-            config, strategy, context.group, torch.optim.AdamW, {"lr": 1e-2}, seed=SEED, device=context.device,
-            layout=layout, bucket_size_mb=0.01, compute_dtype=training.compute, **training.options,
-        )  # fmt: skip
+            config,
+            strategy,
+            context.group,
+            torch.optim.AdamW,
+            {"lr": 1e-2},
+            seed=SEED,
+            device=context.device,
+            layout=layout,
+            bucket_size_mb=0.01,
+            compute_dtype=training.compute,
+            **training.options,
+        )
     finally:
         torch.set_default_dtype(torch.float32)
     first: list[Piece] = []
@@ -72,7 +84,11 @@ def train(context, training, layout, strategy):
         finish()
         model.gradients()  # under ZeRO-1 shards' gradients are pointed at where they arrived
         if not first:
-            first.extend(pieces(model, lambda shard: shard.tensor.grad if shard.tensor.numel() else shard.tensor))
+            first.extend(
+                pieces(
+                    model, lambda shard: shard.tensor.grad if shard.tensor.numel() else shard.tensor
+                )
+            )
 
     model.finish_gradient_synchronization = finish_and_note
     axes, device = layout.axes(context.group), context.device
@@ -80,14 +96,18 @@ def train(context, training, layout, strategy):
     mine = slice(axes.batch_rank * rows, (axes.batch_rank + 1) * rows)
     losses = []
     for number in range(STEPS):
-        batches = [tuple(each[mine].to(device) for each in batch) for batch in training.batches(number)]
+        batches = [
+            tuple(each[mine].to(device) for each in batch) for batch in training.batches(number)
+        ]
         losses.append(step([axes.share(batch) for batch in batches]).item())
     model.synchronize()
     last = pieces(model, lambda shard: shard.tensor)
     state = model.full_state_dict()
     assert {name: value.shape for name, value in state.items()} == training.shapes
     model.load_full_state_dict({name: value + 1 for name, value in state.items()})
-    assert all(torch.equal(value, state[name] + 1) for name, value in model.full_state_dict().items())
+    assert all(
+        torch.equal(value, state[name] + 1) for name, value in model.full_state_dict().items()
+    )
     model.close(restore=False)
     return losses, first, last
 
@@ -103,7 +123,10 @@ def pieces(model, values):
 
 def assembled(held, shapes):
     """Whole tensors out of all ranks' pieces, which cover everything; where several hold an element, to the bit."""
-    whole = {name: torch.full(shape, torch.nan, dtype=held[0][0][3].dtype) for name, shape in shapes.items()}
+    whole = {
+        name: torch.full(shape, torch.nan, dtype=held[0][0][3].dtype)
+        for name, shape in shapes.items()
+    }
     for name, box, start, values in (piece for rank in held for piece in rank):
         part = whole[name][tuple(slice(first, last) for first, last in box)]
         flat = part.reshape(-1)
@@ -118,14 +141,22 @@ def assembled(held, shapes):
 def built(context, config, layout, strategy="local", **options):
     """A rank's part of a model without training: shape, model and optimizer."""
     return build_training(
-        config, get_strategy(strategy), context.group, torch.optim.SGD, {"lr": 1.0}, device=context.device,
-        layout=layout, **options,
-    )  # fmt: skip
+        config,
+        get_strategy(strategy),
+        context.group,
+        torch.optim.SGD,
+        {"lr": 1.0},
+        device=context.device,
+        layout=layout,
+        **options,
+    )
 
 
 def _rows(context, training, rows):
-    return [train(context, training, Layout.parse(layout), get_strategy(strategy)) for layout, strategy in rows]
-
+    return [
+        train(context, training, Layout.parse(layout), get_strategy(strategy))
+        for layout, strategy in rows
+    ]
 
 
 def trained(training, ranks, rows, **where):
@@ -133,7 +164,9 @@ def trained(training, ranks, rows, **where):
     found = run_ranks(_rows, ranks, training, rows, deadline_s=240, **where)
     return [
         (losses, assembled(gradients, training.shapes), assembled(parameters, training.shapes))
-        for losses, gradients, parameters in (zip(*of_ranks, strict=True) for of_ranks in zip(*found, strict=True))
+        for losses, gradients, parameters in (
+            zip(*of_ranks, strict=True) for of_ranks in zip(*found, strict=True)
+        )
     ]
 
 
@@ -147,7 +180,9 @@ def assert_as_one_process(training, ranks, rows):
     _, gradients, parameters = one_process(replace(training, options={}))
     for row, (_, first, last) in zip(rows, trained(training, ranks, rows), strict=True):
         for name, value in gradients.items():
-            assert (first[name] - value).abs().max() <= 1e-13 * value.abs().max(), f"{row}: gradient of {name}"
+            assert (first[name] - value).abs().max() <= 1e-13 * value.abs().max(), (
+                f"{row}: gradient of {name}"
+            )
             # Clipping is by an fp32 norm, and Adam divides by gradients that are nearly zero.
             assert (last[name] - parameters[name]).abs().max() <= 1e-7, f"{row}: {name}"
 
@@ -163,10 +198,15 @@ def assert_near_fp64(training, rows, compute=None, *, alone="cpu", **where):
     training = replace(training, dtype=torch.float32, compute=compute)
 
     def errors(found):
-        return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
+        return {
+            name: ((found[name] - value).norm() / value.norm()).item()
+            for name, value in exact.items()
+        }
 
     allowed = errors(one_process(training, device=alone)[1])
     for row, (_, gradients, _) in zip(rows, trained(training, 2, rows, **where), strict=True):
         error = errors(gradients)
         worst = max(error, key=lambda name: error[name] / allowed[name])
-        assert error[worst] <= 1.5 * allowed[worst], f"{row} {compute}: {worst} {error[worst]} {allowed[worst]}"
+        assert error[worst] <= 1.5 * allowed[worst], (
+            f"{row} {compute}: {worst} {error[worst]} {allowed[worst]}"
+        )

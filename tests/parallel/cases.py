@@ -95,7 +95,9 @@ def _square_loss(model, rank, step, device):
 
 
 def _token_loss(model, rank, step, device):
-    tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step))
+    tokens = torch.randint(
+        0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step)
+    )
     logits = model(tokens.to(device))
     return F.cross_entropy(logits.flatten(0, 1), tokens.to(device).roll(1, 1).flatten())
 
@@ -132,7 +134,8 @@ CASES = {
 
 
 def build(case, seed, device):
-    torch.backends.cudnn.deterministic = True  # else two equal convolutions may differ in their last bit
+    # else two equal convolutions may differ in their last bit
+    torch.backends.cudnn.deterministic = True
     torch.manual_seed(seed)
     return CASES[case].build().to(device)
 
@@ -161,7 +164,9 @@ class OneProcess:
     def __init__(self, make, world_size, optimizer_cls, compute_dtype=None, **options):
         self.model = make()
         self.replicas = [cast_matrices(make(), compute_dtype) for _ in range(world_size)]
-        self.optimizer = optimizer_cls([p for p in self.model.parameters() if p.requires_grad], **options)
+        self.optimizer = optimizer_cls(
+            [p for p in self.model.parameters() if p.requires_grad], **options
+        )
 
     def backward(self, loss):
         """`loss(model, rank)` on every replica; afterwards the model has the mean gradients."""
@@ -169,7 +174,9 @@ class OneProcess:
             replica.load_state_dict(self.model.state_dict())
         for rank, replica in enumerate(self.replicas):
             loss(replica, rank).backward()
-        for mine, *same in zip(*(model.parameters() for model in (self.model, *self.replicas)), strict=True):
+        for mine, *same in zip(
+            *(model.parameters() for model in (self.model, *self.replicas)), strict=True
+        ):
             if mine.requires_grad and any(p.grad is not None for p in same):
                 total = torch.zeros_like(mine)
                 for parameter in same:
@@ -200,4 +207,7 @@ class Reference(OneProcess):
 def by_op(recorder):
     """Op → (calls, bytes) of what a `CollectiveRecorder` has seen."""
     calls = Counter(call.op for call in recorder.calls)
-    return {op: (n, sum(call.bytes for call in recorder.calls if call.op == op)) for op, n in calls.items()}
+    return {
+        op: (n, sum(call.bytes for call in recorder.calls if call.op == op))
+        for op, n in calls.items()
+    }

@@ -1,6 +1,5 @@
 """Several backward passes per step: no_sync, and what happens without it."""
 
-
 import pytest
 import torch
 
@@ -16,9 +15,12 @@ def no_sync_and_then_a_step(context, strategy, nested):
     under a no_sync() that is entered once more for the first."""
     entry = get_strategy(strategy)
     model, whole = build("plain", 0, context.device), build("plain", 0, context.device)
-    wrapper, optimizer = entry.build(model, context.group, torch.optim.SGD, {"lr": 1.0}, shard_size=2)
+    wrapper, optimizer = entry.build(
+        model, context.group, torch.optim.SGD, {"lr": 1.0}, shard_size=2
+    )
     loss = CASES["plain"].loss
-    loss(wrapper, context.rank, 9, context.device).backward()  # torch's static graph must see a synchronised one first
+    # torch's static graph must see a synchronised one first
+    loss(wrapper, context.rank, 9, context.device).backward()
     wrapper.finish_gradient_synchronization()
     optimizer.zero_grad()
     numbers = (0, 1, 2) if nested else (2,)
@@ -39,7 +41,9 @@ def no_sync_and_then_a_step(context, strategy, nested):
             (loss(whole, rank, number, context.device) / context.world_size).backward()
     mine = wrapper.full_parameters()
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}")
+        torch.testing.assert_close(
+            mine[name], parameter - parameter.grad, msg=f"{strategy}: {name}"
+        )
 
 
 def with_every_strategy(context, nested):

@@ -1,6 +1,5 @@
 """Buffers, half precision, subgroups, arguments and results: what a wrapper must leave as it is."""
 
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -110,7 +109,11 @@ def test_messages_leave_while_backward_runs(context):
         model.optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
         return wrapper
 
-    for make, op in ((OverlapDDP, "all_reduce"), (bucketed, "all_reduce"), (zero, "reduce_scatter")):
+    for make, op in (
+        (OverlapDDP, "all_reduce"),
+        (bucketed, "all_reduce"),
+        (zero, "reduce_scatter"),
+    ):
         model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(4)))
         wrapper = make(model, process_group=context.group)
         messages = 8 if make is OverlapDDP else len(wrapper.plan)
@@ -119,10 +122,13 @@ def test_messages_leave_while_backward_runs(context):
             seen = []
             with CollectiveRecorder() as recorder:
                 loss = wrapper(torch.ones(1, 6)).sum()
-                hook = model[0].weight.register_hook(lambda _, r=recorder, s=seen, op=op: s.append(by_op(r)[op][0]))
+                hook = model[0].weight.register_hook(
+                    lambda _, r=recorder, s=seen, op=op: s.append(by_op(r)[op][0])
+                )
                 assert recorder.count == 0
                 loss.backward()
                 assert by_op(recorder)[op][0] == messages  # all, before finish
                 wrapper.finish_gradient_synchronization()
             hook.remove()
-            assert messages - 2 <= seen[0] < messages  # what remained was the first layer's weight and bias
+            # what remained was the first layer's weight and bias
+            assert messages - 2 <= seen[0] < messages

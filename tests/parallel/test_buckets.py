@@ -12,7 +12,9 @@ from torch import nn
 from distlab.parallel.buckets import MIB, GradientBucket, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
-parameters = st.lists(st.tuples(st.integers(1, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=20)
+parameters = st.lists(
+    st.tuples(st.integers(1, 3000), st.sampled_from(DTYPES)), min_size=1, max_size=20
+)
 limits = st.one_of(st.none(), st.floats(1e-5, 1e-2))
 
 
@@ -24,13 +26,16 @@ def test_a_plan_holds_every_parameter_once_within_its_limit(sizes, limit, world_
     assert sorted(index for bucket in plan for index in bucket.indices) == list(range(len(sizes)))
     for bucket in plan:
         expected_offset = 0
-        for index, offset in zip(bucket.indices, bucket.offsets, strict=True):  # contiguous, of one type
+        # contiguous, of one type
+        for index, offset in zip(bucket.indices, bucket.offsets, strict=True):
             assert offset == expected_offset
             assert dtypes[index] is bucket.dtype
             expected_offset += numels[index]
         size = bucket.payload * bucket.dtype.itemsize
         assert limit is None or len(bucket.indices) == 1 or size <= limit * MIB
-        assert bucket.numel % world_size == 0 and bucket.numel >= bucket.payload + len(bucket.indices)
+        assert bucket.numel % world_size == 0 and bucket.numel >= bucket.payload + len(
+            bucket.indices
+        )
         slices = [bucket.slice_of(rank) for rank in range(world_size)]
         assert slices[0].start == 0 and slices[-1].stop == bucket.numel
         assert all(a.stop == b.start for a, b in itertools.pairwise(slices))

@@ -21,7 +21,9 @@ from tests.parallel.cases import CASES, Reference, build
 from tests.parallel.test_contract import BACKENDS, on_two_ranks, run
 
 ON_A_MESH = tuple(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
-CONFIG = preset("tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True)
+CONFIG = preset(
+    "tiny", num_layers=2, d_model=16, d_ff=24, num_heads=2, vocab_size=23, tie_embeddings=True
+)
 
 
 def layers():
@@ -34,7 +36,12 @@ def from_meta(context, names):
         module = TransformerLM(CONFIG, device="meta")
         assert all(parameter.is_meta for parameter in module.parameters())
         model, _ = get_strategy(name).build(
-            module, context.group, torch.optim.SGD, init=lambda m: m.reset_parameters(3), device="cpu", shard_size=2
+            module,
+            context.group,
+            torch.optim.SGD,
+            init=lambda m: m.reset_parameters(3),
+            device="cpu",
+            shard_size=2,
         )
         made = model.full_parameters()
         assert made.keys() == dict(expected.named_parameters(remove_duplicate=False)).keys(), name
@@ -45,7 +52,9 @@ def from_meta(context, names):
         with torch.device("meta"):
             module = layers()
         torch.manual_seed(5)
-        model, _ = get_strategy(name).build(module, context.group, torch.optim.SGD, device="cpu", shard_size=2)
+        model, _ = get_strategy(name).build(
+            module, context.group, torch.optim.SGD, device="cpu", shard_size=2
+        )
         made = model.full_parameters()
         for label, parameter in expected.named_parameters():
             assert torch.equal(made[label], parameter), (name, label)
@@ -87,21 +96,31 @@ def norms(context, case, names):
             continue
         reference = Reference(case, context.world_size, context.device)
         model, optimizer = get_strategy(name).build(
-            build(case, 0, context.device), context.group, torch.optim.SGD, {"lr": 0.1}, shard_size=2
+            build(case, 0, context.device),
+            context.group,
+            torch.optim.SGD,
+            {"lr": 0.1},
+            shard_size=2,
         )
         CASES[case].loss(model, context.rank, 0, context.device).backward()
         model.finish_gradient_synchronization()
         reference.backward(0)
         expected = torch.nn.utils.clip_grad_norm_(reference.model.parameters(), 0.05)
         torch.testing.assert_close(model.grad_norm(), expected, rtol=1e-5, atol=0, msg=name)
-        torch.testing.assert_close(model.clip_grad_norm_(0.05), expected, rtol=1e-5, atol=0, msg=name)
+        torch.testing.assert_close(
+            model.clip_grad_norm_(0.05), expected, rtol=1e-5, atol=0, msg=name
+        )
         optimizer.step()
         reference.step()
         made = model.full_parameters()
         for label, parameter in reference.model.named_parameters():
-            torch.testing.assert_close(made[label], parameter, rtol=1e-5, atol=1e-7, msg=f"{name}: {label}")
+            torch.testing.assert_close(
+                made[label], parameter, rtol=1e-5, atol=1e-7, msg=f"{name}: {label}"
+            )
         elements = sum(shard.tensor.numel() for shard in stepped(model, optimizer))
-        assert isinstance(optimizer, LocalOptimizer) <= (elements < sum(p.numel() for p in made.values()))
+        assert isinstance(optimizer, LocalOptimizer) <= (
+            elements < sum(p.numel() for p in made.values())
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -121,7 +140,12 @@ def test_ranks_write_portions_of_what_they_all_hold_and_all_of_what_they_alone_h
     assert [portion.start for portion in portions] == [0, 2, 4]
     assert torch.equal(torch.cat([portion.values for portion in portions]), tensor)
     mine = Shard("weight", torch.Size([7]), 3, tensor[3:])
-    assert mine.portion(1, 3) is mine and mine.like("state", tensor[3:] + 1).values.tolist() == [4, 5, 6, 7]
+    assert mine.portion(1, 3) is mine and mine.like("state", tensor[3:] + 1).values.tolist() == [
+        4,
+        5,
+        6,
+        7,
+    ]
     with pytest.raises(ValueError, match="row-major"):
         _ = whole("transposed", torch.ones(2, 3).t()).values
 
@@ -134,15 +158,24 @@ def test_construction_takes_no_more_than_training(context):
     """
     config = preset("tiny", num_layers=8, vocab_size=64)
     parameters = 4 * config.num_parameters
-    for name, state in (("fsdp", 4 * parameters / 2), ("bucketed", 4 * parameters), ("zero1", 3 * parameters)):
+    for name, state in (
+        ("fsdp", 4 * parameters / 2),
+        ("bucketed", 4 * parameters),
+        ("zero1", 3 * parameters),
+    ):
         module, log = TransformerLM(config, device="meta"), EventLog()
         unit = 4 * sum(p.numel() for p in module.blocks[0].parameters())
         with log.recording():
             model, optimizer = get_strategy(name).build(
-                module, context.group, torch.optim.AdamW, init=lambda m: m.reset_parameters(0), device="cpu"
+                module,
+                context.group,
+                torch.optim.AdamW,
+                init=lambda m: m.reset_parameters(0),
+                device="cpu",
             )
         peak = max(moment.total for moment in log.memory)
-        # Of training: parameters, gradients and AdamW's two moments of what a rank holds; and a few flags.
+        # Of training: parameters, gradients and AdamW's two moments of what a rank holds; and a few
+        # flags.
         assert peak < 1.001 * state, name
         if name == "fsdp":  # its shards, and at most one unit in full
             assert parameters / 2 < peak < 1.02 * parameters / 2 + unit
@@ -152,4 +185,6 @@ def test_construction_takes_no_more_than_training(context):
 
 def test_half_precision_gradients_are_in_the_norm_and_unrounded():
     gradients = [torch.full((3,), 300.0, dtype=torch.float16), torch.tensor([4.0])]
-    assert square_sum(gradients, torch.device("cpu")).item() == pytest.approx(3 * 300.0**2 + 4**2, rel=1e-6)
+    assert square_sum(gradients, torch.device("cpu")).item() == pytest.approx(
+        3 * 300.0**2 + 4**2, rel=1e-6
+    )

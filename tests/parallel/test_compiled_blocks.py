@@ -17,9 +17,12 @@ from distlab.train.step import TrainStep, loss_in_head
 from kernels import nn as kernels_nn
 
 BLOCKS = 12
-CONFIG = ModelConfig(d_model=16, d_ff=16, num_layers=BLOCKS, num_heads=2, vocab_size=32, context_length=8)
+CONFIG = ModelConfig(
+    d_model=16, d_ff=16, num_layers=BLOCKS, num_heads=2, vocab_size=32, context_length=8
+)
 BUCKET_MB = 0.002  # smaller than a block, so that each block has buckets of its own
-ON_CPU = [name for name in strategies_on("cpu", meshes=False) if name != "torch-ddp-tuned"]  # torch-ddp stands for it
+# torch-ddp stands for it
+ON_CPU = [name for name in strategies_on("cpu", meshes=False) if name != "torch-ddp-tuned"]
 ALONE = Layout()
 LAYOUTS = ("tp2", "cp2-ring", "cp2-ulysses", "pp2")
 
@@ -50,7 +53,8 @@ def train_transformer(context, name, checkpointing=False, layout=ALONE):
         device=context.device,
         compile="blocks",
         checkpointing=checkpointing,
-        bucket_size_mb=25.0 if strategy.is_peer else BUCKET_MB,  # torch's DDP compiles no bucket below 1 MiB
+        # torch's DDP compiles no bucket below 1 MiB
+        bucket_size_mb=25.0 if strategy.is_peer else BUCKET_MB,
         layout=layout,
     )
     axes = layout.axes(context.group)
@@ -66,12 +70,19 @@ def train_transformer(context, name, checkpointing=False, layout=ALONE):
 @torch.compiler.set_stance(force_backend="eager")
 def test_every_strategy(context, part):
     rows = [(name, False) for name in ON_CPU]
-    rows += [("zero1", "block"), ("fsdp", "block")]  # whose hooks run again when a block is recomputed
+    # whose hooks run again when a block is recomputed
+    rows += [("zero1", "block"), ("fsdp", "block")]
     seen = {}
-    for name, checkpointing in rows[part::3]:  # in parts, because each takes seconds of Dynamo's time
-        torch.compiler.reset()  # another strategy's graph would serve, made without this one's hooks
+    # in parts, because each takes seconds of Dynamo's time
+    for name, checkpointing in rows[part::3]:
+        # another strategy's graph would serve, made without this one's hooks
+        torch.compiler.reset()
         seen[name, checkpointing] = train_transformer(context, name, checkpointing)
-    eager = {name: calls for name, calls in seen.items() if calls.regions < BLOCKS or calls.lookups > calls.regions}
+    eager = {
+        name: calls
+        for name, calls in seen.items()
+        if calls.regions < BLOCKS or calls.lookups > calls.regions
+    }
     assert not eager, seen
 
 
@@ -118,6 +129,10 @@ def test_blocks_of_kernel_modules(context):
         model, optimizer = get_strategy(name).build(
             module, context.group, torch.optim.AdamW, {"lr": 1e-4}, bucket_size_mb=BUCKET_MB
         )
-        seen[name] = last_step(context, model, optimizer, lambda net, x: net(x).square().mean(), [torch.ones(2, 16)])
+        seen[name] = last_step(
+            context, model, optimizer, lambda net, x: net(x).square().mean(), [torch.ones(2, 16)]
+        )
         model.close(restore=False)
-    assert all(calls.regions >= BLOCKS and calls.lookups == calls.regions for calls in seen.values()), seen
+    assert all(
+        calls.regions >= BLOCKS and calls.lookups == calls.regions for calls in seen.values()
+    ), seen

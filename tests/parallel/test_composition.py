@@ -21,7 +21,9 @@ from tests.parallel.test_contract import STRATEGIES, every_row, full_gradients, 
 
 AVERAGING = ("naive", "flat", "overlap", "bucketed")
 WITH_FSDP = {strategy: STRATEGIES[strategy] for strategy in AVERAGING} | {"fsdp": FSDP}
-CONFIG = ModelConfig(d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, context_length=8)
+CONFIG = ModelConfig(
+    d_model=16, d_ff=32, num_layers=2, num_heads=2, vocab_size=50, context_length=8
+)
 
 
 def _plain(model):
@@ -82,10 +84,12 @@ def test_strategies_with_transformed_models(context, transform):
                 backward(wrapper, context.rank, number)
         wrapper.finish_gradient_synchronization()
         sharded = isinstance(wrapper, FSDP)
-        found = full_gradients(wrapper, context) if sharded else dict(wrapper.module.named_parameters())
+        found = (
+            full_gradients(wrapper, context) if sharded else dict(wrapper.module.named_parameters())
+        )
         for name, parameter in reference.named_parameters():
-            # bf16 products round to 8 bits; the two sides scale by 1/2 at different places, which is exact, but
-            # sum the ranks in fp32 in another order.
+            # bf16 products round to 8 bits; the two sides scale by 1/2 at different places, which
+            # is exact, but sum the ranks in fp32 in another order.
             mine = found[name] if sharded else found[name].grad
             torch.testing.assert_close(mine, parameter.grad, rtol=1e-5, atol=1e-6)
 

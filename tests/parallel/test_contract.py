@@ -38,7 +38,10 @@ ON_A_MESH = [name for name in WITH_FSDP if name != "bucketed-unbounded"]
 ON_A_MESH_TOO = ("unused-on-some", "batch-norm", "mixed-dtypes", "odd-strides")
 MESHES = [  # backend, ranks, ranks of a shard group
     ("gloo", 4, 2),
-    *(pytest.param("nccl", ranks, size, marks=pytest.mark.multigpu) for ranks, size in ((2, 1), (2, 2), (4, 2))),
+    *(
+        pytest.param("nccl", ranks, size, marks=pytest.mark.multigpu)
+        for ranks, size in ((2, 1), (2, 2), (4, 2))
+    ),
 ]
 ON_GPUS = {"bucketed-dma": lambda module, **kw: CopyEngineDDP(module, bucket_size_mb=1e-4, **kw)}
 BACKENDS = ["gloo", pytest.param("nccl", marks=pytest.mark.multigpu)]
@@ -59,7 +62,9 @@ def assert_same_on_all_ranks(tensors, context):
     both = torch.cat([mine, -mine])
     torch.distributed.all_reduce(both, torch.distributed.ReduceOp.MAX, context.group)
     highest, lowest = both[: len(mine)], -both[len(mine) :]
-    assert torch.equal(highest, lowest), f"ranks differ in tensors {(highest != lowest).nonzero().flatten().tolist()}"
+    assert torch.equal(highest, lowest), (
+        f"ranks differ in tensors {(highest != lowest).nonzero().flatten().tolist()}"
+    )
 
 
 def _digest(tensor):
@@ -73,7 +78,9 @@ def _digest(tensor):
 
 def full_gradients(wrapper, context):
     """Put every trainable parameter's gradient together from all ranks' shards, if they are sharded."""
-    names = [name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad]
+    names = [
+        name for name, parameter in wrapper.module.named_parameters() if parameter.requires_grad
+    ]
     if not isinstance(wrapper, FSDP):
         return {name: wrapper.module.get_parameter(name).grad for name in names}
     found = {entry.name: master.grad for entry, master in wrapper._replicated.masters}
@@ -84,7 +91,9 @@ def full_gradients(wrapper, context):
             parts = collectives.gather_objects(mine, param.group)
             missing = [part is None for part in parts]
             assert all(missing) or not any(missing), entry.name
-            found[entry.name] = None if missing[0] else entry.unflatten(torch.cat(parts)).to(context.device)
+            found[entry.name] = (
+                None if missing[0] else entry.unflatten(torch.cat(parts)).to(context.device)
+            )
     return {name: found[name] for name in names}
 
 
@@ -96,7 +105,9 @@ def train_beside_reference(context, strategy, case, set_to_none, shard_size=None
     reference = Reference(case, context.world_size, context.device)
     parameters = wrapper.full_parameters()
     assert_same_on_all_ranks([*parameters.values(), *model.buffers()], context)  # RELIABILITY 2, 12
-    optimizer = torch.optim.SGD([parameter for parameter in wrapper.parameters() if parameter.requires_grad], lr=0.1)
+    optimizer = torch.optim.SGD(
+        [parameter for parameter in wrapper.parameters() if parameter.requires_grad], lr=0.1
+    )
     sharded = strategy == "fsdp"
     exact = context.world_size <= 2 and not (sharded and case in ("odd-strides", "mixed-dtypes"))
     for step in range(STEPS):
@@ -109,21 +120,28 @@ def train_beside_reference(context, strategy, case, set_to_none, shard_size=None
         gradients = full_gradients(wrapper, context)
         for name, gradient in gradients.items():
             expected = reference.model.get_parameter(name).grad
-            if expected is None and (sharded or not set_to_none):  # zeros may stand for what nobody used
+            # zeros may stand for what nobody used
+            if expected is None and (sharded or not set_to_none):
                 assert gradient is None or not gradient.any(), name
                 continue
             assert (gradient is None) == (expected is None), name
             if gradient is not None:
-                assert gradient.shape == expected.shape and (sharded or gradient.dtype == expected.dtype), name
-                # N roundings of 1/N·g and N − 1 additions in another order: a few ulp of the largest summand.
+                assert gradient.shape == expected.shape and (
+                    sharded or gradient.dtype == expected.dtype
+                ), name
+                # N roundings of 1/N·g and N − 1 additions in another order: a few ulp of the
+                # largest summand.
                 ulps = 0 if exact else 8 * context.world_size * torch.finfo(expected.dtype).eps
-                torch.testing.assert_close(gradient.to(expected.dtype), expected, rtol=ulps, atol=ulps, msg=name)
+                torch.testing.assert_close(
+                    gradient.to(expected.dtype), expected, rtol=ulps, atol=ulps, msg=name
+                )
         assert_same_on_all_ranks([*gradients.values()], context)
         optimizer.step()
         reference.step()
         parameters = wrapper.full_parameters()
         if not exact:
-            reference.model.load_state_dict(parameters, strict=False)  # the next step compares its own rounding alone
+            # the next step compares its own rounding alone
+            reference.model.load_state_dict(parameters, strict=False)
     for name, parameter in model.named_parameters():
         assert parameter.requires_grad or parameter.grad is None, name  # RELIABILITY 5
     assert_same_on_all_ranks([*parameters.values()], context)
@@ -172,7 +190,13 @@ def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
     zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them. In "unused-on-some" a rank
     uses a head in an earlier micro-batch only. Random models have three ranks.
     """
-    run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend=backend)
+    run(
+        every_row,
+        world_size,
+        train_beside_reference,
+        [*rows_of(strategy, world_size)],
+        backend=backend,
+    )
 
 
 @pytest.mark.parametrize("backend, world_size, shard_size", MESHES)
@@ -203,4 +227,10 @@ def test_late_ddp_is_right_as_the_page_has_it(backend):
 @pytest.mark.parametrize("strategy", ON_GPUS)
 def test_gradients_are_the_mean_over_gpus(strategy, world_size):
     """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17, for what runs on GPUs only."""
-    run(every_row, world_size, train_beside_reference, [*rows_of(strategy, world_size)], backend="nccl")
+    run(
+        every_row,
+        world_size,
+        train_beside_reference,
+        [*rows_of(strategy, world_size)],
+        backend="nccl",
+    )

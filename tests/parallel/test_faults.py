@@ -32,7 +32,11 @@ class Fragile(nn.Module):
         hidden = self.middle(self.first(x))
         if fail:
             hidden.register_hook(_raise_memory_error)
-        return checkpoint(self.last, hidden, use_reentrant=True) if self.reentrant else self.last(hidden)
+        return (
+            checkpoint(self.last, hidden, use_reentrant=True)
+            if self.reentrant
+            else self.last(hidden)
+        )
 
 
 def _raise_memory_error(_):
@@ -52,7 +56,8 @@ def fail_then_go_on(context, strategy, failing, numbers):
     wrapper = STRATEGIES[strategy](make(), process_group=context.group)
     one = OneProcess(make, context.world_size, torch.optim.SGD)
     if context.rank in failing:
-        with pytest.raises(MemoryError, match="injected"):  # the original error, not one of communication
+        # the original error, not one of communication
+        with pytest.raises(MemoryError, match="injected"):
             loss(wrapper, context.rank, 0, fail=True).backward()
     else:
         loss(wrapper, context.rank, 0).backward()
@@ -79,7 +84,9 @@ def backward_behind_a_reentrant_checkpoint(context, strategy):
     wrapper(x, fail=False)  # it has ended, so that a forward before finish drops nothing
     wrapper.finish_gradient_synchronization()
     rows = 2 * context.world_size
-    torch.testing.assert_close(wrapper.module.last.bias.grad, torch.full((4,), rows / context.world_size))
+    torch.testing.assert_close(
+        wrapper.module.last.bias.grad, torch.full((4,), rows / context.world_size)
+    )
     assert wrapper.module.first.bias.grad.any()
     wrapper.close()
 
@@ -102,7 +109,9 @@ def die_in_backward(context):
     wrapper = STRATEGIES["naive"](model, process_group=context.group)
     for step in range(3):
         if step == 1 and context.rank == 1:
-            list(model.parameters())[2].register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            list(model.parameters())[2].register_hook(
+                lambda _: os.kill(os.getpid(), signal.SIGKILL)
+            )
         CASES["plain"].loss(wrapper, context.rank, step, context.device).backward()
         wrapper.finish_gradient_synchronization()
 

@@ -32,13 +32,19 @@ class OwnRMSNorm(nn.Module):
 
     def forward(self, x):
         wide = x.to(torch.float32)
-        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight).to(x.dtype)
+        return (wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * self.weight).to(
+            x.dtype
+        )
 
 
 class OwnBlock(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = OwnRMSNorm(width), OwnLinear(width, 13), OwnLinear(13, width)
+        self.norm, self.up, self.down = (
+            OwnRMSNorm(width),
+            OwnLinear(width, 13),
+            OwnLinear(13, width),
+        )
         self.bias = nn.Parameter(torch.randn(width) * 0.1)
 
     def forward(self, x):
@@ -67,9 +73,9 @@ class OwnModel(nn.Module):
 
 
 def own_loss(model, rank, step, device):
-    tokens = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step)).to(
-        device
-    )
+    tokens = torch.randint(
+        0, 11, (3, 5), generator=torch.Generator().manual_seed(1000 * rank + step)
+    ).to(device)
     return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.roll(1, 1).flatten())
 
 
@@ -80,7 +86,9 @@ def own_model(seed, device, **options):
 
 def wrapped(context, *dtype, **options):
     """The model under FSDP; the ranks begin with different ones."""
-    return FSDP(own_model(context.rank, context.device), *dtype, process_group=context.group, **options)
+    return FSDP(
+        own_model(context.rank, context.device), *dtype, process_group=context.group, **options
+    )
 
 
 def backward_and_finish(fsdp, context, number=0):
@@ -91,6 +99,7 @@ def backward_and_finish(fsdp, context, number=0):
 @on_two_ranks
 def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context):
     """Of a module built on meta, which ranks need not have drawn alike; test_behaviour.py has the others."""
+
     def write(module):
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
@@ -109,7 +118,9 @@ def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context)
 def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
     """The contract's 8."""
     fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
-    one = OneProcess(partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD)
+    one = OneProcess(
+        partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD
+    )
 
     def loss(model, rank, branch):
         return model(torch.full((2, 6), 1.0 + rank, device=context.device), branch).sum()

@@ -17,8 +17,9 @@ from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 TIMEOUT_S = 3.0
 
 
-# Elements of the flat buffers at two ranks. Embedding and head: 11 rows of 7 → 6 rows for each rank. A block: 13
-# rows of 7 at offset 0 and 7 rows of 13 at offset 104 (of 13 and 8) → 195 → slices of a multiple of 7 and 13, 182.
+# Elements of the flat buffers at two ranks. Embedding and head: 11 rows of 7 → 6 rows for each
+# rank. A block: 13 rows of 7 at offset 0 and 7 rows of 13 at offset 104 (of 13 and 8) → 195 →
+# slices of a multiple of 7 and 13, 182.
 E, B = 84, 364
 
 
@@ -42,7 +43,8 @@ def test_collectives_of_a_usual_step(context, dtype, backend):
     backward = [
         ("all_gather", E, gathered),  # the head, in use
         ("all_gather", B, gathered),  # blocks.2, one ahead
-        ("all_gather", B, gathered),  # blocks.1, when blocks.2 is in use, and before the head's gradients
+        # blocks.1, when blocks.2 is in use, and before the head's gradients
+        ("all_gather", B, gathered),
         ("reduce_scatter", E, reduced),
         ("all_gather", B, gathered),
         ("reduce_scatter", B, reduced),
@@ -51,15 +53,19 @@ def test_collectives_of_a_usual_step(context, dtype, backend):
         ("reduce_scatter", B, reduced),
         ("reduce_scatter", E, reduced),
     ]
-    # Norms of three blocks and the last, biases of three blocks, seven elements each, and seven used flags; the
-    # bucket is padded to the world size where its plan says so.
+    # Norms of three blocks and the last, biases of three blocks, seven elements each, and seven
+    # used flags; the bucket is padded to the world size where its plan says so.
     assert calls[:-1] == forward + backward
-    assert calls[-1][0] == "all_reduce" and calls[-1][1] in (56, 57) and calls[-1][2] == torch.float32
+    assert (
+        calls[-1][0] == "all_reduce" and calls[-1][1] in (56, 57) and calls[-1][2] == torch.float32
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @on_two_ranks
-def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(context, backend):
+def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its_end(
+    context, backend
+):
     """Two micro-batches and an evaluation between steps: gathers, reductions, gradients, and what memory stays."""
     found = []
     for keep in (False, True):
@@ -83,7 +89,10 @@ def test_parameters_that_are_kept_are_gathered_once_a_step_and_given_back_at_its
 
 def bytes_held(fsdp):
     """Bytes of each unit's gathered buffers, freed or not."""
-    return [sum(param.buffer.untyped_storage().nbytes() for param in unit.params) for unit in fsdp._units]
+    return [
+        sum(param.buffer.untyped_storage().nbytes() for param in unit.params)
+        for unit in fsdp._units
+    ]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -142,7 +151,10 @@ def test_outside_forward_a_module_holds_its_shard(context):
 @on_two_ranks
 def test_ranks_that_run_different_units_are_told_which(context, backend):
     """The contract's line on FSDP: in the first step every rank raises, and names both units."""
-    fsdp, begin = FSDP(build("unused-on-some", 0, context.device), process_group=context.group), time.monotonic()
+    fsdp, begin = (
+        FSDP(build("unused-on-some", 0, context.device), process_group=context.group),
+        time.monotonic(),
+    )
     with pytest.raises(RuntimeError, match=r"rank 0 runs unit 'left' and rank 1 runs unit 'right'"):
         CASES["unused-on-some"].loss(fsdp, context.rank, 0, context.device)
     assert time.monotonic() - begin < 20
@@ -166,7 +178,8 @@ def test_a_rank_that_changes_the_order_later_raises_before_it_sends():
     results = run_ranks(different_units_later, 2, group_timeout_s=TIMEOUT_S)
     (peer, peer_s), (deviant, deviant_s) = results
     assert "unit 'right' runs where unit 'left' ran the last time" in deviant and deviant_s < 1
-    assert "gathering unit 'right' failed" in peer and peer_s < TIMEOUT_S + 2  # no hang, and it says where
+    # no hang, and it says where
+    assert "gathering unit 'right' failed" in peer and peer_s < TIMEOUT_S + 2
 
 
 @on_two_ranks

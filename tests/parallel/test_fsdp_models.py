@@ -20,7 +20,13 @@ from distlab.parallel.fsdp import FSDP
 from distlab.parallel.fsdp import layout as planning
 from distlab.parallel.fsdp.unit import State
 from tests.parallel.cases import OneProcess, by_op, drawn
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, every_row, full_gradients, run
+from tests.parallel.test_contract import (
+    BACKENDS,
+    assert_same_on_all_ranks,
+    every_row,
+    full_gradients,
+    run,
+)
 from tests.parallel.test_fsdp import OwnModel, own_loss
 
 WIDTH = 6
@@ -172,7 +178,8 @@ def trains_as_one_process(context, name):
         one.optimizer.step()
     calls = {op: calls for op, (calls, _) in by_op(recorder).items()}
     assert calls["reduce_scatter"] <= len(fsdp.flat_params)  # one for a unit, not one for each use
-    assert row.loss is not own_loss or calls["all_gather"] <= 2 * len(fsdp.flat_params)  # recomputing gathers no more
+    # recomputing gathers no more
+    assert row.loss is not own_loss or calls["all_gather"] <= 2 * len(fsdp.flat_params)
     assert all(unit.state is State.SHARDED for unit in fsdp._units)
     full = fsdp.gather_full_params()
     assert list(full) == [label for label, _ in one.model.named_parameters(remove_duplicate=False)]
@@ -182,7 +189,9 @@ def trains_as_one_process(context, name):
     assert_same_on_all_ranks([*full.values()], context)
     if row.dtype is None:
         with torch.inference_mode():
-            close(*(row.loss(model, context.rank, 0, context.device) for model in (fsdp, one.model)))
+            close(
+                *(row.loss(model, context.rank, 0, context.device) for model in (fsdp, one.model))
+            )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

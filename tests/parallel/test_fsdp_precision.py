@@ -21,10 +21,20 @@ class Norms(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.layer, self.batch_norm, self.conv = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 1)
+        self.layer, self.batch_norm, self.conv = (
+            nn.Linear(8, 8),
+            nn.BatchNorm1d(8),
+            nn.Conv1d(8, 8, 1),
+        )
         self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
         self.norms = nn.ModuleList(
-            [nn.LayerNorm(8), nn.RMSNorm(8), OwnRMSNorm(8), OurRMSNorm(8, 1e-5, get_ops()), nn.PReLU()]
+            [
+                nn.LayerNorm(8),
+                nn.RMSNorm(8),
+                OwnRMSNorm(8),
+                OurRMSNorm(8, 1e-5, get_ops()),
+                nn.PReLU(),
+            ]
         )
         nn.init.ones_(self.norms[3].weight)
         self.of_channels = nn.ModuleList([nn.GroupNorm(2, 8), nn.InstanceNorm1d(8, affine=True)])

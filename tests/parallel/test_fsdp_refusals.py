@@ -11,7 +11,12 @@ from torch import nn
 
 from distlab.parallel import BucketedDDP, ShardedOptimizer
 from distlab.parallel.fsdp import FSDP
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
+from tests.parallel.test_contract import (
+    BACKENDS,
+    assert_same_on_all_ranks,
+    on_one_rank,
+    on_two_ranks,
+)
 from tests.parallel.test_fsdp import backward_and_finish, wrapped
 from tests.parallel.test_zero1 import Said, Scaled
 
@@ -33,7 +38,10 @@ def test_modules_that_cannot_be_wrapped(context):
         ("no parameters", (nn.ReLU(),)),
         (r"compute_dtype=.*give a floating-point torch.dtype", (linear(), torch.int32)),
         (r"compute_dtype=.*give a floating-point torch.dtype", (linear(), "bfloat16")),
-        (r"has no forward.*wrap the module whose forward reads them", (nn.ParameterList([torch.zeros(2, 2)]),)),
+        (
+            r"has no forward.*wrap the module whose forward reads them",
+            (nn.ParameterList([torch.zeros(2, 2)]),),
+        ),
         ("lies on meta and has no values: give init_fn", (linear().to("meta"),)),
         ("move the module to one device first", (half_on_meta,)),
         ("recurrent module", (nn.LSTM(2, 2),)),
@@ -89,7 +97,9 @@ def test_what_a_wrapped_module_refuses(context):
     full = fsdp.gather_full_params()
     with pytest.raises(ValueError, match=r"'0.bias' is missing"):
         fsdp.load_full_params({"0.weight": full["0.weight"], "2.weight": full["2.weight"]})
-    with pytest.raises(ValueError, match=r"'0.weight' has shape \(4, 4\); the model's has shape \(3, 4\)"):
+    with pytest.raises(
+        ValueError, match=r"'0.weight' has shape \(4, 4\); the model's has shape \(3, 4\)"
+    ):
         fsdp.load_full_params({**full, "0.weight": torch.zeros(4, 4)})
 
     sparse = FSDP(nn.Embedding(4, 3, sparse=True), process_group=context.group)
@@ -122,14 +132,20 @@ def test_units_whose_backward_could_not_be_seen(context):
     for how, message, error in (
         ("generator", r"unit '1' returns a generator, .*: return tensors", TypeError),
         ("function", r"unit '1' returns a function, .*: return tensors", TypeError),
-        ("parameter", r"unit '1' returns one of its parameters.*: return parameter\.clone\(\)", RuntimeError),
+        (
+            "parameter",
+            r"unit '1' returns one of its parameters.*: return parameter\.clone\(\)",
+            RuntimeError,
+        ),
     ):
         with pytest.raises(error, match=message):
             FSDP(nn.Sequential(nn.Linear(4, 4), Returning(how)), process_group=context.group)(x)
     fsdp = FSDP(nn.Sequential(nn.Linear(4, 4), Returning("aside")), process_group=context.group)
     fsdp(x)
     fsdp.module[1].aside.sum().backward()
-    with pytest.raises(RuntimeError, match=r"parameters of unit '1' past its outputs.*: return every tensor"):
+    with pytest.raises(
+        RuntimeError, match=r"parameters of unit '1' past its outputs.*: return every tensor"
+    ):
         fsdp.finish_gradient_synchronization()
 
 
@@ -139,7 +155,9 @@ def test_a_graph_of_the_backward(context):
     fsdp = FSDP(linear(), process_group=context.group)
     x = torch.ones(2, 4, requires_grad=True)
     out = fsdp(x).sum()
-    with pytest.raises(RuntimeError, match=r"create_graph=True reaches unit '2', .* under BucketedDDP"):
+    with pytest.raises(
+        RuntimeError, match=r"create_graph=True reaches unit '2', .* under BucketedDDP"
+    ):
         torch.autograd.grad(out, x, create_graph=True)
     fsdp(x).sum().backward()  # and goes on
     fsdp.finish_gradient_synchronization()
@@ -155,7 +173,10 @@ def test_what_is_not_elementwise_is_refused_before_its_first_step(context, backe
     backward_and_finish(fsdp, context)
     for name, optimizer in (
         ("Scaled", Scaled(fsdp.parameters(), lr=0.1)),
-        ("ShardedOptimizer", ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, context.group, lr=0.1)),
+        (
+            "ShardedOptimizer",
+            ShardedOptimizer(fsdp.parameters(), torch.optim.SGD, context.group, lr=0.1),
+        ),
         ("Muon", torch.optim.Muon(matrices, lr=0.1)),
     ):
         for _ in range(2):
@@ -175,6 +196,7 @@ def test_what_is_not_elementwise_is_refused_before_its_first_step(context, backe
 @on_two_ranks
 def test_deferred_initialisation_that_is_not_in_order_is_refused(context):
     """test_build.py has models that are made in order."""
+
     def back_and_forth(module):
         module.head.weight.fill_(0)
         module.embedding.weight.fill_(0)

@@ -5,10 +5,17 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from tests.parallel.test_contract import BACKENDS, assert_same_on_all_ranks, on_one_rank, on_two_ranks
+from tests.parallel.test_contract import (
+    BACKENDS,
+    assert_same_on_all_ranks,
+    on_one_rank,
+    on_two_ranks,
+)
 from tests.parallel.test_fsdp import backward_and_finish, own_loss, wrapped
 
-UNFINISHED = "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
+UNFINISHED = (
+    "call finish_gradient_synchronization\\(\\) after backward, before optimizer.step\\(\\)"
+)
 EDITED = r"gradient of '[a-z.0-9]+' was edited .*fsdp\.clip_grad_norm_.*with fsdp\.elementwise_gradient_edits"
 
 
@@ -59,7 +66,9 @@ def test_several_optimizers_and_steps_work(context, backend):
 @pytest.mark.parametrize("zeroed", ["optimizer", "module", "wrapper"])
 @pytest.mark.parametrize("kept", [False, True], ids=["sent", "no_sync"])
 @on_two_ranks
-def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(context, kept, zeroed, backend):
+def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(
+    context, kept, zeroed, backend
+):
     """A skipped batch, a generator's step through a discriminator, a loss of NaN under no_sync().
 
     A step as if a backward before it, which nobody finished, had never been.
@@ -81,8 +90,12 @@ def test_zero_grad_drops_a_backward_that_was_not_backward_and_finish(context, ke
 
     with fsdp.no_sync() if kept else nullcontext():
         backward(fsdp, context)
-    # What has not been sent would not know; torch itself refuses to write to the zeros that stand for it.
-    with pytest.raises(RuntimeError, match=r"changed between .*zero_grad\(set_to_none=True\) drops|single memory loc"):
+    # What has not been sent would not know; torch itself refuses to write to the zeros that stand
+    # for it.
+    with pytest.raises(
+        RuntimeError,
+        match=r"changed between .*zero_grad\(set_to_none=True\) drops|single memory loc",
+    ):
         optimizers[0].zero_grad(set_to_none=False)
         backward(fsdp, context)
 

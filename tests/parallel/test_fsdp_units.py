@@ -17,7 +17,9 @@ from distlab.parallel.fsdp.not_gathered import NotGathered
 from distlab.parallel.fsdp.units import plan_units
 from distlab.theory.model_shape import ModelShape
 
-SHAPES = st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6)
+SHAPES = st.lists(
+    st.lists(st.integers(0, 9), min_size=2, max_size=4).map(tuple), min_size=1, max_size=6
+)
 
 
 @given(SHAPES, st.integers(1, 9), st.sampled_from([0, WORTH_A_BUFFER]))
@@ -59,7 +61,9 @@ def check_shards(plan, index, owned):
     assert end == math.prod(shape)
 
 
-@pytest.mark.parametrize("name, expected", [("large", [(1, 0.0), (1, 0.0)]), ("10B", [(2, 0.0), (1, 3.7)])])
+@pytest.mark.parametrize(
+    "name, expected", [("large", [(1, 0.0), (1, 0.0)]), ("10B", [(2, 0.0), (1, 3.7)])]
+)
 def test_padding_of_a_real_block(name, expected):
     """One buffer and at most 0.3 % of padding up to 64 ranks; at 512 and 1,024 the numbers of docs/learn/fsdp.md."""
     shapes = ModelShape.of(preset(name)).matrix_shapes_per_block
@@ -82,7 +86,10 @@ def test_what_is_found_where_nothing_is_gathered():
     found = NotGathered(like, torch.bfloat16, torch.device("cpu"), "read elsewhere")
     assert isinstance(found, torch.Tensor) and found.requires_grad and found.dtype == torch.bfloat16
     assert found.shape == (4, 3) and found.stride() == (1, 4) and found.device.type == "cpu"
-    assert found.untyped_storage().nbytes() == 0 and repr(found) == "NotGathered((4, 3), torch.bfloat16)"
+    assert (
+        found.untyped_storage().nbytes() == 0
+        and repr(found) == "NotGathered((4, 3), torch.bfloat16)"
+    )
     for read in (
         lambda: nn.functional.linear(torch.ones(2, 3, dtype=torch.bfloat16), found),
         lambda: found.detach(),
@@ -95,14 +102,18 @@ def test_what_is_found_where_nothing_is_gathered():
 
 
 def units(module):
-    return {u.name: [e.name for e in u.entries] for u in plan_units(module, list_entries(module, None))}
+    return {
+        u.name: [e.name for e in u.entries] for u in plan_units(module, list_entries(module, None))
+    }
 
 
 class Layered(nn.Module):
     def __init__(self):
         super().__init__()
         self.embedding = nn.Embedding(5, 4)
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 4)]
+        )
         self.norm = nn.LayerNorm(4)
         self.head = nn.Linear(4, 5, bias=False)
 
@@ -118,12 +129,20 @@ def test_a_unit_per_child_of_a_module_list_and_per_owner_elsewhere():
         "head": ["head.weight"],
     }
     small = [entry.name for entry in list_entries(module, None) if not entry.is_sharded]
-    assert small == ["layers.0.0.bias", "layers.0.1.bias", "layers.1.bias", "norm.weight", "norm.bias"]
+    assert small == [
+        "layers.0.0.bias",
+        "layers.0.1.bias",
+        "layers.1.bias",
+        "norm.weight",
+        "norm.bias",
+    ]
 
 
 def test_the_outermost_module_list_decides_and_containers_are_no_units():
     module = nn.Module()
-    module.stages = nn.ModuleList([nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Identity()])
+    module.stages = nn.ModuleList(
+        [nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)]), nn.Identity()]
+    )
     module.stages[1].inner = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     assert units(module) == {
         "stages.0.0": ["stages.0.0.weight"],

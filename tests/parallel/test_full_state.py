@@ -13,7 +13,17 @@ from distlab.parallel import FSDP, STRATEGIES, BucketedDDP, ShardedOptimizer, Ze
 from distlab.testing import RanksFailed, run_ranks
 from tests.parallel.test_contract import on_one_rank, on_two_ranks
 
-OURS = ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp", "hsdp")
+OURS = (
+    "local",
+    "naive",
+    "flat",
+    "overlap",
+    "bucketed",
+    "sharded-optimizer",
+    "zero1",
+    "fsdp",
+    "hsdp",
+)
 PEERS = ("torch-ddp", "fsdp2")
 OPTIONS = {"lr": 0.05}
 
@@ -25,7 +35,9 @@ class Root(nn.Module):
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList([torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4)])
+        self.blocks = nn.ModuleList(
+            [torch.compile(nn.Linear(4, 4), backend="eager"), nn.Linear(4, 4)]
+        )
         self.conv = nn.Conv2d(2, 3, 2).to(memory_format=torch.channels_last)
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 7, bias=False)
@@ -42,11 +54,17 @@ class Root(nn.Module):
         for block in self.blocks:
             x = block(x)
         image = torch.ones(1, 2, 2, 2, dtype=x.dtype)
-        return self.head(self.norm(x) * self.scale).square().sum() + self.conv(image).sum() + self.empty.sum()
+        return (
+            self.head(self.norm(x) * self.scale).square().sum()
+            + self.conv(image).sum()
+            + self.empty.sum()
+        )
 
 
 def whole_state(module):
-    return {name.replace("_orig_mod.", ""): value.clone() for name, value in module.state_dict().items()}
+    return {
+        name.replace("_orig_mod.", ""): value.clone() for name, value in module.state_dict().items()
+    }
 
 
 def assert_equal_states(one, other):
@@ -113,7 +131,9 @@ def test_masters_are_returned_for_a_module_in_bf16(context):
     state = fsdp.full_state_dict()
     assert state["embed.weight"].dtype == state["scale"].dtype == torch.float32
     assert state["table"].dtype == torch.bfloat16
-    assert_equal_states({name: value.to(before[name].dtype) for name, value in state.items()}, before)
+    assert_equal_states(
+        {name: value.to(before[name].dtype) for name, value in state.items()}, before
+    )
     state["embed.weight"] += 1e-5  # bf16 would lose it
     fsdp.load_full_state_dict(state)
     assert_equal_states(fsdp.full_state_dict(), state)
@@ -193,8 +213,12 @@ def test_shards_are_not_handed_out_under_the_names_of_whole_parameters(context, 
     for load in (fsdp.module.load_state_dict, fsdp.module.embed.load_state_dict):
         with pytest.raises(RuntimeError, match=r"load_full_state_dict\(\) of the wrapper"):
             load(mine)
-    with pytest.raises(ValueError, match="What one rank holds of a sharded model is no whole state"):
-        fsdp.load_state_dict(full | {name.replace("_orig_mod.", ""): value for name, value in mine.items()})
+    with pytest.raises(
+        ValueError, match="What one rank holds of a sharded model is no whole state"
+    ):
+        fsdp.load_state_dict(
+            full | {name.replace("_orig_mod.", ""): value for name, value in mine.items()}
+        )
     for options in ({"strict": False}, {"assign": True}):
         with pytest.raises(ValueError, match="only a whole state can be loaded"):
             fsdp.load_state_dict(full, **options)
@@ -218,7 +242,13 @@ def test_shards_of_one_rank_are_no_exception(context):
 def on_rank_0_alone(context, call):
     """Call one collective on rank 0, while the others go on with training."""
     module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 64))
-    if call in ("gather_full_params", "fsdp.full_state_dict", "validation", "validation first", "skip"):
+    if call in (
+        "gather_full_params",
+        "fsdp.full_state_dict",
+        "validation",
+        "validation first",
+        "skip",
+    ):
         model = FSDP(module, process_group=context.group)
         optimizer = torch.optim.SGD(model.parameters(), **OPTIONS)
     else:
@@ -250,13 +280,19 @@ def on_rank_0_alone(context, call):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        ("gather_full_params", r"in FSDP.gather_full_params\(\), a collective that every rank must call"),
+        (
+            "gather_full_params",
+            r"in FSDP.gather_full_params\(\), a collective that every rank must call",
+        ),
         ("fsdp.full_state_dict", r"in FSDP.full_state_dict\(\), a collective"),
         ("full_state_dict", r"in BucketedDDP.full_state_dict\(\), a collective"),
         ("ZeroOptimizer.state_dict", r"in ZeroOptimizer.state_dict\(\), a collective"),
         ("ShardedOptimizer.state_dict", r"in ShardedOptimizer.state_dict\(\), a collective"),
         ("sync_buffers", r"in BucketedDDP.sync_buffers\(\), a collective"),
-        ("clip_grad_norm_", r"in clip_grad_norm_\(\) or grad_norm\(\) of BucketedDDP, a collective"),
+        (
+            "clip_grad_norm_",
+            r"in clip_grad_norm_\(\) or grad_norm\(\) of BucketedDDP, a collective",
+        ),
         ("validation", r"forward of FSDP\(Sequential\) in training mode, without gradients"),
         ("validation first", r"forward of FSDP\(Sequential\) in training mode, without gradients"),
         ("skip", r"backward of FSDP\(Sequential\)"),

@@ -43,7 +43,9 @@ def test_a_target_is_given_away_once_and_only_without_a_gradient():
 
 def averages_what_the_model_writes(context, name, tied, set_to_none):
     config = replace(preset("tiny"), context_length=32, tie_embeddings=tied)
-    data = SyntheticTokens(config.vocab_size, 2, 32, seed=0, rank=context.rank, device=context.device)
+    data = SyntheticTokens(
+        config.vocab_size, 2, 32, seed=0, rank=context.rank, device=context.device
+    )
     strategy = get_strategy(name)
     model = TransformerLM(config, device=context.device, seed=0)
     wrapper, _ = strategy.build(model, context.group, torch.optim.SGD, bucket_size_mb=0.5)
@@ -69,7 +71,9 @@ def averages_what_the_model_writes(context, name, tied, set_to_none):
             # The embedding's gradient is summed by atomic additions, in any order.
             exact = not label.startswith("embedding")
             tolerance = 0 if exact else 1e-2
-            torch.testing.assert_close(mine.grad, expected, rtol=tolerance, atol=tolerance * 1e-3, msg=label)
+            torch.testing.assert_close(
+                mine.grad, expected, rtol=tolerance, atol=tolerance * 1e-3, msg=label
+            )
     wrapper.close()
     assert not any("gradient_target" in parameter.__dict__ for parameter in model.parameters())
 

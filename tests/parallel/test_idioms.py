@@ -66,9 +66,16 @@ def test_values_are_not_assigned_to_shards_and_what_was_kept_is_restored(context
         keep = [parameter.data for parameter in parameters]
         for assign in (_one_by_one, _as_a_vector, _swapped):
             assign(parameters)
-            uses = [wrapper.gather_full_params] if kind == "fsdp" else [wrapper.shards, wrapper.grad_norm]
+            uses = (
+                [wrapper.gather_full_params]
+                if kind == "fsdp"
+                else [wrapper.shards, wrapper.grad_norm]
+            )
             for use in [*uses, partial(step, wrapper, made, context, 1)]:
-                with pytest.raises(RuntimeError, match=r"'0\.weight' is sharded and was given other memory .*in place"):
+                with pytest.raises(
+                    RuntimeError,
+                    match=r"'0\.weight' is sharded and was given other memory .*in place",
+                ):
                     use()
             for parameter, data in zip(parameters, keep, strict=True):
                 parameter.data = data
@@ -131,7 +138,10 @@ def test_a_loss_on_vectors_alone_and_an_early_finish_are_right(context):
         return full(made)
 
     for loss, make in (
-        (lambda wrapper: wrapper(x).square().mean() * 0 + wrapper.module[0].bias.square().sum(), net),
+        (
+            lambda wrapper: wrapper(x).square().mean() * 0 + wrapper.module[0].bias.square().sum(),
+            net,
+        ),
         (lambda wrapper: wrapper(x).detach().sum() + wrapper.module[2].bias.sum(), net),
         (lambda wrapper: wrapper(x).square().mean(), OnVectors),
     ):
@@ -164,7 +174,9 @@ def test_a_copy_of_the_wrapped_module_is_an_ordinary_module(context):
             module.load_state_dict(average.state_dict(), assign=True)
     module = FSDP(net(), process_group=context.group).module
     for duplicate in (copy.deepcopy, lambda module: torch.save(module, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"holds this rank's shards and cannot be copied, .*: take gather_full"):
+        with pytest.raises(
+            TypeError, match=r"holds this rank's shards and cannot be copied, .*: take gather_full"
+        ):
             duplicate(module)
 
 
@@ -181,9 +193,15 @@ def test_a_compiled_step_and_a_compiled_wrapper_train_alike(context):
             step(forward, made, context, number, update)
         return full(made)
 
-    for module in (net(), net().append(nn.LayerNorm(3))):  # it was the second FSDP at which Dynamo failed
+    # it was the second FSDP at which Dynamo failed
+    for module in (net(), net().append(nn.LayerNorm(3))):
         expected = trained("bucketed", "", copy.deepcopy(module))
-        for kind, part in (("zero1", "step"), ("sharded-optimizer", "step"), ("fsdp", "step"), ("fsdp", "wrapper")):
+        for kind, part in (
+            ("zero1", "step"),
+            ("sharded-optimizer", "step"),
+            ("fsdp", "step"),
+            ("fsdp", "wrapper"),
+        ):
             torch.testing.assert_close(trained(kind, part, copy.deepcopy(module)), expected)
 
 
@@ -207,26 +225,35 @@ def test_what_a_strategy_cannot_do_it_names(context):
         handle.remove()
         wrapper.finish_gradient_synchronization()
     wrapper = FSDP(net(), torch.bfloat16, process_group=context.group)
-    dict(wrapper.module.named_parameters())["2.bias"].register_hook(lambda _: None)  # forward reads a copy of it
+    # forward reads a copy of it
+    dict(wrapper.module.named_parameters())["2.bias"].register_hook(lambda _: None)
     wrapper(x).sum().backward()
     with pytest.raises(ValueError, match=r"hook on '2\.bias' never fires"):
         wrapper.finish_gradient_synchronization()
 
     wrapper = FSDP(net(), process_group=context.group)
     wrapper(x).sum().backward(inputs=list(wrapper.parameters()))
-    with pytest.raises(RuntimeError, match=r"no backward has brought .*: call loss\.backward\(\) without inputs"):
+    with pytest.raises(
+        RuntimeError, match=r"no backward has brought .*: call loss\.backward\(\) without inputs"
+    ):
         wrapper.finish_gradient_synchronization()
     inputs = x.clone().requires_grad_()
     assert torch.autograd.grad(wrapper(inputs).sum(), inputs)[0].any()  # is not refused
     wrapper(x).sum().backward()
     wrapper.finish_gradient_synchronization()
 
-    halves = {name: parameter.detach() / 2 for name, parameter in net().named_parameters(prefix="module")}
-    with pytest.raises(RuntimeError, match=r"FSDP: '0\.weight' is another parameter .*functional_call.*load_full"):
+    halves = {
+        name: parameter.detach() / 2 for name, parameter in net().named_parameters(prefix="module")
+    }
+    with pytest.raises(
+        RuntimeError, match=r"FSDP: '0\.weight' is another parameter .*functional_call.*load_full"
+    ):
         torch.func.functional_call(wrapped(context, "fsdp")[0], halves, (x,))
     normed = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3))
     wrapper = wrapped(context, "fsdp", normed)[0]
-    cached = pytest.raises(RuntimeError, match=r"unit '1' runs .*parametrize\.cached\(\).* is not for sharded modules")
+    cached = pytest.raises(
+        RuntimeError, match=r"unit '1' runs .*parametrize\.cached\(\).* is not for sharded modules"
+    )
     with cached, torch.nn.utils.parametrize.cached():
         (wrapper(x).sum() + wrapper(2 * x).sum()).backward()
 
@@ -243,9 +270,13 @@ def test_what_a_strategy_cannot_do_it_names(context):
                 optimizer.step()
             assert all(map(torch.equal, full((wrapper, optimizer)), before))
 
-    with pytest.raises(ValueError, match=r"'0' renormalises its rows in forward \(max_norm\).*: leave max_norm out"):
+    with pytest.raises(
+        ValueError, match=r"'0' renormalises its rows in forward \(max_norm\).*: leave max_norm out"
+    ):
         wrapped(context, "zero1", nn.Sequential(nn.Embedding(5, 4, max_norm=0.5)))
-    with pytest.raises(RuntimeError, match=r"forward writes to '0\.weight' in place .*: write to fsdp\.parameters"):
+    with pytest.raises(
+        RuntimeError, match=r"forward writes to '0\.weight' in place .*: write to fsdp\.parameters"
+    ):
         module = nn.Sequential(nn.Embedding(5, 4, max_norm=0.5))
         FSDP(module, process_group=context.group)(torch.tensor([1, 2]))
 
@@ -253,7 +284,9 @@ def test_what_a_strategy_cannot_do_it_names(context):
 @pytest.mark.ranks(2)
 def test_arguments_in_torch_s_habit(context):
     """A process group by position, as the first keyword of torch's DDP, and the default `norm_type`."""
-    with pytest.raises(TypeError, match=r"bucket_size_mb is a ProcessGroup.*by name, process_group="):
+    with pytest.raises(
+        TypeError, match=r"bucket_size_mb is a ProcessGroup.*by name, process_group="
+    ):
         BucketedDDP(nn.Linear(2, 2), context.group)
     with pytest.raises(TypeError, match="bucket_cap_mb"):
         BucketedDDP(nn.Linear(2, 2), bucket_cap_mb=25)

@@ -27,7 +27,7 @@ from tests.parallel.axes import (
     assert_near_fp64,
     built,
     trained,
-)  # fmt: skip
+)
 from tests.parallel.test_contract import BACKENDS, on_two_ranks
 
 CONFIG = ModelConfig(
@@ -36,11 +36,22 @@ CONFIG = ModelConfig(
 TRAINING = Training(CONFIG, micro_batches=2)
 STRATEGIES = ("naive", "bucketed", "zero1", "fsdp")
 TABLE = {  # ranks → layouts under their strategies
-    2: {"tp2": STRATEGIES, "cp2": STRATEGIES[1:], "cp2-ulysses": STRATEGIES[1:], "cp2-ring": STRATEGIES[1:]},
+    2: {
+        "tp2": STRATEGIES,
+        "cp2": STRATEGIES[1:],
+        "cp2-ulysses": STRATEGIES[1:],
+        "cp2-ring": STRATEGIES[1:],
+    },
     3: {"cp3": ("bucketed",), "cp3-ring": ("zero1", "fsdp")},
-    4: {"tp2": ("fsdp",), "cp2-ring": ("zero1",), "cp4-ring": ("fsdp",), "tp2,cp2": STRATEGIES[1:],
-        "tp2,cp2-ulysses": (), "tp2,cp2-ring": ("fsdp",)},
-}  # fmt: skip
+    4: {
+        "tp2": ("fsdp",),
+        "cp2-ring": ("zero1",),
+        "cp4-ring": ("fsdp",),
+        "tp2,cp2": STRATEGIES[1:],
+        "tp2,cp2-ulysses": (),
+        "tp2,cp2-ring": ("fsdp",),
+    },
+}
 
 
 def rows_of(table):
@@ -64,7 +75,12 @@ def of_two_halves(model):
     ops = model.operations()
 
     def each(kept, x, weight):
-        return torch.cat([F.linear(part, of_rank) for part, of_rank in zip(x.chunk(2), kept(weight), strict=True)])
+        return torch.cat(
+            [
+                F.linear(part, of_rank)
+                for part, of_rank in zip(x.chunk(2), kept(weight), strict=True)
+            ]
+        )
 
     def rows(weight, *sizes):
         return [torch.cat([part.chunk(2)[rank] for part in weight.split(sizes)]) for rank in (0, 1)]
@@ -81,8 +97,12 @@ def of_two_halves(model):
         block.attention.qkv.multiply = partial(
             each, lambda weight: rows(weight, CONFIG.d_model, CONFIG.kv_width, CONFIG.kv_width)
         )
-        block.feed_forward.w1.multiply = block.feed_forward.w3.multiply = partial(each, lambda weight: weight.chunk(2))
-        block.attention.output.multiply = block.feed_forward.w2.multiply = partial(each, lambda w: w.chunk(2, 1))
+        block.feed_forward.w1.multiply = block.feed_forward.w3.multiply = partial(
+            each, lambda weight: weight.chunk(2)
+        )
+        block.attention.output.multiply = block.feed_forward.w2.multiply = partial(
+            each, lambda w: w.chunk(2, 1)
+        )
 
     def norm(x, weight, eps):
         """The weight's gradient is a sum of two halves' of the sequence, that of x as without ranks."""
@@ -108,7 +128,9 @@ def test_two_ranks_are_to_the_bit_one_process_that_adds_the_same_two_halves():
     training = replace(TRAINING, micro_batches=1, dtype=torch.float32)
     model(*training.batches(0)[0]).backward()
     ((_, found, _),) = trained(training, 2, [("tp2", "naive")])
-    assert [name for name, p in model.named_parameters() if not torch.equal(found[name], p.grad)] == []
+    assert [
+        name for name, p in model.named_parameters() if not torch.equal(found[name], p.grad)
+    ] == []
 
 
 @pytest.mark.parametrize(
@@ -137,17 +159,33 @@ def counted(context, layouts):
 
 def test_messages_and_bytes_are_the_closed_forms():
     context = CONFIG.context_length
-    layouts = ["tp2", "cp2", "cp2-ulysses", "cp2-ring", "tp2,cp2", "tp2,cp2-ring", "cp4-ring", "cp4"]
+    layouts = [
+        "tp2",
+        "cp2",
+        "cp2-ulysses",
+        "cp2-ring",
+        "tp2,cp2",
+        "tp2,cp2-ring",
+        "cp4-ring",
+        "cp4",
+    ]
     found = run_ranks(counted, 4, layouts)[0]
     for layout in map(Layout.parse, layouts):
         shape = ModelShape.of(CONFIG, layout.tensor)
         inside = {"batch": ROWS, "context": context // layout.context}
         between = {"batch": ROWS, "context": context, "ranks": layout.context}
-        forms = tensor_volume(shape, **inside), context_volume(shape, **between, how=layout.attention)
-        expected = tuple(sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes"))
+        forms = (
+            tensor_volume(shape, **inside),
+            context_volume(shape, **between, how=layout.attention),
+        )
+        expected = tuple(
+            sum(getattr(form, field) for form in forms) for field in ("collectives", "bytes")
+        )
         assert found[str(layout)] == expected, layout
         if layout.ranks == ROWS:  # a simulated group of ranks has a sequence for each of them
-            step = simulate_training(CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout)
+            step = simulate_training(
+                CONFIG, "local", batch=1, world_size=4, dtype="fp32", layout=layout
+            )
             assert (len(step.calls), step.comm_bytes) == expected, f"{layout}, simulated"
 
 
@@ -155,7 +193,13 @@ def test_messages_and_bytes_are_the_closed_forms():
 def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
     """What each mistake is told on every rank, before anything is sent."""
     for said, layout, changes, strategy, options in (
-        ("cannot share 1 attention heads", "tp2", {"num_heads": 4, "num_kv_heads": 1}, "bucketed", {}),
+        (
+            "cannot share 1 attention heads",
+            "tp2",
+            {"num_heads": 4, "num_kv_heads": 1},
+            "bucketed",
+            {},
+        ),
         ("63 words", "tp2", {"vocab_size": 63}, "bucketed", {}),
         ("set dropout to 0", "tp2", {"dropout": 0.1}, "bucketed", {}),
         ("does not divide the 2 ranks", "tp3", {}, "bucketed", {}),
@@ -168,8 +212,17 @@ def test_what_does_not_divide_is_one_sentence_on_every_rank(context):
     ):
         stages = options.pop("stages", ())
         with pytest.raises(ValueError, match=said):
-            built(context, replace(CONFIG, **changes), Layout.parse(layout, stages), strategy, **options)
-    for said, layout in ((r"splits\(\)", Layout(tensor=2)), (r"keep_blocks\(\)", Layout(pipeline=2))):
+            built(
+                context,
+                replace(CONFIG, **changes),
+                Layout.parse(layout, stages),
+                strategy,
+                **options,
+            )
+    for said, layout in (
+        (r"splits\(\)", Layout(tensor=2)),
+        (r"keep_blocks\(\)", Layout(pipeline=2)),
+    ):
         with pytest.raises(TypeError, match=said):
             get_strategy("naive").build(
                 torch.nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 1.0}, layout=layout
@@ -185,7 +238,11 @@ def test_a_layout_that_cannot_be_read(text):
 
 
 def test_a_layout_says_itself():
-    assert [str(Layout.parse(text)) for text in ("", "tp2,cp4-ring", "cp2")] == ["", "cp4-ring,tp2", "cp2"]
+    assert [str(Layout.parse(text)) for text in ("", "tp2,cp4-ring", "cp2")] == [
+        "",
+        "cp4-ring,tp2",
+        "cp2",
+    ]
 
 
 @pytest.mark.gpu

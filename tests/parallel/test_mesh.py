@@ -26,7 +26,9 @@ from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import on_four_ranks
 from tests.parallel.test_fsdp import own_loss, wrapped
 
-CONFIG = preset("tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8)
+CONFIG = preset(
+    "tiny", num_layers=2, d_model=18, d_ff=26, num_heads=1, vocab_size=23, context_length=8
+)
 ON_A_MESH = {
     "naive": NaiveDDP,
     "flat": FlatDDP,
@@ -69,7 +71,9 @@ def test_replicas_average_their_shards_behind_backward(context):
 @on_four_ranks
 def test_messages_in_two_levels_use_both_kinds_of_links_at_once(context):
     """Gradients of 3, 24, 8, 64, 8 and 48 elements, the first padded: each start moves those before it on."""
-    ddp = OverlapDDP(build("plain", context.rank, context.device), mesh=hybrid_mesh(context.group, 2))
+    ddp = OverlapDDP(
+        build("plain", context.rank, context.device), mesh=hybrid_mesh(context.group, 2)
+    )
     with CollectiveRecorder() as recorder:
         CASES["plain"].loss(ddp, context.rank, 0, context.device).backward()
     in_backward = [(call.op, call.numel) for call in recorder.calls]
@@ -95,16 +99,26 @@ def test_calls_and_bytes_are_those_of_the_closed_form(context, world_size, size)
     numels, mesh = [p.numel() for _, p in named], (world_size // size, size)
     assert len(numels) % 2  # so messages with flags are padded
     expected = {
-        **dict.fromkeys(("naive", "overlap"), volume.each_gradient(numels, [4] * len(numels), mesh=mesh)),
+        **dict.fromkeys(
+            ("naive", "overlap"), volume.each_gradient(numels, [4] * len(numels), mesh=mesh)
+        ),
         "flat": volume.bucketed(numels, [4] * len(numels), None, mesh=mesh),
         "bucketed": volume.model_volume(
-            get_strategy("bucketed-two-level"), named, bucket_size_mb=1e-3, world_size=world_size, shard_size=size
+            get_strategy("bucketed-two-level"),
+            named,
+            bucket_size_mb=1e-3,
+            world_size=world_size,
+            shard_size=size,
         ),
-        "hsdp": volume.model_volume(get_strategy("hsdp"), named, world_size=world_size, shard_size=size),
+        "hsdp": volume.model_volume(
+            get_strategy("hsdp"), named, world_size=world_size, shard_size=size
+        ),
     }
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     for name, make in ON_A_MESH.items():
-        model = make(TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, size))
+        model = make(
+            TransformerLM(CONFIG, seed=context.rank), mesh=hybrid_mesh(context.group, size)
+        )
         train = TrainStep(model, torch.optim.SGD(model.parameters(), lr=0.1), next_token_loss)
         for _ in range(2):
             with CollectiveRecorder() as recorder:
@@ -119,8 +133,14 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
     linear = torch.nn.Linear(2, 2)
     mistakes = [
         ("mesh=2: give a torch.distributed.device_mesh.DeviceMesh", lambda: FSDP(linear, mesh=2)),
-        ("mesh has 1 dimension.* leave mesh out", lambda: NaiveDDP(linear, mesh=init_device_mesh("cpu", (4,)))),
-        ("shard_size=3 does not divide the 4 ranks; allowed: .1, 2, 4.", lambda: hybrid_mesh(context.group, 3)),
+        (
+            "mesh has 1 dimension.* leave mesh out",
+            lambda: NaiveDDP(linear, mesh=init_device_mesh("cpu", (4,))),
+        ),
+        (
+            "shard_size=3 does not divide the 4 ranks; allowed: .1, 2, 4.",
+            lambda: hybrid_mesh(context.group, 3),
+        ),
         (
             "ZeroOptimizer shards over all ranks.* FSDP",
             lambda: ZeroOptimizer(BucketedDDP(linear, mesh=two), torch.optim.SGD),
@@ -128,7 +148,10 @@ def test_a_mesh_that_does_not_fit_is_refused_with_what_to_give(context):
     ]
     if context.rank < 2:
         mistakes += [
-            ("mesh of 2 × 2 ranks does not hold the process group's ranks .0, 1.", lambda: resolve_mesh(two, pair)),
+            (
+                "mesh of 2 × 2 ranks does not hold the process group's ranks .0, 1.",
+                lambda: resolve_mesh(two, pair),
+            ),
             ("a mesh is made of all 4 ranks of the job, not of 2", lambda: hybrid_mesh(pair, 1)),
         ]
     for words, mistake in mistakes:
@@ -149,4 +172,7 @@ def hosts_of_different_sizes(context, names):
 
 def test_a_shard_group_is_a_host_unless_said_otherwise():
     assert run_ranks(hosts_of_different_sizes, 4, ["a", "a", "b", "b"]) == [2] * 4
-    assert all("give shard_size" in str(text) for text in run_ranks(hosts_of_different_sizes, 3, ["a", "b", "a"]))
+    assert all(
+        "give shard_size" in str(text)
+        for text in run_ranks(hosts_of_different_sizes, 3, ["a", "b", "a"])
+    )

@@ -14,9 +14,14 @@ from tests.parallel.test_contract import on_two_ranks
 STEPS = 5
 OPTIONS = {"lr": 0.02, "weight_decay": 0.1}
 CELLS = [
-    ("naive", "all"), ("bucketed", "all"), ("sharded-optimizer", "owner"),
-    ("zero1", "gather"), ("zero1", "exchange"), ("fsdp", "gather"), ("fsdp", "exchange"),
-]  # fmt: skip
+    ("naive", "all"),
+    ("bucketed", "all"),
+    ("sharded-optimizer", "owner"),
+    ("zero1", "gather"),
+    ("zero1", "exchange"),
+    ("fsdp", "gather"),
+    ("fsdp", "exchange"),
+]
 
 
 class Weighted(nn.Module):
@@ -69,7 +74,9 @@ def in_one_process(ranks):
 def train(context, strategy, placement):
     """Whole numbers stay such in a mean over ranks of so many times the loss. Slices end inside of matrices."""
     options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
-    model, optimizer = STRATEGIES[strategy].build(build(), context.group, Muon, options, bucket_size_mb=2e-4)
+    model, optimizer = STRATEGIES[strategy].build(
+        build(), context.group, Muon, options, bucket_size_mb=2e-4
+    )
     for step in range(STEPS):
         optimizer.zero_grad()
         backward(model, context.rank, step, context.world_size)
@@ -86,7 +93,9 @@ def test_every_placement_and_strategy_is_bit_for_bit_one_process(context, world_
     for strategy, placement in CELLS:
         model, _ = train(context, strategy, placement)
         for (name, mine), other in zip(model.full_parameters().items(), expected, strict=True):
-            assert torch.equal(mine, other), f"{strategy} {placement} {name}: {(mine - other).abs().max()}"
+            assert torch.equal(mine, other), (
+                f"{strategy} {placement} {name}: {(mine - other).abs().max()}"
+            )
         model.close(restore=False)
 
 
@@ -99,7 +108,9 @@ def test_a_shard_that_was_stored_is_loaded_as_a_tensor_of_its_own(context):
     assert spread_of(torch.load(file)) is None
 
 
-@pytest.mark.parametrize("options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw", "ns_steps": 3}]
+)
 def test_one_process_is_bit_for_bit_torch(options):
     matrices = [torch.randn(shape) for shape in ((8, 6), (6, 9), (1, 4), (8, 6))]
     others = [matrix.clone() for matrix in matrices]
@@ -116,7 +127,12 @@ def test_a_batch_of_matrices_is_orthogonalised_as_one_by_one():
     """On a GPU the products of a batch may be summed in another order: by what bf16 rounds, in five iterations."""
     matrices = torch.randn(3, 96, 64, device="cuda")
     together, alone = (
-        torch.cat([orthogonalize(some, (3.4445, -4.7750, 2.0315), 5, 1e-7) for some in matrices.split(number)])
+        torch.cat(
+            [
+                orthogonalize(some, (3.4445, -4.7750, 2.0315), 5, 1e-7)
+                for some in matrices.split(number)
+            ]
+        )
         for number in (3, 1)
     )
     exact = torch.linalg.svdvals(together.float())
@@ -138,7 +154,9 @@ def test_a_matrix_tied_to_the_head_is_the_heads():
     model.blocks[0] = model.head
     matrices, rest = Muon.split(model)
     assert set(matrices["params"]) == {layer.weight for layer in model.blocks[1:]}
-    assert {*matrices["params"], *rest["params"]} == {*model.parameters()} and not rest["orthogonalize"]
+    assert {*matrices["params"], *rest["params"]} == {*model.parameters()} and not rest[
+        "orthogonalize"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -170,12 +188,21 @@ def test_where_no_rank_could_put_matrices_together_is_refused(context):
 
 NAN = float("nan")
 REFUSED = [
-    *((name, value) for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps") for value in (-1e-9, NAN)),
-    ("lr", torch.ones(2)), ("lr", torch.tensor(NAN)), ("lr", torch.tensor(-1.0)),
-    *(("betas", value) for value in ((0.9, 1.0), (1.5, 0.9), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,))),
+    *(
+        (name, value)
+        for name in ("lr", "weight_decay", "momentum", "eps", "adamw_eps")
+        for value in (-1e-9, NAN)
+    ),
+    ("lr", torch.ones(2)),
+    ("lr", torch.tensor(NAN)),
+    ("lr", torch.tensor(-1.0)),
+    *(
+        ("betas", value)
+        for value in ((0.9, 1.0), (1.5, 0.9), (-0.1, 0.9), (NAN, 0.9), (0.9, NAN), (0.9,))
+    ),
     *(("ns_steps", value) for value in (0, -1, 100, 2.5, True)),
     ("ns_coefficients", (1.0, 2.0)),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("name, value", REFUSED)
@@ -265,7 +292,9 @@ def test_matrices_without_elements_are_left_alone(context):
                 optimizer.step()
                 found.append(module[0])
                 continue
-            options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
+            options = (
+                OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
+            )
             model, optimizer = STRATEGIES[strategy].build(module, context.group, Muon, options)
             model().backward()
             model.finish_gradient_synchronization()
@@ -295,7 +324,9 @@ def step_both(optimizers, number):
 def test_a_state_of_torchs_muon_is_continued_and_torchs_continues_ours():
     theirs, ours = torch.optim.Muon(pair(), **OPTIONS), Muon(pair(), lr=0.5)
     step_both([theirs], 1)
-    for mine, other in zip(ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True):
+    for mine, other in zip(
+        ours.param_groups[0]["params"], theirs.param_groups[0]["params"], strict=True
+    ):
         mine.data.copy_(other.data)
     ours.load_state_dict(theirs.state_dict())
     assert ours.param_groups[0]["lr"] == OPTIONS["lr"] and ours.param_groups[0]["orthogonalize"]
@@ -320,10 +351,16 @@ def test_a_state_that_does_not_fit_is_refused_at_load():
     step_both([ours], 1)
     state = ours.state_dict()
     swapped = Muon(pair()[::-1])
-    with pytest.raises(ValueError, match=r"momentum_buffer of parameter 0 has shape \(4, 6\), and the parameter has"):
+    with pytest.raises(
+        ValueError,
+        match=r"momentum_buffer of parameter 0 has shape \(4, 6\), and the parameter has",
+    ):
         swapped.load_state_dict(state)
     state["param_groups"][0]["orthogonalize"] = False
-    with pytest.raises(ValueError, match="parameter 0 has momentum_buffer, and a group with orthogonalize=False needs"):
+    with pytest.raises(
+        ValueError,
+        match="parameter 0 has momentum_buffer, and a group with orthogonalize=False needs",
+    ):
         Muon(pair()).load_state_dict(state)
     with pytest.raises(ValueError, match="parameter group"):
         Muon([pair()[0]]).load_state_dict(ours.state_dict())

@@ -27,7 +27,7 @@ from tests.parallel.axes import (
     built,
     one_process,
     trained,
-)  # fmt: skip
+)
 from tests.parallel.test_contract import BACKENDS, on_four_ranks, on_two_ranks
 
 CONFIG = ModelConfig(
@@ -36,16 +36,37 @@ CONFIG = ModelConfig(
 MICRO_BATCHES = 4
 TRAINING = Training(CONFIG, MICRO_BATCHES)
 ALONE: dict[int, list[Row]] = {  # ranks → pipelines that have all ranks: to the bit
-    2: [("pp2", "naive"), ("pp2-gpipe", "bucketed"), ("pp2-interleaved", "zero1"), ("pp2-zero-bubble", "bucketed"),
-        ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "zero1")],
-    3: [("pp3", "bucketed"), ("pp3-gpipe", "naive"), ("pp3-interleaved", "fsdp"), ("pp3-zero-bubble", "zero1")],
-    4: [("pp4", "bucketed"), ("pp4-gpipe", "fsdp"), ("pp4-interleaved", "bucketed"), ("pp4-zero-bubble", "overlap")],
-}  # fmt: skip
+    2: [
+        ("pp2", "naive"),
+        ("pp2-gpipe", "bucketed"),
+        ("pp2-interleaved", "zero1"),
+        ("pp2-zero-bubble", "bucketed"),
+        ("pp2-interleaved", "fsdp"),
+        ("pp2-zero-bubble", "zero1"),
+    ],
+    3: [
+        ("pp3", "bucketed"),
+        ("pp3-gpipe", "naive"),
+        ("pp3-interleaved", "fsdp"),
+        ("pp3-zero-bubble", "zero1"),
+    ],
+    4: [
+        ("pp4", "bucketed"),
+        ("pp4-gpipe", "fsdp"),
+        ("pp4-interleaved", "bucketed"),
+        ("pp4-zero-bubble", "overlap"),
+    ],
+}
 TOGETHER: list[Row] = [  # four ranks
-    ("pp2", "fsdp"), ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "bucketed"), ("pp2", "zero1"),
-    ("pp2,tp2", "bucketed"), ("pp2-interleaved,cp2", "zero1"), ("pp2-zero-bubble,tp2", "naive"),
+    ("pp2", "fsdp"),
+    ("pp2-interleaved", "fsdp"),
+    ("pp2-zero-bubble", "bucketed"),
+    ("pp2", "zero1"),
+    ("pp2,tp2", "bucketed"),
+    ("pp2-interleaved,cp2", "zero1"),
+    ("pp2-zero-bubble,tp2", "naive"),
     ("pp2,cp2-ring", "fsdp"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("ranks", ALONE)
@@ -54,7 +75,9 @@ def test_every_schedule_is_one_process_to_the_bit(ranks):
     if ranks == 3:  # which do not divide eight blocks
         training = replace(training, config=replace(CONFIG, num_layers=6), micro_batches=3)
     losses, gradients, parameters = one_process(training)
-    for row, (of_ranks, first, last) in zip(ALONE[ranks], trained(training, ranks, ALONE[ranks]), strict=True):
+    for row, (of_ranks, first, last) in zip(
+        ALONE[ranks], trained(training, ranks, ALONE[ranks]), strict=True
+    ):
         assert list(of_ranks) == [losses] * ranks, f"{row}: losses"
         for name, value in gradients.items():
             assert torch.equal(first[name], value), f"{row}: gradient of {name}"
@@ -71,8 +94,15 @@ def test_all_axes_at_once(request):
     if request.config.getoption("--all-layouts"):
         layouts = ("tp2,cp2", "tp2,cp2-ring", "tp2", "cp2", "cp2-ulysses", "cp4-ring")
         for schedule, layout in product(SCHEDULES, layouts):
-            strategies = ["naive", "bucketed", "zero1", *(["fsdp"] if schedule != "zero-bubble" else [])]
-            assert_as_one_process(TRAINING, 8, [(f"pp2-{schedule},{layout}", strategy) for strategy in strategies])
+            strategies = [
+                "naive",
+                "bucketed",
+                "zero1",
+                *(["fsdp"] if schedule != "zero-bubble" else []),
+            ]
+            assert_as_one_process(
+                TRAINING, 8, [(f"pp2-{schedule},{layout}", strategy) for strategy in strategies]
+            )
 
 
 @pytest.mark.parametrize(
@@ -92,8 +122,15 @@ def test_compiled_blocks_and_recomputation_change_no_gradient(row, options):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("compute", [None, torch.bfloat16])
 def test_ranks_on_gpus_do_so_by_the_labs_kernels(backend, compute):
-    rows = [("pp2", "bucketed"), ("pp2-gpipe", "zero1"), ("pp2-interleaved", "fsdp"), ("pp2-zero-bubble", "bucketed")]
-    assert_near_fp64(replace(TRAINING, max_norm=None), rows, compute, alone="cuda:0", **ON_GPUS[backend])
+    rows = [
+        ("pp2", "bucketed"),
+        ("pp2-gpipe", "zero1"),
+        ("pp2-interleaved", "fsdp"),
+        ("pp2-zero-bubble", "bucketed"),
+    ]
+    assert_near_fp64(
+        replace(TRAINING, max_norm=None), rows, compute, alone="cuda:0", **ON_GPUS[backend]
+    )
 
 
 def noted(ran, action):
@@ -132,11 +169,18 @@ def test_a_step_sends_what_the_closed_form_says(context):
             step(TRAINING.batches(1))
         parts = rank_parts(CONFIG, layout, micro_batches=MICRO_BATCHES)
         said = layout_volume(
-            get_strategy(strategy), parts[layout.axes(context.group).pipeline.rank()].shape, batch=ROWS,
-            context=CONFIG.context_length, world_size=context.world_size,
-            bucket_size_mb=0.01, micro_batches=MICRO_BATCHES, pipeline=layout.pipeline,
-        )  # fmt: skip
-        assert CommunicationVolume(recorder.count, recorder.total_bytes) == said, f"{text} {strategy}"
+            get_strategy(strategy),
+            parts[layout.axes(context.group).pipeline.rank()].shape,
+            batch=ROWS,
+            context=CONFIG.context_length,
+            world_size=context.world_size,
+            bucket_size_mb=0.01,
+            micro_batches=MICRO_BATCHES,
+            pipeline=layout.pipeline,
+        )
+        assert CommunicationVolume(recorder.count, recorder.total_bytes) == said, (
+            f"{text} {strategy}"
+        )
         model.close(restore=False)
 
 
@@ -149,9 +193,12 @@ def test_stages_of_other_sizes_keep_the_names_of_the_whole(context):
 
 @pytest.mark.parametrize(
     "layout, compile, said",
-    [("pp2", "model", "--compile blocks"), ("pp2-zero-bubble", "blocks", "--compile off"),
-     ("pp2-interleaved", "off", "take 4")],
-)  # fmt: skip
+    [
+        ("pp2", "model", "--compile blocks"),
+        ("pp2-zero-bubble", "blocks", "--compile off"),
+        ("pp2-interleaved", "off", "take 4"),
+    ],
+)
 def test_what_cannot_be_asked_for(layout, compile, said):
     with pytest.raises(ValueError, match=said):
         check_layout(Layout.parse(layout), compile, micro_batches=3)

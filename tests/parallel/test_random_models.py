@@ -18,9 +18,12 @@ def test_random_models_train_as_in_one_process(ranks, seeds):
     jobs = fuzz.jobs_of(map(fuzz.generate, seeds), strategies)
     results = list(fuzz.run_jobs(jobs, ranks, seconds=6.0, until_failure=True))
     for job, verdict in results:
-        assert not verdict.failed, f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
+        assert not verdict.failed, (
+            f"seed {job.case.seed}, {job.strategy}: {verdict.outcome}: {verdict.text}"
+        )
     outcomes = [verdict.outcome for _, verdict in results]
-    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)  # a quarter has what is refused
+    # a quarter has what is refused
+    assert len(outcomes) == len(jobs) and outcomes.count("same") > 0.7 * len(jobs)
 
 
 def test_a_seed_makes_one_case_and_its_text_makes_it_again():
@@ -33,7 +36,9 @@ def test_a_seed_makes_one_case_and_its_text_makes_it_again():
 def test_every_kind_of_part_and_regime_is_drawn():
     cases = [fuzz.generate(seed) for seed in range(2000)]
     drawn = {(part.kind, part.form) for case in cases for part in fuzz.parts_of(case.body)}
-    assert drawn == {(kind, form) for kind, forms in (fuzz.LEAVES | fuzz.CONTAINERS).items() for form in forms}
+    assert drawn == {
+        (kind, form) for kind, forms in (fuzz.LEAVES | fuzz.CONTAINERS).items() for form in forms
+    }
     assert {case.regime.optimizer for case in cases} == set(fuzz.OPTIMIZERS)
     for refusal in fuzz.REFUSALS:
         assert any(refusal.of(case) for case in cases), refusal
@@ -57,5 +62,7 @@ def test_a_failing_case_is_printed_as_the_command_takes_it(monkeypatch, capsys):
     again = "python -m tests.fuzz --strategies flat --ranks 2"
     said = capsys.readouterr().out
     assert f"{again} --first 17 --seeds 1\n" in said and f'{again} --case "{case!r}"\n' in said
-    monkeypatch.setattr(fuzz, "run_jobs", lambda jobs, ranks: [(job, fuzz.Verdict("same")) for job in jobs])
+    monkeypatch.setattr(
+        fuzz, "run_jobs", lambda jobs, ranks: [(job, fuzz.Verdict("same")) for job in jobs]
+    )
     assert fuzz.main(["--seeds", "20", "--ranks", "2"]) == 0

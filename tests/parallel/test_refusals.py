@@ -40,14 +40,20 @@ def test_ranks_with_different_models_all_get_the_same_error(context):
         with CollectiveRecorder() as recorder:
             text = message_of(lambda model=model: NaiveDDP(model, process_group=context.group))
         assert "broadcast" not in by_op(recorder)
-        assert "rank 0" in text and "rank 1" in text and "build the same model on every rank" in text
+        assert (
+            "rank 0" in text and "rank 1" in text and "build the same model on every rank" in text
+        )
         assert {*collectives.gather_objects(text, context.group)} == {text}
 
 
 @on_two_ranks
 def test_mistakes_are_named_with_what_to_do_instead(context):
     """RELIABILITY 5, 13, 17, 18: each error says what to do instead."""
-    frozen, complex_, wrapped = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 2), nn.Linear(2, 2)
+    frozen, complex_, wrapped = (
+        nn.Linear(2, 2).requires_grad_(False),
+        nn.Linear(2, 2),
+        nn.Linear(2, 2),
+    )
     complex_.weight = nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
     two_devices = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
     first = BucketedDDP(wrapped, process_group=context.group)
@@ -63,9 +69,18 @@ def test_mistakes_are_named_with_what_to_do_instead(context):
         ("bucket_size_mb=0.*positive", partial(bucketed, 0)),
         ("wrap the copy again", partial(copy.deepcopy, first)),
         ("wrap the copy again", partial(pickle.dumps, first)),
-        ("'p1' and 'p2' are two parameters on the same memory", partial(naive, overlapping("transposed"))),
-        ("'1.weight' is uninitialized.*run one forward", partial(naive, nn.Sequential(wrapped, nn.LazyLinear(3)))),
-        ("cannot change 'weight' from torch.float32 on cpu to torch.float16 on cpu.*before wrapping", first.half),
+        (
+            "'p1' and 'p2' are two parameters on the same memory",
+            partial(naive, overlapping("transposed")),
+        ),
+        (
+            "'1.weight' is uninitialized.*run one forward",
+            partial(naive, nn.Sequential(wrapped, nn.LazyLinear(3))),
+        ),
+        (
+            "cannot change 'weight' from torch.float32 on cpu to torch.float16 on cpu.*before wrapping",
+            first.half,
+        ),
         ("cannot change.*before wrapping", partial(first.to, "meta")),
         ("cannot change.*before wrapping", partial(image.to, memory_format=torch.channels_last)),
         ("'weight' is sparse", sparse(torch.tensor([1, 2])).sum().backward),
@@ -117,7 +132,8 @@ def test_parameters_that_only_share_a_storage_are_two_parameters():
     whole = torch.randn(6, 6)
     flat = whole.view(-1)
     for parts in (
-        [flat[:7], flat[7:9], flat[9:9], flat[9:].view(3, 9), torch.randn(36)],  # as in a flattened model
+        # as in a flattened model
+        [flat[:7], flat[7:9], flat[9:9], flat[9:].view(3, 9), torch.randn(36)],
         [whole[:3].t(), whole[3:5], whole[5]],
     ):
         refuse_shared_memory(Holding(*map(nn.Parameter, parts)))
@@ -136,6 +152,7 @@ def penalised(critic, rank):
 @on_two_ranks
 def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(context):
     """A `.grad` that is part of a graph cannot be averaged: the graph would be cut off without a word."""
+
     def critic():
         torch.manual_seed(0)
         return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
@@ -150,7 +167,10 @@ def test_a_gradient_penalty_is_right_by_autograd_grad_and_refused_by_backward(co
             torch.testing.assert_close(mine.grad, expected.grad, msg=strategy)
         wrapper.zero_grad()
         loss = wrapper(torch.ones(1, 6)).square().sum()
-        with pytest.raises(RuntimeError, match=r"the gradient of '[02].*torch\.autograd\.grad\(.*create_graph=True\)"):
+        with pytest.raises(
+            RuntimeError,
+            match=r"the gradient of '[02].*torch\.autograd\.grad\(.*create_graph=True\)",
+        ):
             loss.backward(create_graph=True)
         wrapper.zero_grad()
 
@@ -165,4 +185,3 @@ def test_a_parameter_unfrozen_after_wrapping_is_named(context):
     wrapper(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="'bias' was frozen"):
         wrapper.finish_gradient_synchronization()
-

@@ -54,12 +54,19 @@ def test_what_is_held():
 
 def test_messages_delay():
     """With a message of 1, two ranks lose the way there and the way back."""
-    plain, late = (simulate(one_f_one_b(2, 1), lambda action: 1.0, message) for message in (0.0, 1.0))
-    assert [steps[-1].end for steps in plain] == [4.0, 3.0] and [steps[-1].end for steps in late] == [6.0, 4.0]
+    plain, late = (
+        simulate(one_f_one_b(2, 1), lambda action: 1.0, message) for message in (0.0, 1.0)
+    )
+    assert [steps[-1].end for steps in plain] == [4.0, 3.0] and [
+        steps[-1].end for steps in late
+    ] == [6.0, 4.0]
 
 
 def test_a_picture():
-    assert draw(simulate(one_f_one_b(2, 2), lambda action: WHOLE[action.kind])) == "01..aa.bb\n.0aa1bb.."
+    assert (
+        draw(simulate(one_f_one_b(2, 2), lambda action: WHOLE[action.kind]))
+        == "01..aa.bb\n.0aa1bb.."
+    )
 
 
 def broken(**changes):
@@ -75,12 +82,22 @@ F, B, W = (lambda stage, batch, kind=kind: Action(kind, stage, batch) for kind i
 @pytest.mark.parametrize(
     "schedule, said",
     [
-        (broken(r0=[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], r1=[F(1, 0), F(1, 1), B(1, 0), B(1, 1)]), "rank 0 for B0.0"),
+        (
+            broken(
+                r0=[F(0, 0), B(0, 0), F(0, 1), B(0, 1)], r1=[F(1, 0), F(1, 1), B(1, 0), B(1, 1)]
+            ),
+            "rank 0 for B0.0",
+        ),
         (broken(r0=[F(0, 0), F(0, 1), B(0, 0), B(0, 1), W(0, 0)]), "W0.1, W1.0, W1.1"),
-        (broken(r1=[F(1, 0), F(1, 1), B(1, 1), B(1, 0)], r0=[F(0, 0), F(0, 1), B(0, 1), B(0, 0)]), "of stage 0 in"),
+        (
+            broken(
+                r1=[F(1, 0), F(1, 1), B(1, 1), B(1, 0)], r0=[F(0, 0), F(0, 1), B(0, 1), B(0, 0)]
+            ),
+            "of stage 0 in",
+        ),
         ([[F(1, 0), B(1, 0)], [F(0, 0), B(0, 0)]], "stages of other ranks"),
     ],
-)  # fmt: skip
+)
 def test_a_schedule_that_is_refused(schedule, said):
     with pytest.raises(ValueError, match=said):
         check(schedule)

@@ -25,7 +25,9 @@ class Skipping(nn.Module):
 
 
 def wrapped(kind, module, context):
-    return get_strategy(kind).build(module, context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=SMALL)
+    return get_strategy(kind).build(
+        module, context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=SMALL
+    )
 
 
 def in_one_backward(context, kinds, joint):
@@ -47,8 +49,11 @@ def in_one_backward(context, kinds, joint):
     for first in (0, 1):  # which wrapper finishes first
         made = [wrapped(kind, module, context) for kind, module in zip(kinds, two(), strict=True)]
         one = OneProcess(two, context.world_size, torch.optim.SGD, lr=0.5)
-        for lazy in ((0, None), (None, 0), (1, 0), (None, None)):  # the rank that leaves a layer of each model out
-            lazy = tuple(None if kind == "fsdp" else rank for kind, rank in zip(kinds, lazy, strict=True))
+        # the rank that leaves a layer of each model out
+        for lazy in ((0, None), (None, 0), (1, 0), (None, None)):
+            lazy = tuple(
+                None if kind == "fsdp" else rank for kind, rank in zip(kinds, lazy, strict=True)
+            )
             for _, optimizer in made:
                 optimizer.zero_grad()
             one.zero_grad()
@@ -60,14 +65,20 @@ def in_one_backward(context, kinds, joint):
             for optimizer in (*(optimizer for _, optimizer in made), one.optimizer):
                 optimizer.step()
         for (wrapper, _), module in zip(made, one.model, strict=True):
-            for mine, expected in zip(wrapper.full_parameters().values(), module.parameters(), strict=True):
+            for mine, expected in zip(
+                wrapper.full_parameters().values(), module.parameters(), strict=True
+            ):
                 torch.testing.assert_close(mine, expected)
 
 
 PAIRS = [
     *((kind, kind) for kind in ("overlap", "bucketed", "sharded-optimizer", "zero1")),
-    ("overlap", "bucketed"), ("bucketed", "naive"), ("zero1", "overlap"), ("fsdp", "bucketed"), ("zero1", "fsdp"),
-]  # fmt: skip
+    ("overlap", "bucketed"),
+    ("bucketed", "naive"),
+    ("zero1", "overlap"),
+    ("fsdp", "bucketed"),
+    ("zero1", "fsdp"),
+]
 
 
 @on_two_ranks
@@ -102,7 +113,9 @@ def late(context):
     first.module.second(x).sum().backward()
     second(x).sum().backward()
     second.finish_gradient_synchronization()  # which sends all of the first, too
-    with pytest.raises(RuntimeError, match=r"'first\.\w+' came after its message had left, as another wrapper"):
+    with pytest.raises(
+        RuntimeError, match=r"'first\.\w+' came after its message had left, as another wrapper"
+    ):
         first.module.first(x).sum().backward()
 
 
@@ -127,5 +140,7 @@ def test_a_sharded_optimizer_takes_the_group_of_its_wrapper(context):
         torch.optim.SGD(expected.parameters(), lr=0.5).step()
         assert torch.equal(wrapper.module.weight, expected.weight)
         wrapper.zero_grad()
-    with pytest.raises(ValueError, match=r"wrapper on ranks \[\d\], .*among ranks \[0, 1\]: leave process_group"):
+    with pytest.raises(
+        ValueError, match=r"wrapper on ranks \[\d\], .*among ranks \[0, 1\]: leave process_group"
+    ):
         ShardedOptimizer(wrapper.parameters(), torch.optim.SGD, context.group, lr=0.5)

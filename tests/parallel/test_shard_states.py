@@ -175,7 +175,9 @@ def test_one_ranks_shards_are_not_taken_for_the_whole_state(context):
     shards = optimizer.state_dict()
     for strategy in ("zero1", "sharded-optimizer"):
         _, other = built(context, strategy, torch.optim.AdamW)
-        with pytest.raises(ValueError, match=f"shards of rank {context.rank} of 2, and this optimizer"):
+        with pytest.raises(
+            ValueError, match=f"shards of rank {context.rank} of 2, and this optimizer"
+        ):
             other.load_state_dict(copy.deepcopy(shards))
     factored = {}
     for _ in range(2):  # state in other shapes than the parameters', which is right there

@@ -1,6 +1,5 @@
 """ShardedOptimizer: an ordinary optimizer to its user, a share of the state on each rank."""
 
-
 import copy
 from functools import partial
 
@@ -42,7 +41,9 @@ def test_parity_with_the_unsharded_optimizer(context, implementation, world_size
     """RELIABILITY 21: bit for bit, whatever the implementation; random models have other optimizers and models."""
     options = {"lr": 0.01, "weight_decay": 0.1, implementation: True}
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
-    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=context.group, **options)
+    sharded = ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, process_group=context.group, **options
+    )
     train(model, sharded, range(5))
     train(plain, torch.optim.AdamW(plain.parameters(), **options), range(5))
     assert_equal_parameters(model, plain)
@@ -58,7 +59,14 @@ def shares(context):
         sum(layer(torch.ones(3)).sum() for layer in model).backward()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
-        held.append(sum(value.numel() for s in optimizer.state.values() for value in s.values() if value.ndim > 0))
+        held.append(
+            sum(
+                value.numel()
+                for s in optimizer.state.values()
+                for value in s.values()
+                if value.ndim > 0
+            )
+        )
     sizes = [parameter.numel() for parameter in model.parameters()]
     return [*held, sum(sizes), max(sizes)]
 
@@ -85,7 +93,9 @@ def test_groups_schedulers_and_late_groups(context):
     A late group beside a scheduler, and the learning rate after loading.
     """
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
-    sharded = ShardedOptimizer(groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01)
+    sharded = ShardedOptimizer(
+        groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01
+    )
     reference = torch.optim.AdamW(groups(plain), lr=0.01)
     for m, optimizer in ((model, sharded), (plain, reference)):
         train(m, optimizer, range(1))
@@ -94,7 +104,8 @@ def test_groups_schedulers_and_late_groups(context):
         train(m, optimizer, range(1, 2))
         scheduler.step()
         optimizer.load_state_dict(optimizer.state_dict())
-        optimizer.param_groups[0]["lr"] = 0.7  # after load_state_dict, which replaces the groups' dicts
+        # after load_state_dict, which replaces the groups' dicts
+        optimizer.param_groups[0]["lr"] = 0.7
         train(m, optimizer, range(2, 3))
     assert_equal_parameters(model, plain)
 
@@ -103,7 +114,9 @@ def test_groups_schedulers_and_late_groups(context):
 def test_parameters_come_as_generators_and_mistakes_are_refused(context):
     """RELIABILITY 25."""
     model = nn.Linear(2, 2)
-    sgd = partial(ShardedOptimizer, optimizer_cls=torch.optim.SGD, process_group=context.group, lr=0.1)
+    sgd = partial(
+        ShardedOptimizer, optimizer_cls=torch.optim.SGD, process_group=context.group, lr=0.1
+    )
     sgd(p for p in model.parameters())
     with pytest.raises(ValueError, match="empty parameter list"):
         sgd([])
@@ -111,10 +124,14 @@ def test_parameters_come_as_generators_and_mistakes_are_refused(context):
         sgd([1.0])
     with pytest.raises(ValueError, match="more than one parameter group"):
         sgd([{"params": model.parameters()}, {"params": model.parameters()}])
-    with pytest.raises(ValueError, match=r"L-BFGS steps all parameters together.*without ShardedOptimizer"):
+    with pytest.raises(
+        ValueError, match=r"L-BFGS steps all parameters together.*without ShardedOptimizer"
+    ):
         ShardedOptimizer(model.parameters(), torch.optim.LBFGS, process_group=context.group)
     optimizer = sgd(model.parameters())
-    with pytest.raises(ValueError, match=r"saved groups hold \[1\] parameters, this optimizer's \[2\]"):
+    with pytest.raises(
+        ValueError, match=r"saved groups hold \[1\] parameters, this optimizer's \[2\]"
+    ):
         optimizer.load_state_dict(torch.optim.SGD([model.weight], lr=0.1).state_dict())
 
 
@@ -125,15 +142,21 @@ def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
     Under both sharded optimizers.
     """
     for make in (
-        lambda wrapper: ShardedOptimizer(groups(wrapper.module), torch.optim.SGD, context.group, lr=0.1, momentum=0.9),
-        lambda wrapper: ZeroOptimizer(wrapper, torch.optim.SGD, params=groups(wrapper.module), lr=0.1, momentum=0.9),
+        lambda wrapper: ShardedOptimizer(
+            groups(wrapper.module), torch.optim.SGD, context.group, lr=0.1, momentum=0.9
+        ),
+        lambda wrapper: ZeroOptimizer(
+            wrapper, torch.optim.SGD, params=groups(wrapper.module), lr=0.1, momentum=0.9
+        ),
     ):
         wrapper = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
         optimizer = make(wrapper)
         CASES["plain"].loss(wrapper, context.rank, 0, context.device).backward()
         wrapper.finish_gradient_synchronization()
         optimizer.step()
-        with pytest.raises(ValueError, match=r"state is this rank's share and cannot be assigned: call load_state"):
+        with pytest.raises(
+            ValueError, match=r"state is this rank's share and cannot be assigned: call load_state"
+        ):
             optimizer.state = {}
         optimizer.state.clear()
         optimizer.step()
@@ -142,7 +165,9 @@ def test_groups_and_state_that_are_changed_from_outside_are_refused(context):
         for change in (lambda: None, optimizer.param_groups.pop):
             change()
             before = removed.detach().clone()
-            with pytest.raises(ValueError, match="hold other parameters than it was given: build another"):
+            with pytest.raises(
+                ValueError, match="hold other parameters than it was given: build another"
+            ):
                 optimizer.step()
             assert torch.equal(removed, before)
 
@@ -174,7 +199,8 @@ def save(context, kind):
     train_alike(wrapper, optimizer, range(3))
     plain = copy.deepcopy(wrapper.module)
     unsharded = torch.optim.AdamW(groups(plain), lr=0.5)
-    unsharded.load_state_dict(optimizer.state_dict())  # it takes the state as it is; names serve torch as ids
+    # it takes the state as it is; names serve torch as ids
+    unsharded.load_state_dict(optimizer.state_dict())
     saved = {"model": wrapper.state_dict(), "optimizer": optimizer.state_dict()}
     train_alike(plain, unsharded, range(3, 5))
     return saved | {"trained": [parameter.detach() for parameter in plain.parameters()]}

@@ -27,10 +27,14 @@ def rows() -> dict[str, Callable[[RankContext], None]]:
     found = {}
     for name in OURS:
         found[f"{name}, clipping"] = partial(norms, case="plain", names=(name,))
-        found[f"{name}, accumulation"] = partial(no_sync_and_then_a_step, strategy=name, nested=True)
+        found[f"{name}, accumulation"] = partial(
+            no_sync_and_then_a_step, strategy=name, nested=True
+        )
     for name in contract.STRATEGIES:
         for case in CASES:
-            job = partial(contract.train_beside_reference, strategy=name, case=case, set_to_none=True)
+            job = partial(
+                contract.train_beside_reference, strategy=name, case=case, set_to_none=True
+            )
             found[f"contract of {name}, {case}"] = job
     return found
 
@@ -53,5 +57,7 @@ def failures(context: RankContext) -> dict[str, str]:
 def test_ranks_on_one_gpu_train_as_one_process_does(world_size):
     found = run_ranks(failures, world_size, device="cuda:0", deadline_s=240, group_timeout_s=60)
     assert not any(found), "\n".join(
-        f"rank {rank}, {name}: {text}" for rank, failed in enumerate(found) for name, text in failed.items()
+        f"rank {rank}, {name}: {text}"
+        for rank, failed in enumerate(found)
+        for name, text in failed.items()
     )

@@ -33,13 +33,17 @@ AVERAGING = ("naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1
 def every_wrapper_and_its_optimizer(context, names=(*AVERAGING, "fsdp")):
     for name in names:
         module = build("plain", 0, context.device)
-        yield get_strategy(name).build(module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4)
+        yield get_strategy(name).build(
+            module, context.group, torch.optim.SGD, {"lr": 0.1}, bucket_size_mb=1e-4
+        )
 
 
 @on_two_ranks
 def test_a_step_before_finish_raises_under_every_strategy(context):
     """Else the ranks would drift apart."""
-    unfinished = pytest.raises(RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward")
+    unfinished = pytest.raises(
+        RuntimeError, match=r"call finish_gradient_synchronization\(\) after backward"
+    )
     for wrapper, optimizer in every_wrapper_and_its_optimizer(context):
         with unchanged(wrapper):
             loss_of(wrapper, context.rank)
@@ -63,7 +67,8 @@ def test_a_step_before_finish_raises_under_every_strategy(context):
         zero = isinstance(optimizer, ZeroOptimizer)
         if zero or isinstance(wrapper, FSDP):
             editor = optimizer if zero else wrapper
-            with unchanged(wrapper) if zero else nullcontext(), unfinished:  # torch's SGD has stepped when it is told
+            # torch's SGD has stepped when it is told
+            with unchanged(wrapper) if zero else nullcontext(), unfinished:
                 optimizer.step(lambda closure=closure: closure(False))
             with unfinished:
                 editor.clip_grad_norm_(1.0)
@@ -98,7 +103,9 @@ def test_a_module_that_changes_after_wrapping_is_refused_under_every_strategy(co
                 optimizer.step()
             optimizer.zero_grad()
             change(wrapper.module)
-            with pytest.raises(ValueError, match=r"' is trained now and was not when .*wrap the module again"):
+            with pytest.raises(
+                ValueError, match=r"' is trained now and was not when .*wrap the module again"
+            ):
                 backward_of(wrapper)
                 wrapper.finish_gradient_synchronization()
 
@@ -133,7 +140,9 @@ def test_gradients_edited_before_finish_raise_under_every_strategy(context):
             if edit == "one dropped":
                 parameters[-1].grad = None
             with unchanged(wrapper):
-                with pytest.raises(RuntimeError, match=r"changed between backward and finish.*after finish"):
+                with pytest.raises(
+                    RuntimeError, match=r"changed between backward and finish.*after finish"
+                ):
                     wrapper.finish_gradient_synchronization()
                 with pytest.raises(RuntimeError, match="call finish_gradient_synchronization"):
                     optimizer.step()
@@ -145,7 +154,10 @@ def test_a_step_after_backwards_under_no_sync_alone_raises_under_every_strategy(
         with wrapper.no_sync():
             loss_of(wrapper, context.rank).backward()
         wrapper.finish_gradient_synchronization()
-        with unchanged(wrapper), pytest.raises(RuntimeError, match=r"call finish_grad.*under no_sync\(\) are sent by"):
+        with (
+            unchanged(wrapper),
+            pytest.raises(RuntimeError, match=r"call finish_grad.*under no_sync\(\) are sent by"),
+        ):
             optimizer.step()
         wrapper.zero_grad()
         optimizer.step()  # nothing to step
@@ -163,7 +175,6 @@ def with_scalar():
 
 def scalar_loss(model, rank, number):
     return model(drawn(10 * number + rank, 4, 3)).square().mean()
-
 
 
 def by_value(parameters):
@@ -184,7 +195,9 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
     `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
     """
     make = get_strategy(kind).build
-    wrapper, optimizer = make(with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5)
+    wrapper, optimizer = make(
+        with_scalar(), context.group, torch.optim.SGD, {"lr": 0.5}, bucket_size_mb=1e-5
+    )
     one = OneProcess(with_scalar, context.world_size, torch.optim.SGD, lr=0.5)
 
     def backward(number):
@@ -216,7 +229,12 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
 
     edited = r"(ZeroOptimizer|fsdp)\.clip_grad_norm_\(max_norm\).*elementwise_grad"
     by_norm = partial(torch.nn.utils.clip_grad_norm_, max_norm=0.01)
-    for edit in (by_norm, by_value, replaced, lambda parameters: halve([p for p in parameters if p.numel()][-1])):
+    for edit in (
+        by_norm,
+        by_value,
+        replaced,
+        lambda parameters: halve([p for p in parameters if p.numel()][-1]),
+    ):
         backward(6)
         edit(wrapper.parameters())
         with unchanged(wrapper):
@@ -237,7 +255,10 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
             optimizer.step()
     else:
         other = torch.optim.SGD(wrapper.parameters(), lr=0.5)
-        with unchanged(wrapper), pytest.raises(RuntimeError, match=r"ZeroOptimizer that was made.*not with SGD"):
+        with (
+            unchanged(wrapper),
+            pytest.raises(RuntimeError, match=r"ZeroOptimizer that was made.*not with SGD"),
+        ):
             other.step()
 
 
@@ -258,7 +279,10 @@ def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded(contex
         scaler = cls(context.device.type, init_scale=4.0)
         scaler.scale(loss_of(wrapper, context.rank) * factor).backward()
         wrapper.finish_gradient_synchronization()
-        with unchanged(wrapper), pytest.raises(RuntimeError, match=f"{cls.__name__} decides .* use .*LossScaler"):
+        with (
+            unchanged(wrapper),
+            pytest.raises(RuntimeError, match=f"{cls.__name__} decides .* use .*LossScaler"),
+        ):
             scaler.step(optimizer)
         optimizer.zero_grad()
         loss_of(wrapper, context.rank).backward()

@@ -1,6 +1,5 @@
 """torch's own axes, which ours are measured beside: right, so that the comparison is of equals."""
 
-
 import pytest
 
 from distlab.bench.reference import parameter_difference

@@ -1,6 +1,5 @@
 """ZeroOptimizer: the same training as an unsharded optimizer, with a share of state and work on each rank."""
 
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +14,8 @@ from tests.parallel.test_contract import on_two_ranks
 @on_two_ranks
 def test_a_step_between_forward_and_backward_raises(context):
     """As under any optimizer: the gather overwrites what autograd has saved."""
-    wrapper = BucketedDDP(build("plain", 0, context.device), 1e-4, process_group=context.group)  # several buckets
+    # several buckets
+    wrapper = BucketedDDP(build("plain", 0, context.device), 1e-4, process_group=context.group)
     optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1)
     CASES["plain"].loss(wrapper, 0, 0, context.device).backward()
     wrapper.finish_gradient_synchronization()
@@ -48,7 +48,9 @@ def test_elementwise_optimizers_are_accepted(cls):
     assert is_elementwise(cls)
 
 
-@pytest.mark.parametrize("cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, Scaled, Inherited])
+@pytest.mark.parametrize(
+    "cls", [torch.optim.LBFGS, torch.optim.Adafactor, torch.optim.SparseAdam, Scaled, Inherited]
+)
 def test_others_must_say_that_they_are(cls):
     assert not is_elementwise(cls)
 
@@ -60,10 +62,13 @@ def test_mistakes_are_refused(context):
         match = rf"{cls.__name__} is not known to be .*elementwise=True.*ShardedOptimizer"
         with pytest.raises(ValueError, match=match):
             ZeroOptimizer(wrapper, cls, lr=0.1)
-    ZeroOptimizer(wrapper, torch.optim.AdamW, capturable=True)  # which runs on GPUs only, and says so itself
+    # which runs on GPUs only, and says so itself
+    ZeroOptimizer(wrapper, torch.optim.AdamW, capturable=True)
     ZeroOptimizer(wrapper, Scaled, elementwise=True, lr=0.1)
     with pytest.raises(TypeError, match="takes over a BucketedDDP"):
-        ZeroOptimizer(NaiveDDP(nn.Linear(2, 2), process_group=context.group), torch.optim.SGD, lr=0.1)
+        ZeroOptimizer(
+            NaiveDDP(nn.Linear(2, 2), process_group=context.group), torch.optim.SGD, lr=0.1
+        )
     with pytest.raises(ValueError, match="not among those that the wrapped module trains"):
         ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.1, params=[nn.Parameter(torch.ones(1))])
     twice = [{"params": wrapper.trainable}, {"params": wrapper.trainable}]

@@ -87,7 +87,9 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "address": _pointed_to,
     "deepcopy": copy.deepcopy,
     "pickle": lambda w: pickle.loads(pickle.dumps(w)),
-    "print": lambda w: eval(repr(w).partition("\n")[2], {"tensor": torch.tensor, "requires_grad": True, "True": True}),
+    "print": lambda w: eval(
+        repr(w).partition("\n")[2], {"tensor": torch.tensor, "requires_grad": True, "True": True}
+    ),
 }
 
 
@@ -112,7 +114,9 @@ def test_every_way_to_read_a_parameter_in_python_waits_for_it(context):
         model = make()
         _, _, expected = stepped(context, model)
         weight = model.blocks[1][0].weight
-        torch.testing.assert_close(read(weight), expected[2], rtol=0, atol=1e-4 if name == "print" else 0, msg=name)
+        torch.testing.assert_close(
+            read(weight), expected[2], rtol=0, atol=1e-4 if name == "print" else 0, msg=name
+        )
         assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
     model = make()
     linear = model.blocks[1][0]
@@ -175,7 +179,8 @@ def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: before.append(len(waited)))
         wrapper(batch(0, 0))
-        # An ordinary container has no parameters of its own; a compiled one waits for all that is in it.
+        # An ordinary container has no parameters of its own; a compiled one waits for all that is
+        # in it.
         assert before == ([1, 2, 3] if compile_blocks else [0, 1, 2]) and len(waited) == 3
 
         train(wrapper, optimizer, square, context.rank, range(1))
@@ -185,7 +190,8 @@ def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks
         assert len(waited) == 3  # torch's modules take shortcuts without autograd
 
 
-compiled = partial(torch.compile, backend="aot_eager")  # the frames are the same under every backend
+# the frames are the same under every backend
+compiled = partial(torch.compile, backend="aot_eager")
 
 
 def _compiled_before_wrapping():
@@ -262,4 +268,6 @@ def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_agai
     early_settled, _ = frames_compiled(context, how, False)
     early, late = frames_compiled(context, how, True)
     assert late == 0
-    assert early == early_settled or (how == "function-before-forward" and early <= early_settled + 2)
+    assert early == early_settled or (
+        how == "function-before-forward" and early <= early_settled + 2
+    )

@@ -47,16 +47,27 @@ def visit(page, script, *, dark=False, width=1200):
     assert text.count("<title>") == text.count("</body>") == 1
     visited = page.with_name(f"visited-{'dark' if dark else 'light'}.html")
     visited.write_text(
-        text.replace("<title>", f"{WATCH}<title>").replace("</body>", f"{ask}</body>"), encoding="utf-8"
+        text.replace("<title>", f"{WATCH}<title>").replace("</body>", f"{ask}</body>"),
+        encoding="utf-8",
     )
     result = subprocess.run(
         [
-            chromium(), "--headless", "--no-sandbox", "--disable-gpu", f"--window-size={width},900", "--dump-dom",
-            "--enable-logging=stderr", f"--user-data-dir={page.parent / 'profile'}",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}", visited.as_uri(),
+            chromium(),
+            "--headless",
+            "--no-sandbox",
+            "--disable-gpu",
+            f"--window-size={width},900",
+            "--dump-dom",
+            "--enable-logging=stderr",
+            f"--user-data-dir={page.parent / 'profile'}",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}",
+            visited.as_uri(),
         ],
-        capture_output=True, text=True, timeout=60, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     found = re.search(r"<pre>(.*)</pre>", result.stdout, re.DOTALL)
     assert found, f"the page gave no answer: {result.stdout[-500:]}\n{result.stderr[-2000:]}"
     seen = json.loads(unescape(found[1]))

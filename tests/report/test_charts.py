@@ -65,7 +65,12 @@ def test_bars_show_totals_and_gaps(tmp_path, drawn):
 
 def test_the_whisker_stands_on_the_total(tmp_path, drawn):
     stacked_bars(
-        tmp_path / "a.png", ["a"], {"x": [2.0], "y": [3.0]}, title="", unit="ms", whiskers=[(4.5, 6.0)]
+        tmp_path / "a.png",
+        ["a"],
+        {"x": [2.0], "y": [3.0]},
+        title="",
+        unit="ms",
+        whiskers=[(4.5, 6.0)],
     )
     (segment,) = drawn[0].axes[0].containers[-1].lines[2][0].get_segments()
     assert [tuple(point) for point in segment] == [(4.5, 0.0), (6.0, 0.0)]
@@ -74,7 +79,9 @@ def test_the_whisker_stands_on_the_total(tmp_path, drawn):
 def test_a_total_that_is_not_the_sum_is_written_and_has_the_whisker(tmp_path, drawn):
     """A step of 4 ms whose causes add up to 5, because one is offset by a negative one."""
     parts = {"x": [2.0], "y": [3.0]}
-    stacked_bars(tmp_path / "a.png", ["a"], parts, title="", unit="ms", whiskers=[(3.5, 4.5)], totals=[4.0])
+    stacked_bars(
+        tmp_path / "a.png", ["a"], parts, title="", unit="ms", whiskers=[(3.5, 4.5)], totals=[4.0]
+    )
     (segment,) = drawn[0].axes[0].containers[-1].lines[2][0].get_segments()
     assert [tuple(point) for point in segment] == [(3.5, 0.0), (4.5, 0.0)]
     assert "4.00" in texts(drawn[0]) and "5.00" not in texts(drawn[0])
@@ -98,23 +105,32 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
 
 def test_measured_points_take_the_colour_of_their_line(tmp_path, drawn):
     series = [
-        Series("ours", [1, 2], [3.0, 4.0], [2.5, 4.5], [3.5, 5.0]),  # a low end above the point draws no bar below it
+        # a low end above the point draws no bar below it
+        Series("ours", [1, 2], [3.0, 4.0], [2.5, 4.5], [3.5, 5.0]),
         Series("peer", [1, 2], [1.0, math.inf], hollow=True),
         Series("ours, predicted", [1, 2], [3.0, 4.0], line="--", like="ours"),
     ]
     lines(tmp_path / "a.png", [Panel("left", "ranks", "ms", series)], title="")
     (left,) = drawn[0].axes
-    ours, peer, predicted = (next(drawn for drawn in left.lines if drawn.get_label() == s.label) for s in series)
+    ours, peer, predicted = (
+        next(drawn for drawn in left.lines if drawn.get_label() == s.label) for s in series
+    )
     assert ours.get_color() == predicted.get_color() != peer.get_color()
     bars = [[tuple(point) for point in bar] for bar in left.collections[0].get_segments()]
     assert bars == [[(1, 2.5), (1, 3.5)], [(2, 4.0), (2, 5.0)]]
-    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [s.label for s in series]
+    assert [text.get_text() for text in drawn[0].legends[0].get_texts()] == [
+        s.label for s in series
+    ]
 
 
 def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
     panels = [
         Panel("", "step", "loss", [Series("good", [1, 2], [2.0, 1.0], line="-"), bad], log_x=None)
-        for bad in (Series("bad", [1, 2], [math.nan] * 2), Series("bad", [], []), Series("bad", [1, 2], [1.0, 900.0]))
+        for bad in (
+            Series("bad", [1, 2], [math.nan] * 2),
+            Series("bad", [], []),
+            Series("bad", [1, 2], [1.0, 900.0]),
+        )
     ]
     lines(tmp_path / "a.png", panels, title="")
     notes = [[text.get_text() for text in axes.texts] for axes in drawn[0].axes]
@@ -124,12 +140,20 @@ def test_small_panels_say_what_is_not_finite(tmp_path, drawn):
 
 def test_areas_stand_on_each_other_and_empty_ones_are_left_out(tmp_path, drawn):
     memory = SimpleNamespace(
-        curves=lambda: ([0.0, 2.0], {"parameters": [MIB, MIB], "nothing": [0, 0], "activations": [0, 2 * MIB]}),
-        peak=lambda: (2.0, {"parameters": MIB, "activations": 2 * MIB}), step_ms=4.0, phases={"forward": (0, 4)},
-    )  # fmt: skip
+        curves=lambda: (
+            [0.0, 2.0],
+            {"parameters": [MIB, MIB], "nothing": [0, 0], "activations": [0, 2 * MIB]},
+        ),
+        peak=lambda: (2.0, {"parameters": MIB, "activations": 2 * MIB}),
+        step_ms=4.0,
+        phases={"forward": (0, 4)},
+    )
     memory_areas(tmp_path / "a.png", memory, title="")
     axes = drawn[0].axes[0]
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["activations", "parameters"]
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
+        "activations",
+        "parameters",
+    ]
     tops = [area.get_paths()[0].get_extents().y1 for area in axes.collections]
     assert tops == [1.0, 3.0] and texts(drawn[0]) == ["forward", "peak 3.0 MiB"]
 

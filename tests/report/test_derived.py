@@ -57,7 +57,11 @@ def test_without_pairs_the_noise_of_the_worse_row_decides_on_a_tie():
 
 def test_a_ratio_of_rows_whose_noise_is_unknown_has_no_interval():
     found = held({"step_p50_ms": 1.0}, {"step_p50_ms": 2.0})[1]
-    assert found.metrics["ratio"] == 2.0 and "ratio_low" not in found.metrics and RATIO.tie(found) == ""
+    assert (
+        found.metrics["ratio"] == 2.0
+        and "ratio_low" not in found.metrics
+        and RATIO.tie(found) == ""
+    )
 
 
 @pytest.mark.parametrize("pairs", [2, 3, 4, 5, 12])
@@ -70,7 +74,11 @@ def test_equal_rows_are_told_apart_in_about_one_run_of_twenty(pairs, monkeypatch
         rows = []
         for _ in range(2):
             samples = [random.lognormvariate(0, 0.3) for _ in range(pairs)]
-            spread = percentile_metrics("step", samples) if pairs >= 3 else {"step_p50_ms": median(samples)}
+            spread = (
+                percentile_metrics("step", samples)
+                if pairs >= 3
+                else {"step_p50_ms": median(samples)}
+            )
             rows.append(spread | {"step_samples_ms": samples})
         metrics = held(*rows)[1].metrics
         told_apart += not metrics["ratio_low"] <= 1 <= metrics["ratio_high"]
@@ -82,7 +90,9 @@ def test_paired_samples_are_compared_pair_by_pair():
     drift = [1.5**number for number in range(8)]
     base = row(1.0, 5.0, 20.0, step_samples_ms=drift)
     found = held(base, row(1.0, 5.0, 20.0, step_samples_ms=[1.1 * ms for ms in drift[:6]]))[1]
-    assert [found.metrics[name] for name in ("ratio", "ratio_low", "ratio_high")] == pytest.approx([1.1] * 3)
+    assert [found.metrics[name] for name in ("ratio", "ratio_low", "ratio_high")] == pytest.approx(
+        [1.1] * 3
+    )
 
 
 def test_a_baseline_by_a_rule_is_the_fastest_of_some():
@@ -91,7 +101,9 @@ def test_a_baseline_by_a_rule_is_the_fastest_of_some():
     assert fastest("step_p50_ms", lambda r: r.variant == "c")(rows) is None
 
 
-@pytest.mark.parametrize("low, high, ties", [(0.9, 1.1, True), (1.01, 1.1, False), (1.0, 1.0, False), (None, 2, False)])
+@pytest.mark.parametrize(
+    "low, high, ties", [(0.9, 1.1, True), (1.01, 1.1, False), (1.0, 1.0, False), (None, 2, False)]
+)
 def test_an_interval_that_contains_one_is_a_tie(low, high, ties):
     assert bool(RATIO.tie(named("a", {"ratio_low": low, "ratio_high": high}))) is ties
 
@@ -100,7 +112,9 @@ def test_noise_is_written_where_a_row_holds_its_samples():
     """Even samples against odd ones."""
     records = [named("a", row(99, 100, 101)), named("a", {"step_samples_ms": [1.0, 1.2] * 6})]
     add_noise(records)
-    assert "noise_pct" not in records[0].metrics and records[1].metrics["noise_pct"] == pytest.approx(100 / 6)
+    assert "noise_pct" not in records[0].metrics and records[1].metrics[
+        "noise_pct"
+    ] == pytest.approx(100 / 6)
 
 
 def test_a_headline_names_the_rows_that_wait_for_the_host_or_counts_them():

@@ -43,6 +43,8 @@ def test_a_ratio_is_shown_with_its_interval():
 
 
 def test_a_doubt_names_the_widest_interval_and_what_would_help():
-    told = why_unclear([row(1.0, 0.98, 1.01), row(1.0, 0.7, 1.5), row(1.0)], "ratio", "more --repeats")
+    told = why_unclear(
+        [row(1.0, 0.98, 1.01), row(1.0, 0.7, 1.5), row(1.0)], "ratio", "more --repeats"
+    )
     assert told == "Noise is up to ± 50 %: try more --repeats."
     assert why_unclear([row(1.0)], "ratio").startswith("There is no interval: try more --rounds")

@@ -25,7 +25,9 @@ from distlab.report.record import plain, write_csv
 
 
 def record(variant="bucketed", **metrics):
-    return Record("ddp_bench", variant, {"batch": 4, "model": {"layers": 2}}, metrics, {"torch": "2"}, None)
+    return Record(
+        "ddp_bench", variant, {"batch": 4, "model": {"layers": 2}}, metrics, {"torch": "2"}, None
+    )
 
 
 def test_records_come_back_as_they_went(tmp_path):
@@ -66,7 +68,10 @@ def test_csv_has_a_row_per_record_and_empty_cells_for_none(tmp_path):
     with open(path, newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0])[3:6] == ["config.batch", "config.model.layers", "config.late"]
-    assert rows[0]["metrics.x_ms"] == "1.5" and rows[0]["metrics.mfu_pct"] == "" == rows[0]["metrics.new_ms"]
+    assert (
+        rows[0]["metrics.x_ms"] == "1.5"
+        and rows[0]["metrics.mfu_pct"] == "" == rows[0]["metrics.new_ms"]
+    )
     assert rows[1]["variant"] == 'a "quoted", one'
 
 
@@ -89,7 +94,9 @@ def test_environment_names_the_machine_but_neither_host_nor_path():
 
 def git(folder, *arguments):
     identity = ["-c", "user.name=t", "-c", "user.email=t@example.org"]
-    subprocess.run(["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True)
+    subprocess.run(
+        ["git", *identity, "-C", str(folder), *arguments], check=True, capture_output=True
+    )
 
 
 def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatch):
@@ -114,7 +121,8 @@ def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatc
     assert len(clean) == 40
     (tmp_path / "results.json").write_text("")
     record.write_text("measured again")
-    assert commit() == clean  # results beside the code do not change what ran, nor records the next one's
+    # results beside the code do not change what ran, nor records the next one's
+    assert commit() == clean
     (tmp_path / "distlab" / "new.py").write_text("")
     assert commit() == f"{clean}-dirty"
     (tmp_path / "distlab" / "new.py").unlink()
@@ -123,19 +131,34 @@ def test_commit_is_that_of_the_checkout_that_holds_the_code(tmp_path, monkeypatc
 
 
 def test_a_record_of_when_overhead_was_called_exposed_is_read_with_the_names_of_today(tmp_path):
-    old = ["uncovered_comm_ms", "exposed_uncovered_ms", "predicted_exposed_comm_ms", "exposed_vs_torch_ddp_low"]
-    now = ["exposed_ms", "overhead_exposed_ms", "predicted_overhead_ms", "overhead_vs_torch_ddp_low"]
+    old = [
+        "uncovered_comm_ms",
+        "exposed_uncovered_ms",
+        "predicted_exposed_comm_ms",
+        "exposed_vs_torch_ddp_low",
+    ]
+    now = [
+        "exposed_ms",
+        "overhead_exposed_ms",
+        "predicted_overhead_ms",
+        "overhead_vs_torch_ddp_low",
+    ]
     same = ["exposed_ms", "exposed_all_gather_forward_ms", "step_p50_ms"]
     for before, after in ((old, now), (same, same)):
-        write_json([Record("ddp_bench", "fsdp", {}, dict.fromkeys(before, 1.0), {}, None)], tmp_path / "old.json")
+        write_json(
+            [Record("ddp_bench", "fsdp", {}, dict.fromkeys(before, 1.0), {}, None)],
+            tmp_path / "old.json",
+        )
         assert list(read_json(tmp_path / "old.json")[0].metrics) == after
 
 
 def test_a_ratio_that_was_the_other_over_ours_is_read_as_ours_over_the_other(tmp_path):
     old = {"speed_up": 4.0, "predicted_speed_up": 5.0, "peer_over_ours": None}
-    for experiment, now in (("kernel_comparison", {"over_naive": 0.25, "predicted_over_naive": 0.2}),
-                            ("kernel_chains", {"over_builtin": 0.25, "predicted_over_builtin": 0.2}),
-                            ("ddp_bench", {"speed_up": 4.0})):  # fmt: skip
+    for experiment, now in (
+        ("kernel_comparison", {"over_naive": 0.25, "predicted_over_naive": 0.2}),
+        ("kernel_chains", {"over_builtin": 0.25, "predicted_over_builtin": 0.2}),
+        ("ddp_bench", {"speed_up": 4.0}),
+    ):
         write_json([Record(experiment, "ours", {}, old, {}, None)], tmp_path / "old.json")
         assert now.items() <= read_json(tmp_path / "old.json")[0].metrics.items()
 
@@ -143,8 +166,14 @@ def test_a_ratio_that_was_the_other_over_ours_is_read_as_ours_over_the_other(tmp
 @pytest.mark.parametrize(
     "started, pasted",
     [
-        ("python /venv/bin/distlab run ddp_bench --nproc 2 --quick", "distlab run ddp_bench --quick"),
-        ("python -u {root}/launch/__main__.py run ddp_bench --quick", "distlab run ddp_bench --quick"),
+        (
+            "python /venv/bin/distlab run ddp_bench --nproc 2 --quick",
+            "distlab run ddp_bench --quick",
+        ),
+        (
+            "python -u {root}/launch/__main__.py run ddp_bench --quick",
+            "distlab run ddp_bench --quick",
+        ),
         ("python -m launch run plan --model /home/me/m.json", "distlab run plan --model …/m.json"),
         ("python {root}/launch/ddp_bench.py --quick", "python launch/ddp_bench.py --quick"),
     ],

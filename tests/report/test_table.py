@@ -41,7 +41,9 @@ def test_an_absent_metric_is_not_measured():
 
 
 def test_markdown_escapes_what_would_break_the_row():
-    text = render([record("a|b\nc*", 1.0)], [*COLUMNS[:1], Column("config.batch", "max |Δ|")], "markdown")
+    text = render(
+        [record("a|b\nc*", 1.0)], [*COLUMNS[:1], Column("config.batch", "max |Δ|")], "markdown"
+    )
     assert r"a\|b c\*" in text and r"max \|Δ\|" in text
     assert len(text.splitlines()) == 3
 
@@ -56,7 +58,10 @@ def test_mistakes_are_named():
 def test_a_terminal_gets_the_first_columns_and_is_told_of_the_rest():
     short = render_for_terminal([record("naive", 1.5)], COLUMNS)
     assert short == render([record("naive", 1.5)], COLUMNS)  # it fits
-    many = [*COLUMNS, *(Column(f"config.option_{n}", f"a long heading number {n}") for n in range(20))]
+    many = [
+        *COLUMNS,
+        *(Column(f"config.option_{n}", f"a long heading number {n}") for n in range(20)),
+    ]
     text = render_for_terminal([record("naive", 1.5)], many, 60)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 60 and "1.50" in text and "heading" in lines[1]

@@ -32,7 +32,9 @@ EVIL = "a\x1b[31mred\x9b\x07\u202e<script>x</script>[b](http://c)$x_{\u2028z"
 UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e\u2028]")
 
 
-@pytest.mark.parametrize("commit", ["--output={}", "-o{}", "HEAD", "main", "abc", "0" * 65, "", "abcdef0\n--output={}"])
+@pytest.mark.parametrize(
+    "commit", ["--output={}", "-o{}", "HEAD", "main", "abc", "0" * 65, "", "abcdef0\n--output={}"]
+)
 def test_a_commit_that_is_none_never_reaches_git(monkeypatch, tmp_path, commit):
     monkeypatch.setattr(subprocess, "run", lambda *words, **_: pytest.fail(f"called {words}"))
     assert provenance.date_of_commit(commit.format(tmp_path / "victim")) is None
@@ -68,8 +70,12 @@ def view(**more):
     return View(
         [Column("variant", "row"), Column("config.part", "part"), Column("commit", "commit")],
         headline=lambda records: records[0].environment["device_name"],
-        reading="", findings=lambda records: [records[0].variant], name="bench", question="?", **more,
-    )  # fmt: skip
+        reading="",
+        findings=lambda records: [records[0].variant],
+        name="bench",
+        question="?",
+        **more,
+    )
 
 
 def test_whatever_shows_a_record_shows_escapes(tmp_path):
@@ -95,7 +101,9 @@ def test_whatever_shows_a_record_shows_escapes(tmp_path):
 def test_names_in_pictures_are_no_formulas(tmp_path, recwarn):
     panel = Panel("y $x_{", "x $", "y", [Series(EVIL, [1, 2], [1.0, 2.0])])
     lines(tmp_path / "a.png", [panel], title=EVIL)
-    assert (tmp_path / "a.png").is_file() and not [each for each in recwarn if "Glyph" in str(each.message)]
+    assert (tmp_path / "a.png").is_file() and not [
+        each for each in recwarn if "Glyph" in str(each.message)
+    ]
 
 
 def nested(depth):
@@ -127,7 +135,10 @@ def test_one_odd_run_is_a_line_with_its_file_and_its_reason(tmp_path, capsys):
     (tmp_path / "bench" / "header" / "run.json").write_text("[]")
     (tmp_path / "bench" / "deep").mkdir()
     (tmp_path / "bench" / "deep" / "records.json").write_text('{"a":' + "[" * 990 + "]" * 990 + "}")
-    results = {row["run"].split("/")[-1]: row["result"] for row in listed(files_of([tmp_path]), lambda row: {})}
+    results = {
+        row["run"].split("/")[-1]: row["result"]
+        for row in listed(files_of([tmp_path]), lambda row: {})
+    }
     assert results.pop("good") == "a 1 ms"
     assert set(results) == {*ODD_TRAININGS, "pipe", "header", "deep"}
     for name, result in results.items():
@@ -157,7 +168,9 @@ ODD_ROWS = {
 def test_an_odd_row_is_refused_with_its_files_name(tmp_path, capsys, name):
     good = read_json(ROOT / "records/ddp_bench/h100x2-large-batch16.json")
     path = tmp_path / f"{name}.json"
-    write_json([dataclasses.replace(row, metrics=row.metrics | ODD_ROWS[name]) for row in good], path)
+    write_json(
+        [dataclasses.replace(row, metrics=row.metrics | ODD_ROWS[name]) for row in good], path
+    )
     assert main(["show", str(path), "--out", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.strip().splitlines()
     assert f"{name}.json" in line
@@ -167,7 +180,10 @@ def test_a_row_of_0_ms_is_shown(tmp_path, capsys):
     """It divided by zero."""
     good = read_json(ROOT / "records/ddp_bench/h100x2-large-batch16.json")
     zero = {"step_p50_ms": 0.0, "step_samples_ms": None}
-    write_json([dataclasses.replace(row, metrics=row.metrics | zero) for row in good], tmp_path / "zero.json")
+    write_json(
+        [dataclasses.replace(row, metrics=row.metrics | zero) for row in good],
+        tmp_path / "zero.json",
+    )
     assert main(["show", str(tmp_path / "zero.json"), "--out", str(tmp_path)]) == 0
     assert "bucketed" in capsys.readouterr().out
 

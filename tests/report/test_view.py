@@ -31,13 +31,20 @@ COLUMNS = [Column("variant", "variant"), Column("metrics.step_p50_ms", "step ms"
 def record(variant, step_ms, machine=MACHINE, **metrics):
     metrics = {"step_p50_ms": step_ms} | metrics
     return Record(
-        "bench", variant, {"batch": 4, "world_size": 2, "backend": "nccl"}, metrics, machine, "abc123"
+        "bench",
+        variant,
+        {"batch": 4, "world_size": 2, "backend": "nccl"},
+        metrics,
+        machine,
+        "abc123",
     )
 
 
 def draw(records, path):
     labels = [r.variant for r in records]
-    stacked_bars(path, labels, {"compute": [r.metrics["step_p50_ms"] for r in records]}, title="t", unit="ms")
+    stacked_bars(
+        path, labels, {"compute": [r.metrics["step_p50_ms"] for r in records]}, title="t", unit="ms"
+    )
 
 
 def headline(records):
@@ -45,22 +52,39 @@ def headline(records):
 
 
 VIEW = View(
-    name="bench", question="What does it cost?", columns=COLUMNS, headline=headline,
-    reading="First this.\n\nThen that.", pictures={"step_time.png": draw},
+    name="bench",
+    question="What does it cost?",
+    columns=COLUMNS,
+    headline=headline,
+    reading="First this.\n\nThen that.",
+    pictures={"step_time.png": draw},
     findings=lambda records: [f"{len(records)} rows"],
-)  # fmt: skip
+)
 RECORDS = [
     record(
-        "naive", 100.5, predicted_step_ms=110.55, step_p20_ms=90.0, step_p80_ms=110.0, noise_floor_pct=3.0
+        "naive",
+        100.5,
+        predicted_step_ms=110.55,
+        step_p20_ms=90.0,
+        step_p80_ms=110.0,
+        noise_floor_pct=3.0,
     ),
-    record("flat", 20.25, predicted_step_ms=20.25, step_p20_ms=20.0, step_p80_ms=21.0, noise_floor_pct=5.0),
+    record(
+        "flat",
+        20.25,
+        predicted_step_ms=20.25,
+        step_p20_ms=20.0,
+        step_p80_ms=21.0,
+        noise_floor_pct=5.0,
+    ),
     record("bucketed", "OOM"),
     record("zero1", 9.0),
     record("broken <i>", math.nan),
 ]
 
 
-# Each heading is pressed twice; the picture has a width only once it was decoded; nothing else was fetched.
+# Each heading is pressed twice; the picture has a width only once it was decoded; nothing else was
+# fetched.
 PRESS = """[...document.querySelectorAll("table")[0].tHead.rows[0].cells].map(heading => [1, 2].map(() => {
   heading.querySelector("button").click();
   const rows = [...document.querySelectorAll("table")[0].tBodies[0].rows];
@@ -82,7 +106,9 @@ def page(tmp_path_factory):
     return write(VIEW, RECORDS, tmp_path_factory.mktemp("run"))
 
 
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+@pytest.mark.skipif(
+    chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH"
+)
 def test_the_report_in_a_browser(page):
     seen = visit(page, LOOK)
     assert (seen.problems, seen.console) == ([], [])
@@ -90,21 +116,39 @@ def test_the_report_in_a_browser(page):
     assert names[0] == ["ascending", ["broken <i>", "bucketed", "flat", "naive", "zero1"]]
     assert names[1] == ["descending", ["zero1", "naive", "flat", "bucketed", "broken <i>"]]
     # As numbers (9 before 20), texts behind them in either direction.
-    assert steps[0][1][:3] == ["zero1", "flat", "naive"] and steps[1][1][:3] == ["naive", "flat", "zero1"]
+    assert steps[0][1][:3] == ["zero1", "flat", "naive"] and steps[1][1][:3] == [
+        "naive",
+        "flat",
+        "zero1",
+    ]
     assert {*steps[0][1][3:]} == {*steps[1][1][3:]} == {"bucketed", "broken <i>"}
-    assert seen.answer["pictures"] == [1200] and not seen.answer["wider"] and not seen.answer["fetched"]
+    assert (
+        seen.answer["pictures"] == [1200]
+        and not seen.answer["wider"]
+        and not seen.answer["fetched"]
+    )
     assert seen.answer["width"] > 1100  # of a window of 1200
     assert seen.answer["headings"] == ["Result", "Reading", "Noise", "Set-up", "Files"]
     dark = visit(page, "getComputedStyle(document.body).backgroundColor", dark=True)
-    brightness = [sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)]
+    brightness = [
+        sum(map(int, re.findall(r"\d+", colour))) for colour in (seen.answer["paper"], dark.answer)
+    ]
     assert brightness[0] > 700 and brightness[1] < 100 and not dark.problems
 
 
 def test_the_page_says_what_was_run_on_what(page):
     text = page.read_text()
-    for words in ("What does it cost?", "2 × NVIDIA H200 (nccl)", "abc123", "python launch/x.py --quick", "5 rows",
-                  "torch 2.11", "First this.", "<p>Then that.</p>",
-                  "noise by row 5.0 to 10.0 %"):  # fmt: skip
+    for words in (
+        "What does it cost?",
+        "2 × NVIDIA H200 (nccl)",
+        "abc123",
+        "python launch/x.py --quick",
+        "5 rows",
+        "torch 2.11",
+        "First this.",
+        "<p>Then that.</p>",
+        "noise by row 5.0 to 10.0 %",
+    ):
         assert words in text, words
     assert "batch 4 on &lt;b&gt;NVIDIA H200" in text and "<i>" not in text
     outside = re.findall(r"(?:src|href)=\"(?!data:)([^\"]*)\"|url\(|@import", text)
@@ -126,14 +170,20 @@ def test_the_page_leads_with_the_answer_and_to_what_lies_beside_it(tmp_path):
     order = [text.index(part) for part in parts]
     assert order == sorted(order)
     links = re.findall(r'href="([^"]*(?:trace|parts|mine-old)[^"]*)"', text)
-    assert links == ["trace_a%20b_rank0.json.gz", "parts/model/report.html", "../mine-old-1/report.html"]
+    assert links == [
+        "trace_a%20b_rank0.json.gz",
+        "parts/model/report.html",
+        "../mine-old-1/report.html",
+    ]
     assert "ui.perfetto.dev" in text and "<dd>of <code>distlab</code> &lt;alone&gt;</dd>" in text
     assert "Prediction" not in text  # the view has none
     said = dataclasses.replace(VIEW, headline=lambda rows: "quiet: noise by row 5.0 to 10.0 %")
     assert "Noise" not in write(said, RECORDS, run).read_text()  # the headline has it
 
 
-@pytest.mark.skipif(chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH")
+@pytest.mark.skipif(
+    chromium() is None, reason="needs Chromium, and none of its usual names is on the PATH"
+)
 def test_a_table_of_many_columns_is_not_cut(tmp_path):
     many = [Column(f"metrics.number_{i}", f"figure {i} ms", ",.1f") for i in range(30)]
     rows = [record("a strategy", 1.0, **{f"number_{i}": 12345.6 for i in range(30)})]
@@ -148,7 +198,10 @@ def test_saved_records_are_drawn_anew_without_measuring(page, tmp_path, capsys, 
         (page.parent / "step_time.png").read_bytes()
     )  # only the run could
     monkeypatch.setattr(command, "view_of", lambda name: VIEW)
-    assert command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path), "--json"]) == 0
+    assert (
+        command.main(["show", str(page.parent / "records.json"), "--out", str(tmp_path), "--json"])
+        == 0
+    )
     (again,) = (tmp_path / "bench").iterdir()
     assert "report.html" in (tmp_path / "index.html").read_text()  # to which the page links
     assert repr(read_json(again / "records.json")) == repr(RECORDS)
@@ -162,23 +215,39 @@ def test_machines_are_never_mixed(tmp_path):
     other = MACHINE | {"device_name": "AMD EPYC"}
     records = [*RECORDS[:2], record("naive", 300.0, other)]
     text = write(VIEW, records, tmp_path).read_text()
-    assert text.count("<img") == 2 and "step time, AMD EPYC" in text and "step time, NVIDIA H200" in text
+    assert (
+        text.count("<img") == 2
+        and "step time, AMD EPYC" in text
+        and "step time, NVIDIA H200" in text
+    )
     assert "2 × AMD EPYC" in text and "| AMD EPYC" in (tmp_path / "table.md").read_text()
     newer = record("naive", 1.0, MACHINE | {"torch": "2.13"})
     assert list(by_machine([*records, newer])) == [
-        "NVIDIA H200, torch 2.11", "AMD EPYC", "NVIDIA H200, torch 2.13"]  # fmt: skip
+        "NVIDIA H200, torch 2.11",
+        "AMD EPYC",
+        "NVIDIA H200, torch 2.13",
+    ]
 
 
 def test_a_headline_is_filled_with_environment_configuration_and_what_follows_from_all_records():
-    line = headline_from("batch {batch} on {device_name}, {num:M}, {num:N} of {rows}", num=lambda rs: 3.21e9, rows=len)
-    assert line([record("a", 1.0), record("b", 2.0)]) == "batch 4 on NVIDIA H200, 3,210.0 M, 3.2 B of 2"
+    line = headline_from(
+        "batch {batch} on {device_name}, {num:M}, {num:N} of {rows}",
+        num=lambda rs: 3.21e9,
+        rows=len,
+    )
+    assert (
+        line([record("a", 1.0), record("b", 2.0)])
+        == "batch 4 on NVIDIA H200, 3,210.0 M, 3.2 B of 2"
+    )
 
 
 @pytest.mark.parametrize("kind, lines_of_json", [("file", 1), ("pipe", 0), ("terminal", 0)])
 def test_json_is_printed_where_it_is_kept(tmp_path, monkeypatch, kind, lines_of_json):
     """Without --json, only into a file: a pipe or a terminal is for a person."""
     path = tmp_path / "stdout"
-    reader, writer = (os.pipe() if kind == "pipe" else pty.openpty() if kind == "terminal" else (None, None))
+    reader, writer = (
+        os.pipe() if kind == "pipe" else pty.openpty() if kind == "terminal" else (None, None)
+    )
     stdout = open(path if writer is None else writer, "w")  # noqa: SIM115
     monkeypatch.setattr(sys, "stdout", stdout)
     say(VIEW, RECORDS, tmp_path / "report.html")

@@ -6,7 +6,14 @@ MACHINE = {"device_name": "NVIDIA H200", "device_count": 2, "torch": "2.11", "cu
 
 
 def record(
-    variant, step_ms, *, machine=MACHINE, commit="abcdef0123456789", date=None, config=None, **metrics
+    variant,
+    step_ms,
+    *,
+    machine=MACHINE,
+    commit="abcdef0123456789",
+    date=None,
+    config=None,
+    **metrics,
 ):
     where = machine | ({"date": date} if date else {})
     facts = {"batch": 4, "world_size": 2} | (config or {})

@@ -7,15 +7,24 @@ from pathlib import Path
 
 import pytest
 
-from distlab.compare import SavedRun, compared, differences, failures, findings, gone, undecided, worse_by
+from distlab.compare import (
+    SavedRun,
+    compared,
+    differences,
+    failures,
+    findings,
+    gone,
+    undecided,
+    worse_by,
+)
 from distlab.measure.statistics import percentiles
 from distlab.report import Record, write_json
 from launch.__main__ import main
 from launch.runs import judged
 from tests.runs.cases import MACHINE, record, saved
 
-# Steps on a calm host of what `python -m tests.slowed` runs: two gloo ranks; `slower_…` sleeps so long after bucketed's
-# last bucket.
+# Steps on a calm host of what `python -m tests.slowed` runs: two gloo ranks; `slower_…` sleeps so
+# long after bucketed's last bucket.
 SLOWED = json.loads(Path(__file__).with_name("slowed.json").read_text())
 
 
@@ -70,7 +79,10 @@ def test_rows_without_samples_go_by_their_noise():
 
 def test_more_of_a_rate_is_better():
     old, new = (unsaved(record("a", None, tokens_per_s=rate, noise_pct=1.0)) for rate in (1.0, 2.0))
-    assert verdicts(compared([old, new])) == {"a": "better"} and failures(compared([old, new]), 5) == []
+    assert (
+        verdicts(compared([old, new])) == {"a": "better"}
+        and failures(compared([old, new]), 5) == []
+    )
     assert verdicts(compared([new, old])) == {"a": "worse"}
 
 
@@ -97,16 +109,26 @@ def test_rows_of_one_variant_are_matched_by_what_tells_them_apart():
 def test_two_machines_are_said_first(tmp_path, capsys, monkeypatch):
     saved(tmp_path, "old", record("a", 1.0, config={"batch": 8}))
     saved(
-        tmp_path, "new", record("a", 1.5, machine=MACHINE | {"device_name": "NVIDIA H100", "torch": "2.12"})
+        tmp_path,
+        "new",
+        record("a", 1.5, machine=MACHINE | {"device_name": "NVIDIA H100", "torch": "2.12"}),
     )
     arguments = ["compare", "bench/old", "bench/new", "--out", str(tmp_path)]
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     main(arguments)
     shown = capsys.readouterr().out
     assert shown.startswith("DIFFERENT MACHINES: NVIDIA H100")
-    assert shown.index("torch: 2.11 → 2.12") < shown.index("option batch: 8 → 4") < shown.index("baseline")
     assert (
-        max(len(re.sub(r"\033\[\d+m", "", line)) for line in shown.splitlines() if "report:" not in line)
+        shown.index("torch: 2.11 → 2.12")
+        < shown.index("option batch: 8 → 4")
+        < shown.index("baseline")
+    )
+    assert (
+        max(
+            len(re.sub(r"\033\[\d+m", "", line))
+            for line in shown.splitlines()
+            if "report:" not in line
+        )
         <= 100
     )
     page = next((tmp_path / "compare").glob("*/report.html"))
@@ -117,7 +139,14 @@ def test_a_row_that_is_worse_than_allowed_fails_the_comparison(tmp_path, capsys)
     for day, step in enumerate([10.0, 10.1, 13.0], 1):
         saved(tmp_path, f"run{day}", record("a", step, noise_pct=2.0))
     code = main(
-        ["compare", *(f"bench/run{day}" for day in (1, 2, 3)), "--out", str(tmp_path), "--fail-above", "5%"]
+        [
+            "compare",
+            *(f"bench/run{day}" for day in (1, 2, 3)),
+            "--out",
+            str(tmp_path),
+            "--fail-above",
+            "5%",
+        ]
     )
     assert code == 1 and "worse by more than 5 %, or gone: a" in capsys.readouterr().err
 
@@ -126,10 +155,23 @@ def test_noise_that_hides_the_limit_has_an_exit_code_of_its_own(tmp_path, capsys
     for name, step, noise in (("before", 10.0, 47.0), ("after", 10.5, 40.0)):
         saved(tmp_path, name, record("a", step, noise_pct=noise), record("b", 1.0))
     for later, limit, code, said in (
-        ("after", "5%", 3, r"cannot tell whether .* by more than 5 %: a \(up to 99\.0 %\)\. Measure .* --rounds"),
+        (
+            "after",
+            "5%",
+            3,
+            r"cannot tell whether .* by more than 5 %: a \(up to 99\.0 %\)\. Measure .* --rounds",
+        ),
         ("after", "99.1%", 0, ""),
     ):
-        arguments = ["compare", "bench/before", f"bench/{later}", "--fail-above", limit, "--out", str(tmp_path)]
+        arguments = [
+            "compare",
+            "bench/before",
+            f"bench/{later}",
+            "--fail-above",
+            limit,
+            "--out",
+            str(tmp_path),
+        ]
         assert main(arguments) == code, later
         assert re.search(said, capsys.readouterr().err)
 
@@ -139,8 +181,13 @@ def test_training_runs_are_compared_by_loss_whatever_their_strategies(tmp_path, 
         folder = tmp_path / "train" / name
         folder.mkdir(parents=True)
         metrics = {"steps": 2, "validation_loss": loss, "step_p50_ms": 10.0}
-        write_json([Record("train", strategy, {"steps": 2}, metrics, MACHINE, None)], folder / "records.json")
-    assert main(["compare", "train/a", "train/b", "--out", str(tmp_path), "--fail-above", "5%"]) == 3
+        write_json(
+            [Record("train", strategy, {"steps": 2}, metrics, MACHINE, None)],
+            folder / "records.json",
+        )
+    assert (
+        main(["compare", "train/a", "train/b", "--out", str(tmp_path), "--fail-above", "5%"]) == 3
+    )
     shown = capsys.readouterr()
     assert re.search(r"bucketed → zero1 +3 nats +2\.7 nats +-10\.0 +noise unknown", shown.out)
     assert "bucketed → zero1 (noise unknown)" in shown.err
@@ -167,21 +214,42 @@ def test_bad_input_is_one_message_each(tmp_path, capsys):
 
 
 def test_what_does_not_differ_is_not_listed():
-    assert differences([unsaved(record("a", 1.0, date=f"2026-0{month}-01")) for month in (1, 2)]) == []
+    assert (
+        differences([unsaved(record("a", 1.0, date=f"2026-0{month}-01")) for month in (1, 2)]) == []
+    )
 
 
 def test_a_difference_below_twice_the_noise_is_none(tmp_path):
     """The same code twice on a busy host: 10.1 and 13.2 ms, each with a noise of 16 %."""
     runs = [
-        SavedRun.read(saved(tmp_path, name, record("local", p50, step_p20_ms=0.84 * p50, step_p80_ms=1.16 * p50)))
+        SavedRun.read(
+            saved(
+                tmp_path, name, record("local", p50, step_p20_ms=0.84 * p50, step_p80_ms=1.16 * p50)
+            )
+        )
         for name, p50 in (("before", 10.05), ("after", 13.18), ("slower", 13.4))
     ]
     assert verdicts(compared(runs[:2])) == {"local": "tie"}
     assert verdicts(compared([runs[0], runs[2]])) == {"local": "worse"}
 
 
-def row(difference, low=None, high=None, *, least=None, verdict="worse", metric="step_p50_ms", variant="a"):
-    metrics = {"difference_pct": difference, "low_pct": low, "high_pct": high, "least_pct": least, "verdict": verdict}
+def row(
+    difference,
+    low=None,
+    high=None,
+    *,
+    least=None,
+    verdict="worse",
+    metric="step_p50_ms",
+    variant="a",
+):
+    metrics = {
+        "difference_pct": difference,
+        "low_pct": low,
+        "high_pct": high,
+        "least_pct": least,
+        "verdict": verdict,
+    }
     return Record("compare", variant, {"metric": metric}, metrics, {}, None)
 
 
@@ -195,7 +263,8 @@ def row(difference, low=None, high=None, *, least=None, verdict="worse", metric=
         ([row(4.8, 4.0, 5.0)], 0),  # does not reach above
         ([row(1.0, -4.0, 5.7, verdict="tie")], 3),
         ([row(1.0, -4.0, 4.7, verdict="tie")], 0),
-        ([row(1.0, 0.9, 1.1, least=6.0, verdict="tie")], 3),  # its noise hides more than its interval
+        # its noise hides more than its interval
+        ([row(1.0, 0.9, 1.1, least=6.0, verdict="tie")], 3),
         ([row(7.0, least=1.0)], 1),  # no samples: the noise to both sides
         ([row(7.0, least=3.0)], 3),
         ([row(4.0, least=2.0)], 3),
@@ -212,12 +281,18 @@ def row(difference, low=None, high=None, *, least=None, verdict="worse", metric=
         ([row(9.0, 8.0, 10.0), row(9.0, 8.0, 10.0)], 1),
         ([row(9.0, 8.0, 10.0), row(40.0, 39.0, 41.0), row(8.0, 6.0, 9.0)], 3),  # all: the machine
         ([row(9.0, 8.0, 10.0), row(40.0, 39.0, 41.0), row(0.0, -1.0, 1.0, verdict="tie")], 1),
-        ([row(-9.0, verdict="better"), row(-9.0, verdict="better"), row(-9.0, verdict="better")], 3),
-        ([*[row(9.0, 8.0, 10.0)] * 3, row(None, verdict="only in the first run")], 1),  # a row is gone all the same
+        (
+            [row(-9.0, verdict="better"), row(-9.0, verdict="better"), row(-9.0, verdict="better")],
+            3,
+        ),
+        # a row is gone all the same
+        ([*[row(9.0, 8.0, 10.0)] * 3, row(None, verdict="only in the first run")], 1),
     ],
 )
 def test_one_rule_decides_the_exit_code(rows, code):
-    assert judged(rows, 5.0)[0] == code, (worse_by(rows[0]) if rows[0].metrics["difference_pct"] else "")
+    assert judged(rows, 5.0)[0] == code, (
+        worse_by(rows[0]) if rows[0].metrics["difference_pct"] else ""
+    )
 
 
 def test_a_worse_row_that_may_exceed_the_limit_is_named():

@@ -29,7 +29,9 @@ def test_each_run_gets_its_own_folder(tmp_path):
     folders = [make_folder(tmp_path, "ddp_bench") for _ in range(3)]
     assert len(set(folders)) == 3
     assert all(re.fullmatch(r"\d{8}-\d{6}(-\d+)?", folder.name) for folder in folders)
-    assert all(folder.parent == tmp_path / "ddp_bench" and not list(folder.iterdir()) for folder in folders)
+    assert all(
+        folder.parent == tmp_path / "ddp_bench" and not list(folder.iterdir()) for folder in folders
+    )
 
 
 def test_a_folder_that_cannot_be_written_is_named_with_what_to_do(tmp_path):
@@ -131,12 +133,20 @@ def measure(config, context, run):
         run.add(variant, {"step_p50_ms": 1.0})
 
 
-VIEW = View([Column("variant", "variant")], headline_from("bench"), name="bench", question="What?", reading="So.")
+VIEW = View(
+    [Column("variant", "variant")],
+    headline_from("bench"),
+    name="bench",
+    question="What?",
+    reading="So.",
+)
 BENCH = Experiment(Config, measure, VIEW, ranks="one")
 
 
 def command(out, *options):
-    config, frame = BENCH.chosen(BENCH.parser().parse_args(["--device=cpu", f"--out={out}", *options]))
+    config, frame = BENCH.chosen(
+        BENCH.parser().parse_args(["--device=cpu", f"--out={out}", *options])
+    )
     return until_stopped("bench", lambda: BENCH.run(config, lone_context("cpu"), frame))
 
 
@@ -150,7 +160,10 @@ def test_a_second_run_of_a_name_is_refused_and_changes_nothing(tmp_path):
     assert first.try_take()
     before = contents(folder)
     for options in ([], ["--fresh"], ["--batch=5"]):
-        with pytest.raises(ValueError, match=r"run is being written by another run \(process \d+ on .*another --name"):
+        with pytest.raises(
+            ValueError,
+            match=r"run is being written by another run \(process \d+ on .*another --name",
+        ):
             command(tmp_path, "--name=run", *options)
     assert contents(folder) == before and [path.name for path in folder.parent.iterdir()] == ["run"]
     first.check()
@@ -165,11 +178,18 @@ def test_a_complete_run_is_measured_again_only_where_that_is_asked_for(tmp_path,
     capsys.readouterr()
     assert command(tmp_path, "--name=run") == 0
     said = capsys.readouterr()
-    assert re.search(r"this run is complete, since 2\d{3}-.* UTC \(.*bench/run\)\. --fresh measures it again", said.err)
+    assert re.search(
+        r"this run is complete, since 2\d{3}-.* UTC \(.*bench/run\)\. --fresh measures it again",
+        said.err,
+    )
     assert said.out == "" and contents(folder) == before
     assert command(tmp_path, "--name=run", "--fresh") == 0
     assert contents(folder).keys() == before.keys()
-    assert {name: text for name, text in contents(folder.with_name("run-old-1")).items() if name in before} == before
+    assert {
+        name: text
+        for name, text in contents(folder.with_name("run-old-1")).items()
+        if name in before
+    } == before
 
 
 def test_a_run_that_left_rows_to_the_next_call_is_not_complete(tmp_path, capsys):
@@ -187,7 +207,10 @@ def test_a_refused_run_leaves_no_folder(tmp_path):
 
 def test_a_stopped_run_promises_to_go_on_where_rows_are_saved(tmp_path, capsys):
     """And where the experiment asks for them: one that did not said so too, and began with its first row."""
-    ends = {7: "run.json; the same command with --name run-7 continues\n", 9: "records.json, run.json\n"}
+    ends = {
+        7: "run.json; the same command with --name run-7 continues\n",
+        9: "records.json, run.json\n",
+    }
     for batch, end in ends.items():
         assert command(tmp_path, f"--name=run-{batch}", f"--batch={batch}") == 130
         line = capsys.readouterr().err

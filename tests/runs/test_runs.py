@@ -15,16 +15,29 @@ def none(record):
 
 @pytest.fixture
 def two(tmp_path):
-    saved(tmp_path, "20261101-120000", record("local", 9.0, date="2026-11-01T12:00:00+00:00"),
-          record("bucketed", 10.0), record("naive", 12.0))  # fmt: skip
-    saved(tmp_path, "later", record("local", 9.0), record("bucketed", 8.0, date="2026-11-02T10:00:00+00:00"))
+    saved(
+        tmp_path,
+        "20261101-120000",
+        record("local", 9.0, date="2026-11-01T12:00:00+00:00"),
+        record("bucketed", 10.0),
+        record("naive", 12.0),
+    )
+    saved(
+        tmp_path,
+        "later",
+        record("local", 9.0),
+        record("bucketed", 8.0, date="2026-11-02T10:00:00+00:00"),
+    )
     return tmp_path
 
 
 def test_a_line_says_what_a_run_was_about(two):
     lines = runs.listed(runs.files_of([two]), lambda row: {"batch": 1, "dtype": "fp32", "gone": 3})
     newest, older = lines
-    assert older["run"].endswith("bench/20261101-120000") and older["when (UTC)"] == "2026-11-01 12:00:00"
+    assert (
+        older["run"].endswith("bench/20261101-120000")
+        and older["when (UTC)"] == "2026-11-01 12:00:00"
+    )
     assert (newest["result"], older["result"]) == (
         "bucketed 8 ms",
         "bucketed 10 ms",
@@ -34,7 +47,9 @@ def test_a_line_says_what_a_run_was_about(two):
 
 
 def test_results_of_other_kinds_of_rows():
-    assert runs.main_metric([record("a", None, peak_bytes=3, busbw_gb_per_s=1.5)]) == "busbw_gb_per_s"
+    assert (
+        runs.main_metric([record("a", None, peak_bytes=3, busbw_gb_per_s=1.5)]) == "busbw_gb_per_s"
+    )
     assert runs.main_metric([record("a", 2.0, predicted_step_ms=3.0)]) == "step_p50_ms"
     fast = [record("a", None, busbw_gb_per_s=1.5), record("b", None, busbw_gb_per_s=2.5)]
     assert runs.result_of(fast) == "b 2.5 GB/s"
@@ -43,7 +58,9 @@ def test_results_of_other_kinds_of_rows():
 
 
 @pytest.mark.parametrize("columns", [80, 140])
-def test_the_command_filters_and_shows_whole_names_in_the_terminals_width(two, capsys, monkeypatch, columns):
+def test_the_command_filters_and_shows_whole_names_in_the_terminals_width(
+    two, capsys, monkeypatch, columns
+):
     monkeypatch.setenv("COLUMNS", str(columns))
     long = "a-name-of-many-words-that-stays-whole"
     many = [record("bucketed", 8.0, config={f"option_{n}": n for n in range(40)})]
@@ -73,10 +90,20 @@ def test_runs_that_failed_or_were_stopped_are_marked(two, capsys):
     for folder in (stopped.path, trained, two / "train" / "killed"):
         folder.mkdir(parents=True)
     stopped.add("a", {"step_p50_ms": 1.5})
-    rows = Record("train", "zero1", {"steps": 9}, {"steps": 3, "step_p50_ms": 2.0, "validation_loss": 2.5}, {}, None)
+    rows = Record(
+        "train",
+        "zero1",
+        {"steps": 9},
+        {"steps": 3, "step_p50_ms": 2.0, "validation_loss": 2.5},
+        {},
+        None,
+    )
     write_json([rows], trained / "records.json")
     (two / "train" / "killed" / "config.json").write_text("{}")
-    results = {line["run"].split("/")[-1]: line["result"] for line in runs.listed(runs.files_of([two]), none)}
+    results = {
+        line["run"].split("/")[-1]: line["result"]
+        for line in runs.listed(runs.files_of([two]), none)
+    }
     assert results["stopped"] == "stopped; a 1.5 ms"
     assert results["short"] == "stopped; zero1 2.5 nats"
     assert results["killed"] == "failed, without a row"
@@ -87,7 +114,8 @@ def test_runs_that_failed_or_were_stopped_are_marked(two, capsys):
 def test_a_run_that_cannot_be_read_is_listed_as_such(two):
     (two / "bench" / "later" / "records.json").write_text("{")
     assert any(
-        line["result"].startswith("cannot be read: ") for line in runs.listed(runs.files_of([two]), none)
+        line["result"].startswith("cannot be read: ")
+        for line in runs.listed(runs.files_of([two]), none)
     )
 
 
@@ -113,8 +141,10 @@ def test_the_index_says_what_the_list_says(two):
 
 
 def test_the_list_has_the_result_that_an_experiment_states():
-    rows = [Record("sabotage", name, {}, {"caught": caught, "final_loss": 1.5}, {}, None)
-            for name, caught in (("one", True), ("two", False), ("three", True))]  # fmt: skip
+    rows = [
+        Record("sabotage", name, {}, {"caught": caught, "final_loss": 1.5}, {}, None)
+        for name, caught in (("one", True), ("two", False), ("three", True))
+    ]
     assert commands.result_for(rows) == "2 of 3 caught"
     assert commands.result_for([record("a", 2.0)]) == runs.result_of([record("a", 2.0)]) == "a 2 ms"
 

@@ -34,7 +34,9 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
     monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "NVIDIA H200")
     monkeypatch.setattr("distlab.simulate.plan.memory_of_a_rank", lambda device, context: 138 * GIB)
     monkeypatch.setattr(memory_budget, "memory_of_a_rank", lambda device, context: 138 * GIB)
-    kept, peer, other = plan_steps([step, *(replace(step, strategy=s) for s in ("fsdp2", "torch-zero"))], on_gpu)
+    kept, peer, other = plan_steps(
+        [step, *(replace(step, strategy=s) for s in ("fsdp2", "torch-zero"))], on_gpu
+    )
     assert kept.step.checkpointing.startswith("qkv:") and kept.memory.peak.total < 0.92 * 138 * GIB
     assert 4_000 < 1e3 * kept.time.step < 5_000 and kept.time == peer.time and " ms" in str(kept)
     assert other.time is None
@@ -42,9 +44,12 @@ def test_a_plan_says_memory_and_time_before_anything_is_allocated(one_rank, monk
 
 def test_muon_multiplies_matrices_once_for_all_ranks_that_share_them():
     step = {
-        (strategy, optimizer): estimate_step(CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer)
-        for strategy in ("bucketed", "zero1") for optimizer in ("adamw", "muon")
-    }  # fmt: skip
+        (strategy, optimizer): estimate_step(
+            CONFIG, strategy, MACHINE, batch=8, ranks=4, optimizer=optimizer
+        )
+        for strategy in ("bucketed", "zero1")
+        for optimizer in ("adamw", "muon")
+    }
     more = {key: time.optimizer - step[key[0], "adamw"].optimizer for key, time in step.items()}
     longer = (3072, 1024, 4096, 4096, 4096)  # sides; the other has 1024
     matrices = 4 * 1024 * sum(longer)
@@ -71,13 +76,16 @@ def test_is_close_to_the_simulation(strategy):
 def test_the_host_decides_where_it_takes_longer():
     """Small messages of a small model: every one costs the host, and fewer are the faster."""
     small, large = (
-        estimate_step(CONFIG, "bucketed", MACHINE, batch=1, ranks=4, bucket_size_mb=size) for size in (0.01, 400.0)
+        estimate_step(CONFIG, "bucketed", MACHINE, batch=1, ranks=4, bucket_size_mb=size)
+        for size in (0.01, 400.0)
     )
     assert small.step == small.host > small.device and small.step > large.step
     many = estimate_step(CONFIG, "bucketed", MACHINE, batch=64, ranks=4, bucket_size_mb=400.0)
     assert many.step == many.device > many.host
     assert host_time(operators=1, calls=0) < host_time(operators=0, calls=1)  # which has a hook
-    once, twice = (estimate_step(CONFIG, "local", MACHINE, batch=4, ranks=1, micro_batches=m) for m in (1, 2))
+    once, twice = (
+        estimate_step(CONFIG, "local", MACHINE, batch=4, ranks=1, micro_batches=m) for m in (1, 2)
+    )
     assert twice.compute == pytest.approx(2 * once.compute)
 
 
@@ -87,7 +95,15 @@ def test_recorded_steps_on_two_h200():
     compared = 0
     for name in ("h200x2-xl-batch2.json", "h200x2-xl-batch8.json"):
         for record in read_json(RECORDS / name):
-            if record.variant not in ("local", "naive", "flat", "overlap", "bucketed", "zero1", "fsdp"):
+            if record.variant not in (
+                "local",
+                "naive",
+                "flat",
+                "overlap",
+                "bucketed",
+                "zero1",
+                "fsdp",
+            ):
                 continue
             found = estimate_step(
                 preset("xl"),
@@ -97,7 +113,9 @@ def test_recorded_steps_on_two_h200():
                 ranks=2,
                 bucket_size_mb=record.config["bucket_size_mb"],
             )
-            assert 1e3 * found.step == pytest.approx(record.metrics["step_p50_ms"], rel=0.15), record.variant
+            assert 1e3 * found.step == pytest.approx(record.metrics["step_p50_ms"], rel=0.15), (
+                record.variant
+            )
             compared += 1
     assert compared == 14
 
@@ -113,7 +131,9 @@ def test_recorded_steps_on_two_h200():
 )
 def test_measured_steps_of_a_long_context(ops, keep, compiled, milliseconds):
     """The 8 B model on two H200s, 32,768 tokens each, within 10 %; memory: tests/experiments/test_long_context.py."""
-    step = PlannedStep(preset("8B", ops=ops), 1, "fsdp", "bf16", checkpointing=keep, compiled=compiled)
+    step = PlannedStep(
+        preset("8B", ops=ops), 1, "fsdp", "bf16", checkpointing=keep, compiled=compiled
+    )
     found = step_time(step, H200_SXM, 2)
     assert 1e3 * found.step == pytest.approx(milliseconds, rel=0.1)
 

@@ -29,9 +29,14 @@ def test_every_reduced_shard_is_averaged_once_among_replicas(fsdp):
     step = simulated("hsdp", 64, 8)
     inside, between = by_group(step, 1), by_group(step, 8)
     norms = [(call.op, call.bytes) for call in fsdp.calls if call.op == "all_reduce"]
-    assert sorted(inside) == sorted((call.op, call.bytes) for call in fsdp.calls if call.op != "all_reduce")
+    assert sorted(inside) == sorted(
+        (call.op, call.bytes) for call in fsdp.calls if call.op != "all_reduce"
+    )
     scattered = [size for op, size in inside if op == "reduce_scatter"]
-    assert between == [("all_reduce", size // 8) for size in scattered] and by_group(step, None) == norms
+    assert (
+        between == [("all_reduce", size // 8) for size in scattered]
+        and by_group(step, None) == norms
+    )
     assert {call.ranks for call in step.calls if isinstance(call, GroupCall)} == {8}
     assert step.peak.total >= fsdp.peak.total
 

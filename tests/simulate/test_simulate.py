@@ -16,8 +16,12 @@ from distlab.testing import run_ranks
 from distlab.theory.flops import forward_flops
 from distlab.train.step import TrainStep, next_token_loss
 
-CONFIG = ModelConfig(d_model=64, d_ff=128, num_layers=2, num_heads=2, vocab_size=300, context_length=8)
-OURS = [name for name, strategy in STRATEGIES.items() if not (strategy.is_peer or strategy.needs_gpu)]
+CONFIG = ModelConfig(
+    d_model=64, d_ff=128, num_layers=2, num_heads=2, vocab_size=300, context_length=8
+)
+OURS = [
+    name for name, strategy in STRATEGIES.items() if not (strategy.is_peer or strategy.needs_gpu)
+]
 BUCKET_MB = 0.1
 
 
@@ -79,10 +83,13 @@ def test_flops_by_phase():
     sizes = {"d_model": 128, "d_ff": 512, "num_layers": 2, "vocab_size": config.vocab_size}
     scores = forward_flops(batch=3, context=64, **sizes).attention_scores
     forward = forward_flops(batch=3, context=64, causal=True, **sizes)
-    flops = {phase: sum(o.flops for o in step.operators if o.phase == phase) for phase in
-             ("forward", "backward", "optimizer")}  # fmt: skip
+    flops = {
+        phase: sum(o.flops for o in step.operators if o.phase == phase)
+        for phase in ("forward", "backward", "optimizer")
+    }
     assert flops["forward"] == forward.total
-    # A fused backward makes the scores anew: five products of which forward has two, half of each masked.
+    # A fused backward makes the scores anew: five products of which forward has two, half of each
+    # masked.
     products = 2 * (forward.total - forward.attention_scores)
     assert flops["backward"] == products + scores * 5 // 4
     assert flops["optimizer"] == 0
@@ -98,5 +105,9 @@ def test_refusals_and_the_world_is_left():
         raise ZeroDivisionError
     assert sys.excepthook is before
     assert not dist.is_initialized()
-    with fake_world(2), pytest.raises(RuntimeError, match="has a process group already"), fake_world(2):
+    with (
+        fake_world(2),
+        pytest.raises(RuntimeError, match="has a process group already"),
+        fake_world(2),
+    ):
         pass

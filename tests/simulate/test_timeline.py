@@ -1,6 +1,5 @@
 """The two streams on synthetic events, the cost models, and the calibration on steps of known constants."""
 
-
 import pytest
 import torch
 
@@ -36,7 +35,9 @@ def test_naive_stands_still_and_overlap_hides():
     assert naive.overlap_pct == pytest.approx(0, abs=1e-9)
     hidden = replay(step(compute(10), issue(0, 4), compute(5), Wait(0)), MACHINE)
     assert (hidden.step_ms, hidden.overhead_ms, hidden.overlap_pct) == pytest.approx((15, 0, 100))
-    tail = replay(step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), MACHINE)
+    tail = replay(
+        step(compute(10), issue(0, 4), issue(1, 4), compute(5), Wait(0), Wait(1)), MACHINE
+    )
     assert (tail.step_ms, tail.overhead_ms, tail.comm_ms) == pytest.approx((18, 3, 8))
     assert tail.overlap_pct == pytest.approx(100 * 5 / 8)
     assert tail.lanes["communication"] == [pytest.approx((10, 18))]
@@ -44,12 +45,15 @@ def test_naive_stands_still_and_overlap_hides():
 
 
 def test_waiting_for_the_last_waits_for_all_before_it():
-    line = replay(step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), MACHINE)
+    line = replay(
+        step(issue(0, 4), issue(1, 4), issue(2, 4), Wait(1), compute(5), Wait(2)), MACHINE
+    )
     assert (line.step_ms, line.comm_ms, line.overhead_ms) == pytest.approx((13, 12, 8))
 
 
 def test_contention_slows_both():
-    # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4 alone.
+    # 4 ms of communication at half speed run 8 ms, in which compute at 3/4 does 6 of its 10; then 4
+    # alone.
     line = replay(step(issue(0, 4), compute(10), Wait(0)), Machine(DEVICE, NETWORK, (0.75, 0.5)))
     assert (line.step_ms, line.comm_ms, line.overhead_ms) == pytest.approx((12, 8, 2))
 
@@ -64,10 +68,15 @@ def test_what_one_step_leaves_in_flight_the_next_waits_for():
 
 
 def test_calibration_finds_the_constants_it_was_given():
-    config, small = (ModelConfig(64 * n, 256 * n, 2, 4, vocab_size=500 * n, context_length=64) for n in (4, 1))
+    config, small = (
+        ModelConfig(64 * n, 256 * n, 2, 4, vocab_size=500 * n, context_length=64) for n in (4, 1)
+    )
     steps = {name: simulate_training(config, name, batch=4, world_size=4) for name in NEEDED}
     other = simulate_training(small, "local", batch=4, world_size=2)
-    device, network = DeviceModel(4e13, 1e12, 1e-6, 2e12), Network(2e11, 2e11, latency_s=3e-6, hop_s=1e-6)
+    device, network = (
+        DeviceModel(4e13, 1e12, 1e-6, 2e12),
+        Network(2e11, 2e11, latency_s=3e-6, hop_s=1e-6),
+    )
     measured = {}
     for name, one in {**steps, "second": other}.items():
         line = replay(one, Machine(device, network, (0.7, 0.9)))

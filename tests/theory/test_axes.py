@@ -25,10 +25,18 @@ LAYOUTS = ["", "tp2", "cp2", "tp2,cp2"]
 def assert_as_said(step, strategy, layout, shape, ranks, **options):
     """The messages and bytes of a simulated step, against the closed form."""
     said = layout_volume(
-        get_strategy(strategy), shape, batch=layout.ranks, context=512, world_size=ranks, sharing=layout.context,
-        how=layout.attention, **options,
-    )  # fmt: skip
-    assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), f"{strategy} {layout} {options}"
+        get_strategy(strategy),
+        shape,
+        batch=layout.ranks,
+        context=512,
+        world_size=ranks,
+        sharing=layout.context,
+        how=layout.attention,
+        **options,
+    )
+    assert (said.collectives, said.bytes) == (len(step.calls), step.comm_bytes), (
+        f"{strategy} {layout} {options}"
+    )
 
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
@@ -40,7 +48,12 @@ def test_a_step_sends_what_the_closed_form_says(strategy):
         assert_as_said(step, strategy, layout, ModelShape.of(CONFIG, layout.tensor), 8, **in_bf16)
 
 
-RECOMPUTED = {"tp2": "every-2", "cp2": "block", "cp2-ulysses": "attention:2,none:1", "cp2-ring": "block"}
+RECOMPUTED = {
+    "tp2": "every-2",
+    "cp2": "block",
+    "cp2-ulysses": "attention:2,none:1",
+    "cp2-ring": "block",
+}
 
 
 def test_what_recomputed_blocks_send_again():
@@ -48,9 +61,17 @@ def test_what_recomputed_blocks_send_again():
     for name, keeps in RECOMPUTED.items():
         layout, plan = Layout.parse(name), checkpoint_plan(keeps, CONFIG.num_layers)
         step = simulate_training(
-            CONFIG, "bucketed", batch=1, world_size=2, dtype="fp32", layout=layout, checkpointing=keeps
+            CONFIG,
+            "bucketed",
+            batch=1,
+            world_size=2,
+            dtype="fp32",
+            layout=layout,
+            checkpointing=keeps,
         )
-        assert_as_said(step, "bucketed", layout, ModelShape.of(CONFIG, layout.tensor), 2, keeps=plan)
+        assert_as_said(
+            step, "bucketed", layout, ModelShape.of(CONFIG, layout.tensor), 2, keeps=plan
+        )
 
 
 PIPELINES = {  # ranks of each of their stages send other things
@@ -68,7 +89,13 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
         for place, part in enumerate(rank_parts(DEEP, layout, micro_batches=MICRO_BATCHES)):
             rank = place * RANKS // layout.pipeline
             step = simulate_training(
-                DEEP, strategy, batch=1, world_size=RANKS, layout=layout, micro_batches=MICRO_BATCHES, rank=rank
+                DEEP,
+                strategy,
+                batch=1,
+                world_size=RANKS,
+                layout=layout,
+                micro_batches=MICRO_BATCHES,
+                rank=rank,
             )
             stages = {"micro_batches": MICRO_BATCHES, "pipeline": layout.pipeline}
             assert_as_said(step, strategy, layout, part.shape, RANKS, **in_bf16, **stages)
@@ -77,12 +104,16 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
 def _error(config, strategy, layout, dtype, **keeps):
     """Of the closed form's peak, relative to that of the step on a fake rank."""
     shared = Layout.parse(layout)
-    seen = simulate_training(config, strategy, batch=1, world_size=8, dtype=dtype, layout=shared, **keeps).peak.total
+    seen = simulate_training(
+        config, strategy, batch=1, world_size=8, dtype=dtype, layout=shared, **keeps
+    ).peak.total
     planned = PlannedStep(config, shared.ranks, strategy, dtype, layout=shared, **keeps).memory(8)
     return (planned.peak.total - CUBLAS_WORKSPACES) / seen - 1
 
 
-@pytest.mark.parametrize("strategy, dtype", [("bucketed", "fp32"), ("zero1", "bf16"), ("fsdp", "bf16")])
+@pytest.mark.parametrize(
+    "strategy, dtype", [("bucketed", "fp32"), ("zero1", "bf16"), ("fsdp", "bf16")]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
     """Within 2.5 %, as without a layout; the states alone are most of a rank's under tensor parallelism."""
@@ -91,9 +122,12 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
 
 @pytest.mark.parametrize(
     "strategy, dtype, layouts",
-    [("bucketed", "fp32", ("pp2-gpipe", "pp2")), ("zero1", "bf16", ("pp2,tp2",)),
-     ("fsdp", "bf16", ("pp2-interleaved",))],
-)  # fmt: skip
+    [
+        ("bucketed", "fp32", ("pp2-gpipe", "pp2")),
+        ("zero1", "bf16", ("pp2,tp2",)),
+        ("fsdp", "bf16", ("pp2-interleaved",)),
+    ],
+)
 def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype, layouts):
     """Within 2.5 %: other micro-batches' activations, each with copies of the matrices under autocast, and gradients
     that have been summed so far; of all ranks the fullest is what a plan takes. GPipe's last rank also holds logits.
@@ -107,9 +141,15 @@ def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype
             if layout.schedule == "gpipe" and part.shape.has_head:
                 continue
             step = simulate_training(
-                config, strategy, batch=1, world_size=RANKS, dtype=dtype, layout=layout, micro_batches=4,
+                config,
+                strategy,
+                batch=1,
+                world_size=RANKS,
+                dtype=dtype,
+                layout=layout,
+                micro_batches=4,
                 rank=place * RANKS // layout.pipeline,
-            )  # fmt: skip
+            )
             error = (peaks[-1] - CUBLAS_WORKSPACES) / step.peak.total - 1
             assert abs(error) < 0.025, f"{layout}: stage {place}"
         assert planned.memory(RANKS).peak.total == max(peaks)
@@ -117,7 +157,9 @@ def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype
 
 def test_stages_of_other_sizes_keep_what_is_said_of_their_blocks():
     layout = Layout.parse("pp2-interleaved", stages=(1, 2, 1, 2))
-    first, second = rank_parts(replace(CONFIG, num_layers=6), layout, "none:1,block:5", micro_batches=2)
+    first, second = rank_parts(
+        replace(CONFIG, num_layers=6), layout, "none:1,block:5", micro_batches=2
+    )
     assert (first.shape.num_layers, second.shape.num_layers) == (2, 4)
     assert first.keeps == ("none", "block") and second.keeps == ("block",) * 4
     whole = ModelShape.of(replace(CONFIG, num_layers=6))
@@ -157,16 +199,25 @@ EVEN = replace(WIDE, num_layers=16, vocab_size=64)  # stages that take equally l
 
 @pytest.mark.parametrize(
     "layout, share",
-    [("pp4", 3 / 8), ("pp4-gpipe", 3 / 8), ("pp4-interleaved", 3 / 16), ("pp4-zero-bubble", 1 / 8), ("pp4,tp2", 3 / 8)],
+    [
+        ("pp4", 3 / 8),
+        ("pp4-gpipe", 3 / 8),
+        ("pp4-interleaved", 3 / 16),
+        ("pp4-zero-bubble", 1 / 8),
+        ("pp4,tp2", 3 / 8),
+    ],
 )
 def test_a_pipeline_waits_as_its_schedule_says(layout, share):
     """For (p − 1)/m of its work, interleaved a half of it, zero-bubble a third where B takes twice F's time; each
     message on the way costs a little more."""
     machine, shared = machine_on(cluster("dgx-h200:2x8")), Layout.parse(layout)
     sizes = {"batch": 4 * shared.ranks, "ranks": 16, "micro_batches": 8, "kernels": "fused"}
-    alone = estimate_step(EVEN, "local", machine, **sizes, layout=replace(shared, pipeline=1, schedule="1f1b"))
+    alone = estimate_step(
+        EVEN, "local", machine, **sizes, layout=replace(shared, pipeline=1, schedule="1f1b")
+    )
     found = estimate_step(EVEN, "local", machine, **sizes, layout=shared)
-    inside = (alone.compute + alone.overhead) / 4  # with the messages among ranks that share matrices
+    # with the messages among ranks that share matrices
+    inside = (alone.compute + alone.overhead) / 4
     waited = found.compute + found.overhead - inside
     assert share * inside < waited < 1.2 * share * inside
 
@@ -180,7 +231,11 @@ def test_ranks_that_share_a_model_divide_its_work():
 
     alone = flops(batch=1, context=1024)
     assert flops(batch=4, context=1024, tensor=4) == alone
-    assert flops(batch=4, context=256, sharing=4) == flops(batch=4, context=512, sharing=2, tensor=2) == alone
+    assert (
+        flops(batch=4, context=256, sharing=4)
+        == flops(batch=4, context=512, sharing=2, tensor=2)
+        == alone
+    )
 
 
 @pytest.mark.parametrize("tied", [False, True])

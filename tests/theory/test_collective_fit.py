@@ -28,9 +28,31 @@ def test_small_sizes_count_as_much_as_large_ones():
 
 def test_what_nothing_explains_does_not_spoil_the_rest():
     """Milliseconds of a ring of whole tensors on four H200s (NCCL), 4 KiB to 2 GiB: the first two met a busy host."""
-    times = [0.414, 0.412, 0.242, 0.241, 0.235, 0.232, 0.243, 0.232, 0.239, 0.226, 0.237, 0.237, 0.449, 0.797, 1.494,
-             2.881, 3.369, 5.936, 11.7, 23.221]
+    times = [
+        0.414,
+        0.412,
+        0.242,
+        0.241,
+        0.235,
+        0.232,
+        0.243,
+        0.232,
+        0.239,
+        0.226,
+        0.237,
+        0.237,
+        0.449,
+        0.797,
+        1.494,
+        2.881,
+        3.369,
+        5.936,
+        11.7,
+        23.221,
+    ]
     sizes, seconds = [4096 * 2**k for k in range(20)], [ms / 1e3 for ms in times]
     errors = relative_errors(fit_collective(sizes, seconds), sizes, seconds)
     assert max(map(abs, errors)) > 0.2
-    assert max(abs(error) for size, error in zip(sizes, errors, strict=True) if size >= 2**20) < 0.08
+    assert (
+        max(abs(error) for size, error in zip(sizes, errors, strict=True) if size >= 2**20) < 0.08
+    )

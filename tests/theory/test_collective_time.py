@@ -17,8 +17,12 @@ def test_rings(ranks, size):
     """Rounds and the largest message of each, as the algorithms in their papers have them."""
     ring, tree = ranks - 1, math.ceil(math.log2(ranks))
     for algorithm, rounds, message in (
-        ("ring all-reduce", 2 * ring, size / ranks), ("ring all-gather", ring, size / ranks),
-        ("whole-tensor ring", ring, size), ("binomial tree", 2 * tree, size),
-    ):  # fmt: skip
+        ("ring all-reduce", 2 * ring, size / ranks),
+        ("ring all-gather", ring, size / ranks),
+        ("whole-tensor ring", ring, size),
+        ("binomial tree", 2 * tree, size),
+    ):
         expected = rounds * (LINK.latency_s + message / LINK.bytes_per_s)
-        assert cost.collective_seconds(algorithm, size, ranks, LINK) == pytest.approx(expected), algorithm
+        assert cost.collective_seconds(algorithm, size, ranks, LINK) == pytest.approx(expected), (
+            algorithm
+        )

@@ -10,7 +10,10 @@ from distlab.theory.flops import (
 )
 
 SIZES = st.fixed_dictionaries(
-    {name: st.integers(1, 64) for name in ("batch", "context", "d_model", "d_ff", "num_layers", "vocab_size")}
+    {
+        name: st.integers(1, 64)
+        for name in ("batch", "context", "d_model", "d_ff", "num_layers", "vocab_size")
+    }
 )
 
 

@@ -35,11 +35,13 @@ def test_roofline_seconds_take_the_slower_of_both():
 @pytest.mark.parametrize(
     "threads, registers, shared, blocks, limiter",
     [
-        (1024, 32, 0, 2, "registers"),  # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
+        # 65,536 / 32 = 2,048 threads: exactly all places, and all registers
+        (1024, 32, 0, 2, "registers"),
         (32, 16, 0, 32, "blocks"),
         (256, 16, 0, 8, "warps"),
-        (128, 32, 57 * 1024, 3, "shared memory"),  # four would fit were it not for the system's KiB per block
-    (128, 255, 0, 2, "registers"),  # 255 rounds to 256: 8 warps
+        # four would fit were it not for the system's KiB per block
+        (128, 32, 57 * 1024, 3, "shared memory"),
+        (128, 255, 0, 2, "registers"),  # 255 rounds to 256: 8 warps
         (96, 40, 0, 16, "registers"),  # 1,280 registers per warp: 51 → 48 warps of 3 each
     ],
 )
@@ -51,7 +53,8 @@ def test_occupancy_limiters(threads, registers, shared, blocks, limiter):
 def test_wave_quantisation():
     waves = wave_quantisation(160, B200.sms)
     assert (waves.waves, waves.last) == (2, 12)
-    assert waves.efficiency == pytest.approx(160 / 296)  # 54 %: 160 blocks on 148 SMs take as long as 296
+    # 54 %: 160 blocks on 148 SMs take as long as 296
+    assert waves.efficiency == pytest.approx(160 / 296)
     assert wave_quantisation(132, 132).efficiency == 1
     assert wave_quantisation(133, 132, 2).waves == 1
 
@@ -84,7 +87,11 @@ def test_traffic_of_a_pointwise_chain():
 
 
 def test_traffic_writes_what_is_used_elsewhere():
-    ops = (Operator("f", ("x",), ("y",)), Operator("g", ("y",), ("z",)), Operator("h", ("y", "z"), ("w",)))
+    ops = (
+        Operator("f", ("x",), ("y",)),
+        Operator("g", ("y",), ("z",)),
+        Operator("h", ("y", "z"), ("w",)),
+    )
     graph = Graph(ops, {name: 100 for name in "xyzw"})
     assert graph.fused(ops[:2]).bytes == 300  # x, and y, which h reads, and z
     assert graph.fused().bytes == 200
@@ -92,9 +99,11 @@ def test_traffic_writes_what_is_used_elsewhere():
 
 F, G = Operator("f", ("x",), ("y",)), Operator("g", ("y",), ("z",))
 CHIP = chip_bytes(H100_SXM)
-ADVICE = [  # what differs from two pointwise operators in a row, what the second is advised to do, and why
+# what differs from two pointwise operators in a row, what the second is advised to do, and why
+ADVICE = [
     ({}, {"reads": ("x",)}, "split", "reads nothing"),
-    ({"flops": 1e12, "pattern": MATMUL}, {}, "leave", "as an epilogue saves 1.00"),  # 1.01 ms one by one and fused
+    # 1.01 ms one by one and fused
+    ({"flops": 1e12, "pattern": MATMUL}, {}, "leave", "as an epilogue saves 1.00"),
     ({"flops": 1e6, "pattern": MATMUL}, {}, "fuse", ""),
     ({}, {"flops": 1e12, "pattern": MATMUL}, "split", "compute-bound"),
     ({"flops": 1e12, "pattern": MATMUL}, {"pattern": ROWS}, "split", "pattern"),

@@ -92,7 +92,9 @@ def _saved(layers, attention, autocast):
     """Bytes that autograd saves in forward and loss, parameters and their copies aside."""
     model = TransformerLM(preset("tiny", num_layers=layers, attention=attention))
     tokens = torch.zeros(2, 32, dtype=torch.int64)
-    fused = mock.patch.object(F, "rms_norm", lambda x, _, weight, eps: FusedRMSNorm.apply(x, weight, eps))
+    fused = mock.patch.object(
+        F, "rms_norm", lambda x, _, weight, eps: FusedRMSNorm.apply(x, weight, eps)
+    )
     with fused, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         saved = saved_for_backward(lambda: cross_entropy(model(tokens), tokens), model, {})[OUTSIDE]
     return sum(tensor.bytes for tensor in saved if tensor.made_by != "leaf (cast)")
@@ -118,10 +120,15 @@ def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):
     config = preset("tiny", num_layers=1, num_kv_heads=kv_heads, d_ff=688)
     block = TransformerLM(config).to(dtype).blocks[0]
     block.attention_norm.float(), block.feed_forward_norm.float()
-    x, tables = torch.zeros(2, 64, 128, dtype=dtype, requires_grad=True), rope_tables(torch.arange(64.0), 32, 1e4)
+    x, tables = (
+        torch.zeros(2, 64, 128, dtype=dtype, requires_grad=True),
+        rope_tables(torch.arange(64.0), 32, 1e4),
+    )
     torch.compiler.reset()
     block = torch.compile(block)
-    saved = saved_for_backward(lambda: block(x * 1, *tables, keep), block, {"block": block})["block"]
+    saved = saved_for_backward(lambda: block(x * 1, *tables, keep), block, {"block": block})[
+        "block"
+    ]
     kept = sum(tensor.bytes for tensor in saved) - sum(table.nbytes for table in tables)
     precision = PRECISIONS["fp32" if dtype == torch.float32 else "bf16"]
     assert kept == activations(ModelShape.of(config), 2, 64, precision, fused=True).kept[keep]
@@ -130,7 +137,8 @@ def test_a_compiled_block_keeps_what_the_formula_says(dtype, kv_heads, keep):
 @given(SHAPES, st.integers(1, 9))
 def test_states_are_divided(shape, ranks):
     parameters = shape.num_parameters
-    vectors = [each for each in shape.parameter_shapes() if len(each) == 1]  # FSDP has them on every rank
+    # FSDP has them on every rank
+    vectors = [each for each in shape.parameter_shapes() if len(each) == 1]
     embedding = (shape.vocab_size, shape.d_model)
     units = [
         *[shape.matrix_shapes_per_block] * shape.num_layers,

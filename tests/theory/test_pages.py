@@ -7,9 +7,18 @@ import pytest
 
 PAGES = Path(__file__).parents[2] / "docs" / "learn" / "theory"
 WITH_EXAMPLES = (
-    "memory", "../long_context", "../tensor", "../context", "../pipeline", "communication", "buckets", "compute",
-    "limits", "parallelisms", "../sharding",
-)  # fmt: skip
+    "memory",
+    "../long_context",
+    "../tensor",
+    "../context",
+    "../pipeline",
+    "communication",
+    "buckets",
+    "compute",
+    "limits",
+    "parallelisms",
+    "../sharding",
+)
 
 
 @pytest.mark.parametrize("name", WITH_EXAMPLES)

@@ -1,6 +1,5 @@
 """Recomputation in groups: torch's own count of FLOPs, brute force over blocks, and the square-root rule."""
 
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode

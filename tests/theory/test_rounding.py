@@ -16,7 +16,12 @@ from distlab.theory.rounding import (
 )
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-FINITE = st.floats(-1e38, 1e38) | st.floats(-7e4, 7e4) | st.floats(-1e-4, 1e-4) | st.floats(-1e-40, 1e-40)
+FINITE = (
+    st.floats(-1e38, 1e38)
+    | st.floats(-7e4, 7e4)
+    | st.floats(-1e-4, 1e-4)
+    | st.floats(-1e-40, 1e-40)
+)
 
 
 @given(st.sampled_from(list(FORMATS)), FINITE)

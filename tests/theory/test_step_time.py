@@ -43,7 +43,8 @@ def test_network(ranks, messages, size):
 def test_rings_between_nodes_use_every_adapter():
     one = {"num_bytes": 1.0, "operation": "broadcast"}
     assert Network(100.0, 10.0, 4).seconds(ranks=4, **one) == 1 / 100
-    assert Network(100.0, 10.0, 4).seconds(ranks=5, **one) == 1 / 40  # four adapters of 10 leave a node side by side
+    # four adapters of 10 leave a node side by side
+    assert Network(100.0, 10.0, 4).seconds(ranks=5, **one) == 1 / 40
     assert Network(100.0, 50.0, 4).seconds(ranks=8, **one) == 1 / 100
 
 
@@ -56,7 +57,16 @@ def test_worked_example():
     network = Network(100.0, 100.0)
     found = {
         name: step_time(STRATEGIES[name], COMPUTE, MESSAGES, network, 2)
-        for name in ("local", "naive", "flat", "overlap", "bucketed", "sharded-optimizer", "zero1", "fsdp")
+        for name in (
+            "local",
+            "naive",
+            "flat",
+            "overlap",
+            "bucketed",
+            "sharded-optimizer",
+            "zero1",
+            "fsdp",
+        )
     }
     steps = {name: time.step for name, time in found.items()}
     assert steps["local"] == 7
@@ -68,11 +78,13 @@ def test_worked_example():
     assert steps["zero1"] == pytest.approx(
         7 + 0.5 + 0.1 + 0.1 - 0.5
     )  # first gather, last scatter, half a step
-    # Gathers of 0.2 s and scatters of 0.4 s hide; of five, the first gather and the last scatter do not.
+    # Gathers of 0.2 s and scatters of 0.4 s hide; of five, the first gather and the last scatter do
+    # not.
     assert steps["fsdp"] == pytest.approx(7 + 0.04 + 0.08 - 0.5)
     assert found["fsdp"].communication == pytest.approx(2 * 0.2 + 0.4)
     assert all(
-        time.step == pytest.approx(time.compute + time.overhead + time.optimizer) for time in found.values()
+        time.step == pytest.approx(time.compute + time.overhead + time.optimizer)
+        for time in found.values()
     )
 
 
@@ -86,6 +98,9 @@ def test_accumulation_hides_more_for_ddp_and_sends_more_for_fsdp():
     )
     assert four["bucketed"].communication == one["bucketed"].communication
     assert four["fsdp"].communication > one["fsdp"].communication
-    # One second of the last of four backwards covers 1.5 s of 2; the last of four messages takes half a second.
-    slow = step_time(STRATEGIES["bucketed"], COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4)
+    # One second of the last of four backwards covers 1.5 s of 2; the last of four messages takes
+    # half a second.
+    slow = step_time(
+        STRATEGIES["bucketed"], COMPUTE, MESSAGES, Network(40.0, 40.0), 2, micro_batches=4
+    )
     assert slow.overhead == pytest.approx(1.0)

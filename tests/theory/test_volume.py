@@ -38,15 +38,17 @@ def _split(parameters):
 
 
 def test_worked_example():
-    # 4 fp32 parameters of 1 MiB, 1 MiB, 12 bytes and 2 MiB, limit 2 MiB; reversed: 2 MiB | 12 + 1 MiB | 1
-    # MiB.
+    # 4 fp32 parameters of 1 MiB, 1 MiB, 12 bytes and 2 MiB, limit 2 MiB; reversed: 2 MiB | 12 + 1
+    # MiB | 1 MiB.
     numels, sizes = [MIB // 4, MIB // 4, 3, MIB // 2], [4] * 4
     gradients = 4 * MIB + 12
     assert each_gradient(numels, sizes) == CommunicationVolume(5, gradients + 16)
     assert bucketed(numels, sizes, None) == CommunicationVolume(1, gradients + 16)
     assert bucketed(numels, sizes, 2.0) == CommunicationVolume(3, gradients + 16)
     # Three elements and their neighbours are an odd number: padded to two ranks.
-    assert zero1(numels, sizes, 2.0, world_size=2) == CommunicationVolume(7, 2 * (gradients + 4) + 16)
+    assert zero1(numels, sizes, 2.0, world_size=2) == CommunicationVolume(
+        7, 2 * (gradients + 4) + 16
+    )
     # torch: the first bucket closes at 1 MiB, that is with the 2 MiB; the rest stays below 25 MiB.
     assert torch_ddp(numels, sizes) == CommunicationVolume(2, gradients)
 
@@ -55,10 +57,13 @@ def test_worked_example():
 @settings(max_examples=200, deadline=None)
 def test_torch_ddp_is_torchs_rule(parameters, first, later):
     numels, sizes, dtypes = _split(parameters)
-    volume = torch_ddp(numels, sizes, first_bucket_mb=first / MIB, bucket_cap_mb=later / MIB, dtypes=dtypes)
+    volume = torch_ddp(
+        numels, sizes, first_bucket_mb=first / MIB, bucket_cap_mb=later / MIB, dtypes=dtypes
+    )
     if not parameters:
         return
-    # As the reducer rebuilds: tensors in the order in which they became ready, limits first and later.
+    # As the reducer rebuilds: tensors in the order in which they became ready, limits first and
+    # later.
     ready = [torch.empty(numel, dtype=dtype) for numel, dtype in reversed(parameters)]
     order = list(range(len(parameters)))[::-1]
     buckets, _ = dist._compute_bucket_assignment_by_size(ready, [first, later], [], order)
@@ -78,7 +83,8 @@ def test_bucketed_is_what_the_plan_sends(parameters, limit):
 
 
 def test_fsdp_aligns_parameters_pads_units_and_sends_norms_apart():
-    # Unit a: 10 elements end at 10, the next begins at 16: 16 + 5 = 21, padded to 24 on four ranks; unit b: 8.
+    # Unit a: 10 elements end at 10, the next begins at 16: 16 + 5 = 21, padded to 24 on four ranks;
+    # unit b: 8.
     volume = closed_form.fsdp(
         [10, 3, 5, 8], [4] * 4, ["a", None, "a", "b"], world_size=4, compute_itemsize=2
     )
@@ -92,12 +98,15 @@ def test_hybrid_sharding_and_two_levels_worked_by_hand():
     assert sent == CommunicationVolume(6, 4 * (12 + 3 + 12) + 4 * (8 + 2 + 8))
     for one_level in ((1, 4), (2, 1)):
         assert closed_form.all_reduced([(10, 4), (8, 4)], one_level) == CommunicationVolume(2, 72)
-    # A matrix of 16 rows of 8 in bf16 compute: gathered twice, reduced, and its quarter averaged; a norm of 8.
+    # A matrix of 16 rows of 8 in bf16 compute: gathered twice, reduced, and its quarter averaged; a
+    # norm of 8.
     sizes = ([128, 8], [4, 4], ["a", None])
     options = {"world_size": 4, "compute_itemsize": 2, "shapes": [(16, 8), (8,)]}
     inside = closed_form.fsdp(*sizes, **options)
     assert inside == CommunicationVolume(4, 2 * 256 + 512 + 4 * 9)
-    assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(5, inside.bytes + 512 // 4)
+    assert closed_form.fsdp(*sizes, replicas=2, **options) == CommunicationVolume(
+        5, inside.bytes + 512 // 4
+    )
     with pytest.raises(ValueError, match="shard_size=3 does not divide the 8 ranks"):
         closed_form.step_volume(STRATEGIES["hsdp"], [8], [4], world_size=8, shard_size=3)
 

@@ -16,7 +16,13 @@ STRATEGIES = ["bucketed", "zero1", "sharded-optimizer", "fsdp", "fsdp2"]
 def tiny(**changes):
     """About 10 ms per step, in several buckets; twelve sequences divide among 1, 2, 3 and 4 ranks."""
     model = {"layers": 2, "d_model": 32, "d_ff": 48, "heads": 2, "context": 8, "vocab": 31}
-    defaults = model | {"batch": 12, "steps": 6, "warmup": 2, "checkpoint_every": 0, "bucket_size_mb": 0.01}
+    defaults = model | {
+        "batch": 12,
+        "steps": 6,
+        "warmup": 2,
+        "checkpoint_every": 0,
+        "bucket_size_mb": 0.01,
+    }
     return TrainConfig(**(defaults | changes))
 
 
@@ -29,10 +35,13 @@ class Run:
         config = tiny(**changes)
         model = config.model()
         self.trainer = Trainer(
-            config, context, train=SyntheticSequences(model.vocab_size, model.context_length, 0),
+            config,
+            context,
+            train=SyntheticSequences(model.vocab_size, model.context_length, 0),
             validate=SyntheticSequences(model.vocab_size, model.context_length, 1),
-            folder=None if folder is None else Path(folder), report=self._report,
-        )  # fmt: skip
+            folder=None if folder is None else Path(folder),
+            report=self._report,
+        )
 
     def save(self, steps=0):
         """Train so many steps and have their checkpoint on the disk."""
@@ -48,7 +57,12 @@ class Run:
 
 def draw_from_all_generators():
     """What comes next from every generator that a checkpoint holds."""
-    return [random.random(), random.gauss(0, 1), float(np.random.standard_normal()), torch.rand(()).item()]
+    return [
+        random.random(),
+        random.gauss(0, 1),
+        float(np.random.standard_normal()),
+        torch.rand(()).item(),
+    ]
 
 
 def digest(module):

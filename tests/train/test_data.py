@@ -1,6 +1,5 @@
 """Synthetic data: a pure function of seed, rank and step."""
 
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,10 +11,19 @@ def _data(seed=0, rank=0, vocab_size=97, batch_size=3, context_length=11, **opti
     return SyntheticTokens(vocab_size, batch_size, context_length, seed=seed, rank=rank, **options)
 
 
-@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 20), st.integers(0, 10**12), st.integers(1, 60))
+@given(
+    st.integers(1, 50),
+    st.integers(1, 4),
+    st.integers(1, 20),
+    st.integers(0, 10**12),
+    st.integers(1, 60),
+)
 def test_shapes_range_and_successors(vocab_size, batch_size, context_length, step, branching):
     data = _data(
-        vocab_size=vocab_size, batch_size=batch_size, context_length=context_length, branching=branching
+        vocab_size=vocab_size,
+        batch_size=batch_size,
+        context_length=context_length,
+        branching=branching,
     )
     tokens, targets = data.batch(step)
     assert tokens.shape == targets.shape == (batch_size, context_length)

@@ -24,7 +24,9 @@ def losses_and_norms(context, each):
     for changes in each:
         run = Run(context, None, steps=4, **changes)
         outcome = run.trainer.run()
-        assert [group["lr"] for group in run.trainer.optimizer.param_groups] == [run.trainer.schedule(3)]
+        assert [group["lr"] for group in run.trainer.optimizer.param_groups] == [
+            run.trainer.schedule(3)
+        ]
         found.append((run.losses, run.norms, outcome.validation[-1][1]))
         run.trainer.close()
     return found
@@ -36,14 +38,25 @@ TRAINABLE_ON_CPU = [name for name in TRAINABLE if name in strategies_on("cpu")]
 def test_all_strategies_train_alike_bit_for_bit():
     """Losses and validation of the same steps, in every bit: two ranks add in one order, whatever the strategy."""
     each = [{"strategy": name, "clip": 0.0} for name in TRAINABLE_ON_CPU]
-    results = [(losses, validation) for losses, _, validation in run_ranks(losses_and_norms, 2, each)[0]]
+    results = [
+        (losses, validation) for losses, _, validation in run_ranks(losses_and_norms, 2, each)[0]
+    ]
     assert len(results[0][0]) == 4
-    assert {name: found for name, found in zip(TRAINABLE_ON_CPU, results, strict=True) if found != results[0]} == {}
+    assert {
+        name: found
+        for name, found in zip(TRAINABLE_ON_CPU, results, strict=True)
+        if found != results[0]
+    } == {}
 
 
 def test_accumulation_dtypes_recomputation_and_compiled_names():
     checkpointing = ("block", "qkv:1,attention:1", "auto")
-    alike = [{}, {"accumulate": 3}, {"strategy": "fsdp", "accumulate": 3, "reshard": "step"}, {"attention": "naive"}]
+    alike = [
+        {},
+        {"accumulate": 3},
+        {"strategy": "fsdp", "accumulate": 3, "reshard": "step"},
+        {"attention": "naive"},
+    ]
     alike += [{"checkpointing": keep} for keep in checkpointing]
     low = [{"strategy": strategy, "dtype": "bf16"} for strategy in ("bucketed", "fsdp")]
     changed = [{"strategy": "zero1"} | changes for changes in alike] + low
@@ -92,7 +105,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(strategy):
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 @on_two_ranks
-def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(context, tmp_path, where):
+def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(
+    context, tmp_path, where
+):
     """RELIABILITY 16: what rank 1 computed has reached every rank's weights; no checkpoint must hold them.
 
     A NaN in the fourth step, after which a checkpoint is due.
@@ -169,7 +184,8 @@ def more(held, before):
 
 def ragged_validation(context, strategy):
     run = Run(context, None, strategy=strategy)
-    data = TokenWindows(np.arange(60, dtype=np.uint8) % 31, 31, 8, ragged=True)  # 59 targets, 8 windows
+    # 59 targets, 8 windows
+    data = TokenWindows(np.arange(60, dtype=np.uint8) % 31, 31, 8, ragged=True)
     return validation_loss(run.trainer.wrapper, data, context, sequences=100, batch=2)
 
 

@@ -15,18 +15,32 @@ STRATEGIES = ("bucketed", "zero1", "sharded-optimizer", "fsdp")
 
 def trained(context, strategy_name, ops, tied):
     """Losses of three steps of two micro-batches, and the whole parameters after them; ranks begin differently."""
-    config = preset("tiny", num_layers=1, d_model=16, d_ff=24, num_heads=2, vocab_size=23, context_length=6,
-                    tie_embeddings=tied, ops=ops)  # fmt: skip
+    config = preset(
+        "tiny",
+        num_layers=1,
+        d_model=16,
+        d_ff=24,
+        num_heads=2,
+        vocab_size=23,
+        context_length=6,
+        tie_embeddings=tied,
+        ops=ops,
+    )
     strategy = get_strategy(strategy_name)
     optimizer_cls, options = adamw(ops)
-    # eps far above rounding: with the usual one a gradient of 1e-9 moves a weight as far as any other, either way.
+    # eps far above rounding: with the usual one a gradient of 1e-9 moves a weight as far as any
+    # other, either way.
     options |= {"lr": 0.02, "eps": 1e-2}
     model = TransformerLM(config, seed=context.rank)
-    wrapper, optimizer = strategy.build(model, context.group, optimizer_cls, options, bucket_size_mb=0.002)
+    wrapper, optimizer = strategy.build(
+        model, context.group, optimizer_cls, options, bucket_size_mb=0.002
+    )
     step = TrainStep(wrapper, optimizer, loss_function(config))
     drawn = torch.randint(23, (2, 2, 2, 6), generator=torch.Generator().manual_seed(context.rank))
     losses = [step([tuple(batch) for batch in drawn]).item() for _ in range(3)]
-    return losses, {name: value.detach().clone() for name, value in wrapper.full_parameters().items()}
+    return losses, {
+        name: value.detach().clone() for name, value in wrapper.full_parameters().items()
+    }
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -44,5 +58,6 @@ def test_a_loss_computed_by_the_head_trains_alike_under_every_strategy(context, 
         assert other_losses == pytest.approx(losses, abs=1e-5), strategy
         assert other_weights.keys() == weights.keys()
         for name, weight in weights.items():
-            # Sums in another order, 6e-8 of terms below 1, through three steps of 0.02 · g / (|g| + 0.01).
+            # Sums in another order, 6e-8 of terms below 1, through three steps of 0.02 · g / (|g| +
+            # 0.01).
             assert (other_weights[name] - weight).abs().max() < 2e-5, (strategy, name)

@@ -46,8 +46,13 @@ def test_what_fits_is_let_through_and_so_is_what_nobody_can_judge(free):
 
 def test_the_message_says_by_how_much_and_which_option_helps(free):
     text = shortage(PlannedStep(LONG, 4), "cpu")
-    assert "batch 4 × context 100,000,000 in fp32 under local does not fit in the memory of cpu" in text
-    needed, allowed, missing = (float(x.replace(",", "")) for x in re.findall(r"([\d,]+\.\d)", text)[1:4])
+    assert (
+        "batch 4 × context 100,000,000 in fp32 under local does not fit in the memory of cpu"
+        in text
+    )
+    needed, allowed, missing = (
+        float(x.replace(",", "")) for x in re.findall(r"([\d,]+\.\d)", text)[1:4]
+    )
     assert (allowed, missing) == (16.0, pytest.approx(needed - 16, abs=0.2))
     length = int(re.search(r"--context (\d+) would fit", text)[1])
     fits, larger = (PlannedStep(preset("tiny", context_length=n), 4) for n in (length, 2 * length))
@@ -59,7 +64,10 @@ def test_each_kind_of_excess_has_its_remedy(free):
     both = shortage(PlannedStep(preset("tiny", context_length=10**7), 10**7), "cpu")
     assert "A smaller --batch and a smaller --context together" in both
     text = shortage(PlannedStep(preset("10B"), 1), "cpu")
-    assert "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much each" in text
+    assert (
+        "take a smaller --size, or --strategy fsdp --checkpointing block on 16 ranks with as much each"
+        in text
+    )
     text = shortage(PlannedStep(preset("10B", context_length=10**6), 1), "cpu")
     assert text.endswith("block on 16 ranks with as much each and a smaller --context")
     text = shortage(PlannedStep(preset("10B", vocab_size=10**9), 1), "cpu")
@@ -85,7 +93,9 @@ def test_as_little_is_recomputed_as_the_memory_allows():
     assert peaks["block"] == pytest.approx(68.4 * GIB, rel=0.02)  # measured on two H200s
     found = [least_recomputation(plan, 2, gib * GIB, on_gpu=True) for gib in (60, 71, 160, 1000)]
     assert found[0] == "block" and found[-1] == "none"
-    assert re.fullmatch(r"block:\d+,attention:\d+", found[1]) and re.fullmatch(r"gate-up:\d+,none:\d+", found[2])
+    assert re.fullmatch(r"block:\d+,attention:\d+", found[1]) and re.fullmatch(
+        r"gate-up:\d+,none:\d+", found[2]
+    )
     assert least_recomputation(plan, 2, None, on_gpu=True) == "none"
 
 
@@ -95,7 +105,10 @@ def test_the_trainers_batch_is_that_of_all_ranks(free):
     assert (plan.batch, plan.batch_option) == (10**8 // 4, 4)
     batch = int(re.search(r"--batch (\d+)", shortage(plan, "cpu"))[1])
     assert batch % 4 == 0
-    said = [shortage(training_step(replace(config, batch=size), 2), "cpu") for size in (batch, batch + 4)]
+    said = [
+        shortage(training_step(replace(config, batch=size), 2), "cpu")
+        for size in (batch, batch + 4)
+    ]
     assert said[0] is None and said[1] is not None  # the largest
 
 
@@ -104,12 +117,20 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
     plan = PlannedStep(preset("small"), 4, strategy, "bf16")
     casts = strategy == "fsdp"
     peak = step_memory(
-        ModelShape.of(plan.model), batch=4, context=512, strategy=STRATEGIES[strategy], world_size=2,
-        precision="bf16" if casts else "bf16-autocast", workspace_bytes=0,
-    ).peak.total  # fmt: skip
+        ModelShape.of(plan.model),
+        batch=4,
+        context=512,
+        strategy=STRATEGIES[strategy],
+        world_size=2,
+        precision="bf16" if casts else "bf16-autocast",
+        workspace_bytes=0,
+    ).peak.total
     step = plan.least_bytes(2, on_gpu=False)
     assert 0.85 * peak < step < peak
-    less = [replace(plan, mode=mode).least_bytes(2, on_gpu=False) for mode in ("inference", "forward_backward")]
+    less = [
+        replace(plan, mode=mode).least_bytes(2, on_gpu=False)
+        for mode in ("inference", "forward_backward")
+    ]
     assert less[0] < less[1] < step
 
 
@@ -117,7 +138,11 @@ def test_less_than_the_closed_form_is_certain_and_parts_of_a_step_need_less(stra
 def test_hybrid_sharding_needs_what_full_sharding_needs_on_the_ranks_of_a_group(strategy, sharded):
     hybrid = training_step(TrainConfig(strategy=strategy, shard_size=2), 8)
     full = replace(hybrid, strategy=sharded)
-    assert hybrid.least_bytes(8, on_gpu=False) == full.least_bytes(2, on_gpu=False) > full.least_bytes(8, on_gpu=False)
+    assert (
+        hybrid.least_bytes(8, on_gpu=False)
+        == full.least_bytes(2, on_gpu=False)
+        > full.least_bytes(8, on_gpu=False)
+    )
 
 
 def test_one_that_fits_is_enough_where_rows_may_fail(free):
@@ -130,7 +155,9 @@ def test_one_that_fits_is_enough_where_rows_may_fail(free):
 
 
 def test_a_strategy_that_needs_gpus_is_refused_on_a_cpu():
-    with pytest.raises(ValueError, match="'bucketed-dma' needs GPUs, and this run computes on a CPU"):
+    with pytest.raises(
+        ValueError, match="'bucketed-dma' needs GPUs, and this run computes on a CPU"
+    ):
         require([PlannedStep(TINY, 4, "bucketed-dma")], torch.device("cpu"))
 
 

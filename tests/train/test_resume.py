@@ -1,6 +1,5 @@
 """What a resumed run takes over besides parameters and moments, and what it must not be given another of."""
 
-
 import pytest
 import torch
 
@@ -13,7 +12,9 @@ from tests.train.cases import Run, draw_from_all_generators, tiny
 def parameters(run):
     """All of this rank's parameters in one vector, once they have arrived."""
     run.trainer.wrapper.synchronize()
-    return torch.cat([p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()])
+    return torch.cat(
+        [p.detach().flatten().clone() for p in run.trainer.wrapper.module.parameters()]
+    )
 
 
 @on_two_ranks
@@ -35,7 +36,8 @@ def test_the_loss_scale_and_every_option_of_a_group_are_those_of_the_checkpoint(
         before = parameters(second)
         for run in (first, second):
             run.trainer.one_step()
-        assert torch.equal(parameters(first), parameters(second))  # the options are those that the step uses
+        # the options are those that the step uses
+        assert torch.equal(parameters(first), parameters(second))
         assert not torch.equal(parameters(second), before)
 
 
@@ -59,12 +61,22 @@ def test_a_rank_that_the_checkpoint_does_not_know_draws_what_nobody_has_drawn(tm
     assert all(a != b for i, a in enumerate(drawn) for b in drawn[:i])
 
 
-# A resumed run must repeat what decides the sequence of losses. Not so strategy, world size, micro-batches or what
-# is only written and shown; `steps` may grow.
+# A resumed run must repeat what decides the sequence of losses. Not so strategy, world size,
+# micro-batches or what is only written and shown; `steps` may grow.
 LASTING = {
-    "seed": 1, "clip": 0.5, "batch": 24, "lr": 0.5, "lr_floor": 0.5, "warmup": 1, "weight_decay": 0.5, "beta2": 0.5,
-    "dtype": "bf16", "dropout": 0.5, "vocab": 37, "context": 16,
-}  # fmt: skip
+    "seed": 1,
+    "clip": 0.5,
+    "batch": 24,
+    "lr": 0.5,
+    "lr_floor": 0.5,
+    "warmup": 1,
+    "weight_decay": 0.5,
+    "beta2": 0.5,
+    "dtype": "bf16",
+    "dropout": 0.5,
+    "vocab": 37,
+    "context": 16,
+}
 
 
 @pytest.mark.parametrize("name, value", LASTING.items())
@@ -74,5 +86,11 @@ def test_what_decides_the_losses_must_be_repeated(name, value):
 
 
 def test_what_does_not_decide_the_losses_may_change():
-    for changes in ({"strategy": "fsdp"}, {"accumulate": 3}, {"steps": 7}, {"keep": 1}, {"validate_every": 2}):
+    for changes in (
+        {"strategy": "fsdp"},
+        {"accumulate": 3},
+        {"steps": 7},
+        {"keep": 1},
+        {"validate_every": 2},
+    ):
         refuse_other_run(tiny().identity({}), tiny(**changes).identity({}), "a checkpoint")

@@ -26,7 +26,9 @@ def run(context, folder, data=None, /, **changes):
 
 def run_and_measure(me, folder, data=None, /, *, progress=lambda text: None, **changes):
     """How it ended, and the metrics of its results; None where they were written before."""
-    config = tiny(**({"steps": 2, "validate_sequences": 4, "vocab": 31 if data is None else None} | changes))
+    config = tiny(
+        **({"steps": 2, "validate_sequences": 4, "vocab": 31 if data is None else None} | changes)
+    )
     folder, written = Path(folder), []
     folder.mkdir(exist_ok=True)
 
@@ -35,17 +37,33 @@ def run_and_measure(me, folder, data=None, /, *, progress=lambda text: None, **c
         (folder / "steps").write_text(str(metrics["steps"]))
 
     outcome = train(
-        config, data or DataConfig(), me, folder, write_results=write_results, log_every=1, progress=progress,
-        has_results=lambda steps: (folder / "steps").exists() and (folder / "steps").read_text() == str(steps),
-    )  # fmt: skip
+        config,
+        data or DataConfig(),
+        me,
+        folder,
+        write_results=write_results,
+        log_every=1,
+        progress=progress,
+        has_results=lambda steps: (
+            (folder / "steps").exists() and (folder / "steps").read_text() == str(steps)
+        ),
+    )
     return outcome, written[0] if written else None
 
 
 def refused(context, root):
     for path, changes, message in (
         (f"{root}/short.txt", {}, "too few for one window"),
-        (f"{root}/two.txt", {}, r"two.txt \(2 tokens, 0 of them to train on\): 0 tokens are too few"),
-        (f"{root}/one.txt", {}, r"one.txt \(1 tokens, 0 of them to train on\): 0 tokens are too few"),
+        (
+            f"{root}/two.txt",
+            {},
+            r"two.txt \(2 tokens, 0 of them to train on\): 0 tokens are too few",
+        ),
+        (
+            f"{root}/one.txt",
+            {},
+            r"one.txt \(1 tokens, 0 of them to train on\): 0 tokens are too few",
+        ),
         (f"{root}/none.txt", {}, "No such file"),
         (None, {"batch": 5}, "a batch of 5 sequences cannot be divided among 2 ranks"),
     ):
@@ -65,7 +83,9 @@ def test_unusable_data_is_an_error_on_every_rank(tmp_path):
 # -- one writer --------------------------------------------------------------------------------------------
 
 
-def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(tmp_path, one_rank, monkeypatch):
+def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(
+    tmp_path, one_rank, monkeypatch
+):
     live = tmp_path / "checkpoints" / ".tmp-step_00000002"  # of the run that has the folder now
     step = Trainer.one_step
 
@@ -76,7 +96,9 @@ def test_a_run_whose_folder_was_taken_over_writes_no_checkpoint_and_no_results(t
         step(trainer)
 
     monkeypatch.setattr(Trainer, "one_step", taken_over)
-    with pytest.raises(OSError, match=r"step 2 could not be written .*no longer this run's to write"):
+    with pytest.raises(
+        OSError, match=r"step 2 could not be written .*no longer this run's to write"
+    ):
         run(one_rank, tmp_path)
     assert list((tmp_path / "checkpoints").iterdir()) == [live]
     assert not (tmp_path / "steps").exists() and (tmp_path / NAME).exists()
@@ -106,7 +128,8 @@ def resume_with_changed_data(context, root):
             text.write_bytes(changed)
         context.group.barrier().wait()
 
-    attempt(DataConfig(str(text), str(other)))  # all of the text would be trained on, what was held out too
+    # all of the text would be trained on, what was held out too
+    attempt(DataConfig(str(text), str(other)))
     rewrite()
     attempt(DataConfig(str(text)))
     rewrite()
@@ -126,7 +149,10 @@ def test_a_run_goes_on_with_the_data_that_it_was_begun_with_or_not_at_all(tmp_pa
     assert same == "accepted"
     for message in (held_out, edited, longer):
         assert "belongs to another run: data." in message and "\n" not in message
-    assert "data.validation is 'the last 63000 tokens' there and '1300 tokens of a file' here" in held_out
+    assert (
+        "data.validation is 'the last 63000 tokens' there and '1300 tokens of a file' here"
+        in held_out
+    )
     assert "data.trained_on is 1197000 there and 1260000 here" in held_out
     assert edited.count(" there and ") == 1 and "data.sha256 is" in edited
     assert "data.count is 1260000 there and 1260004 here" in longer
@@ -139,7 +165,9 @@ def test_validation_data_of_its_own_may_not_change_either(tmp_path, one_rank):
     data = DataConfig(str(text), str(other))
     run(one_rank, tmp_path / "run", data)
     other.write_bytes(other.read_bytes()[:-1] + b"?")
-    with pytest.raises(ValueError, match=r"data.validation_sha256 is '\w{64}' there and '\w{64}' here"):
+    with pytest.raises(
+        ValueError, match=r"data.validation_sha256 is '\w{64}' there and '\w{64}' here"
+    ):
         run(one_rank, tmp_path / "run", data, steps=3)
 
 
@@ -186,13 +214,20 @@ def read_while_it_changes(context, root, name, how):
 
 @pytest.mark.parametrize("name, good", [("text", 3), ("other", 6)], ids=["training", "validation"])
 @pytest.mark.parametrize("how, ranks", [("shorter", 1), ("in place", 2)])
-def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(tmp_path, name, good, how, ranks):
+def test_data_that_changes_ends_the_run_with_a_checkpoint_of_the_last_good_step(
+    tmp_path, name, good, how, ranks
+):
     """A file that shrinks under a mapping ends the process with SIGBUS; another text was trained on unnoticed."""
-    for rank, (said, resumed) in enumerate(run_ranks(read_while_it_changes, ranks, str(tmp_path), name, how)):
+    for rank, (said, resumed) in enumerate(
+        run_ranks(read_while_it_changes, ranks, str(tmp_path), name, how)
+    ):
         assert resumed == good
         assert f"{name}-{rank}.txt was changed while this run read it; training stopped" in said
         assert f"The checkpoint of step {good} is good" in said
-        assert said.endswith("With the file as it was, the same command continues") and "\n" not in said
+        assert (
+            said.endswith("With the file as it was, the same command continues")
+            and "\n" not in said
+        )
 
 
 def test_a_checkpoint_comes_before_the_validation_that_fails(tmp_path, one_rank, monkeypatch):
@@ -214,7 +249,9 @@ def test_a_journal_forgets_what_a_lost_run_wrote_and_a_line_cut_short(tmp_path):
     journal = Journal(path, first_step=2)
     journal.write({"step": 2, "loss": 1.5})
     journal.close()
-    assert read_journal(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 1.5}] == journal.lines
+    assert (
+        read_journal(path) == [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 1.5}] == journal.lines
+    )
 
 
 def test_a_full_disk_under_a_journal_is_named(tmp_path):
@@ -225,18 +262,23 @@ def test_a_full_disk_under_a_journal_is_named(tmp_path):
         journal.write({"step": 1, "loss": 3.0})
     with suppress(OSError):
         journal.close()
-    assert message_of(caught.value).startswith("/dev/full: No space left on device: make room there")
+    assert message_of(caught.value).startswith(
+        "/dev/full: No space left on device: make room there"
+    )
 
 
 def test_what_is_no_line_of_a_journal_is_left_out(tmp_path):
     path = Path(tmp_path / "metrics.jsonl")
     path.write_bytes(
-        b'7\n[]\n{"loss": 1.0}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1, "loss": 3.0}\n' + b"[" * 10**5
+        b'7\n[]\n{"loss": 1.0}\n\xff\xfe\n{"step": "x", "loss": 1}\n{"step": 1, "loss": 3.0}\n'
+        + b"[" * 10**5
     )
     assert read_journal(path) == [{"step": 1, "loss": 3.0}]
 
 
-def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again(tmp_path, one_rank):
+def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again(
+    tmp_path, one_rank
+):
     _, written = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1)
     (tmp_path / "steps").write_text("2")  # as if it had died behind its last checkpoint
     outcome, late = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1)
@@ -245,7 +287,9 @@ def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again
         assert late[metric] == written[metric] is not None
     assert late["step_p50_ms"] > 0
     said: list[str] = []
-    again, nothing = run_and_measure(one_rank, tmp_path, steps=4, checkpoint_every=1, progress=said.append)
+    again, nothing = run_and_measure(
+        one_rank, tmp_path, steps=4, checkpoint_every=1, progress=said.append
+    )
     assert nothing is None and again == Outcome(4, 4, None, [])
     assert "this run is complete: 4 of 4 steps" in said[-1]
     assert NAME not in {path.name for path in tmp_path.iterdir()}
@@ -253,5 +297,8 @@ def test_a_run_that_died_before_its_results_writes_them_when_it_is_started_again
 
 def test_what_does_not_fit_is_refused_before_anything_is_built_or_read(tmp_path, one_rank):
     """A context of 100,000,000 built for minutes without a line."""
-    with pytest.raises(MemoryError, match=r"context 100,000,000 .* does not fit in the memory of cpu.* --context \d+"):
+    with pytest.raises(
+        MemoryError,
+        match=r"context 100,000,000 .* does not fit in the memory of cpu.* --context \d+",
+    ):
         run(one_rank, tmp_path, context=100_000_000)

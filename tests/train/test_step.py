@@ -33,8 +33,13 @@ def test_the_mean_gradient_is_clipped_by_its_own_norm(one_rank, micro_batches, l
     """Under fp16's loss scale too: the norm is taken, and clipped, as if there were none."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
-    optimizer, scaler = torch.optim.SGD(model.parameters(), lr=1.0), scale and LossScaler(scale=scale)
-    step = TrainStep(Local(model), optimizer, sum_loss, max_grad_norm=limit, scaler=scaler, context=one_rank)
+    optimizer, scaler = (
+        torch.optim.SGD(model.parameters(), lr=1.0),
+        scale and LossScaler(scale=scale),
+    )
+    step = TrainStep(
+        Local(model), optimizer, sum_loss, max_grad_norm=limit, scaler=scaler, context=one_rank
+    )
     norm = sum(micro_batches) / len(micro_batches)
     assert step([torch.tensor([[x]]) for x in micro_batches]).item() == 0.0
     assert step.grad_norm.item() == pytest.approx(norm)
@@ -49,10 +54,14 @@ def test_peers_accumulate_as_one_process_does(context, strategy):
 
     torch's static graph failed where its first backward did not synchronize.
     """
-    config = preset("tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=31, context_length=8)
+    config = preset(
+        "tiny", num_layers=2, d_model=32, d_ff=48, num_heads=2, vocab_size=31, context_length=8
+    )
 
     def thrice(rank, step, device):
-        data = SyntheticTokens(config.vocab_size, 2, config.context_length, seed=0, rank=rank, device=device)
+        data = SyntheticTokens(
+            config.vocab_size, 2, config.context_length, seed=0, rank=rank, device=device
+        )
         return [data.batch(3 * step + number) for number in range(3)]
 
     task = Task(lambda seed, device: TransformerLM(config, device=device, seed=seed), thrice)

@@ -29,7 +29,9 @@ def joined(lists):
     return list(chain.from_iterable(lists))
 
 
-@given(st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5))
+@given(
+    st.integers(1, 40), st.integers(1, 4), st.integers(1, 3), st.integers(1, 3), st.integers(0, 5)
+)
 def test_each_window_once_per_epoch_disjoint_and_alike_at_every_world_size(
     count, world_size, micro, share, seed
 ):
@@ -38,13 +40,16 @@ def test_each_window_once_per_epoch_disjoint_and_alike_at_every_world_size(
         return
     steps = 3 * count // batch + 1
     parts = {"micro_batches": micro, "seed": seed, "batch": batch}
-    orders = [GlobalOrder(count, rank=rank, world_size=world_size, **parts) for rank in range(world_size)]
+    orders = [
+        GlobalOrder(count, rank=rank, world_size=world_size, **parts) for rank in range(world_size)
+    ]
     alone = GlobalOrder(count, rank=0, world_size=1, batch=batch, seed=seed)
     seen = []
     for step in range(steps):
         mine = [joined(order.numbers(step)) for order in orders]
         assert all(len(part) == micro * share for part in mine)
-        assert joined(mine) == alone.numbers(step)[0]  # so the data of a step is that of one process
+        # so the data of a step is that of one process
+        assert joined(mine) == alone.numbers(step)[0]
         seen += joined(mine)
     for epoch in range(len(seen) // count):
         assert sorted(seen[epoch * count : (epoch + 1) * count]) == list(range(count))
@@ -61,7 +66,9 @@ def test_every_token_is_a_target_once_and_the_tail_is_ragged_only_for_validation
     targets = ragged.rows(range(ragged.count))[:, 1:].flatten()
     assert targets[targets != IGNORED].tolist() == list(range(1, 24))
     inputs, shifted = to_batch(ragged.rows([4]), torch.device("cpu"))
-    assert inputs.tolist() == [[20, 21, 22, 23, 0]] and shifted.tolist() == [[21, 22, 23, IGNORED, IGNORED]]
+    assert inputs.tolist() == [[20, 21, 22, 23, 0]] and shifted.tolist() == [
+        [21, 22, 23, IGNORED, IGNORED]
+    ]
 
 
 @pytest.mark.parametrize("name", ["t.bin", "t.npy", "t.txt"])
@@ -96,7 +103,9 @@ def test_an_id_out_of_range_is_named_by_the_rank_that_has_it():
 
 
 @given(st.integers(0, 20), st.integers(1, 7), st.integers(1, 5), st.integers(0, 19))
-def test_every_token_is_hashed_once_and_alike_at_every_world_size(count, block, world_size, changed):
+def test_every_token_is_hashed_once_and_alike_at_every_world_size(
+    count, block, world_size, changed
+):
     tokens = np.arange(count, dtype=np.uint32)
     alone = examine(tokens, 100, block=block)[0]
     shares = [examine(tokens, 100, rank, world_size, block=block)[0] for rank in range(world_size)]
@@ -106,7 +115,8 @@ def test_every_token_is_hashed_once_and_alike_at_every_world_size(count, block, 
         other[changed] ^= 1
         found = examine(other, 100, block=block)[0]
         assert [a == b for a, b in zip(found, alone, strict=True)].index(False) == changed // block
-    assert examine(tokens.view(np.int32), 100, block=block)[0] == alone  # bytes, whatever they are called
+    # bytes, whatever they are called
+    assert examine(tokens.view(np.int32), 100, block=block)[0] == alone
 
 
 @pytest.mark.parametrize("kind", ["a pickle", "objects", "a half"])
@@ -212,7 +222,9 @@ def test_what_is_not_a_file_is_named(tmp_path, make, said):
             check(path)
 
 
-@pytest.mark.parametrize("values", [np.arange(1, 400), np.array([5, 128_000, 17, 900] * 8)], ids=["zeros", "high"])
+@pytest.mark.parametrize(
+    "values", [np.arange(1, 400), np.array([5, 128_000, 17, 900] * 8)], ids=["zeros", "high"]
+)
 def test_uint32_without_its_type_is_refused(tmp_path, values):
     path = tmp_path / "x.bin"
     values.astype(np.uint32).tofile(path)
@@ -223,7 +235,13 @@ def test_uint32_without_its_type_is_refused(tmp_path, values):
 
 
 @pytest.mark.parametrize(
-    "values", [np.zeros(64), np.arange(64), np.array([3, 0, 1, 2] * 16), np.array([40_000, 2, 1, 9_000] * 16)]
+    "values",
+    [
+        np.zeros(64),
+        np.arange(64),
+        np.array([3, 0, 1, 2] * 16),
+        np.array([40_000, 2, 1, 9_000] * 16),
+    ],
 )
 def test_tokens_that_are_uint16_are_not_taken_for_uint32(tmp_path, values):
     path = tmp_path / "x.bin"
@@ -232,7 +250,8 @@ def test_tokens_that_are_uint16_are_not_taken_for_uint32(tmp_path, values):
 
 
 @pytest.mark.parametrize(
-    "text", [b"PK, said he", b"BZh9 was here", b"PAR1 is a word", b"SQLite format", b"{}", "é\n".encode()]
+    "text",
+    [b"PK, said he", b"BZh9 was here", b"PAR1 is a word", b"SQLite format", b"{}", "é\n".encode()],
 )
 def test_a_text_that_begins_like_a_container_is_a_text(tmp_path, text):
     path = tmp_path / "x.txt"

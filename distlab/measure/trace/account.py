@@ -68,14 +68,19 @@ def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
     ranges = [(event.start_ms, event.end_ms) for event in named]
     queued = bool(named) and named[-1].name == NEXT
     if not ranges or (queued and len(ranges) == 1):
-        raise ValueError(f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window")
+        raise ValueError(
+            f"the trace has no range {STEP!r}: write it with profile_steps, or pass a window"
+        )
     kernels = _launched(events)
     if not queued or not kernels:
         ranges = ranges[: len(ranges) - queued]
         return [(span, span) for span in ranges]
     main = main_lane(events)
     begins = [
-        min((k.start_ms for k in kernels if k.lane == main and start <= k.launched_ms <= end), default=start)
+        min(
+            (k.start_ms for k in kernels if k.lane == main and start <= k.launched_ms <= end),
+            default=start,
+        )
         for start, end in ranges
     ]
     return list(zip(ranges, itertools.pairwise(begins), strict=False))
@@ -117,7 +122,9 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
     updates = [(e.start_ms, e.end_ms) for e in events if e.name == OPTIMIZER]
     updating, others = [], []
     for event in (e for e in events if e.kind == "compute"):
-        (updating if any(start <= event.on_host_ms < end for start, end in updates) else others).append(event)
+        (
+            updating if any(start <= event.on_host_ms < end for start, end in updates) else others
+        ).append(event)
     kernels = {}  # name → (how often, ms)
     for event in others:
         if window[0] <= event.start_ms < window[1]:
@@ -147,13 +154,23 @@ def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, 
     """
     window = median_step(events) if window is None else window
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)
-    found = {"compute": compute, "copies": copies, "communication": comm, "exposed": subtract(comm, compute)}
+    found = {
+        "compute": compute,
+        "copies": copies,
+        "communication": comm,
+        "exposed": subtract(comm, compute),
+    }
     begin, _ = window
-    return {lane: [(start - begin, end - begin) for start, end in spans] for lane, spans in found.items()}
+    return {
+        lane: [(start - begin, end - begin) for start, end in spans]
+        for lane, spans in found.items()
+    }
 
 
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:
-    return intersect(((event.start_ms, event.end_ms) for event in events if event.kind == kind), [window])
+    return intersect(
+        ((event.start_ms, event.end_ms) for event in events if event.kind == kind), [window]
+    )
 
 
 def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:

@@ -83,8 +83,8 @@ def activities_on(device: Device) -> list[ProfilerActivity]:
     """What torch.profiler records of a device: its kernels, and the host's operators."""
     if torch.device(device).type == "cuda":
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
-    # torch 2.13's profiler announces its start and end on stderr, above the level of errors. Without CUPTI it has no
-    # errors worth the noise. It reads the variable at its first use.
+    # torch 2.13's profiler announces its start and end on stderr, above the level of errors.
+    # Without CUPTI it has no errors worth the noise. It reads the variable at its first use.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     return [ProfilerActivity.CPU]
 
@@ -93,7 +93,9 @@ class _RangesOnly(autograd_profiler.profile):
     """torch's profiler without the host's operators, which double the host's time: ranges, launches, and the GPU."""
 
     def _start_trace(self) -> None:
-        autograd_profiler._enable_profiler(self.config(), self.kineto_activities, {RecordScope.USER_SCOPE})
+        autograd_profiler._enable_profiler(
+            self.config(), self.kineto_activities, {RecordScope.USER_SCOPE}
+        )
 
 
 def profile_steps(
@@ -135,7 +137,9 @@ def profile_steps(
         OSError: ``path`` cannot be written; what ``step`` raises passes through. Nothing is left at ``path``.
     """
     if steps < 1 or warmup < 0:
-        raise ValueError(f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}")
+        raise ValueError(
+            f"profile_steps needs steps >= 1 and warmup >= 0, got {steps} and {warmup}"
+        )
     on_cuda = torch.device(device).type == "cuda"
     if operators or not on_cuda:
         recording = profile(activities=activities_on(device), acc_events=True)
@@ -154,8 +158,12 @@ def profile_steps(
     with tempfile.NamedTemporaryFile(suffix=".json") as raw, atomic_path(path) as temporary:
         profiler.export_chrome_trace(raw.name)
         trace = json.loads(Path(raw.name).read_text(encoding="utf-8", errors="replace"))
-        data = json.dumps(_with_rank(trace, rank, world_size, backend), separators=(",", ":")).encode()
-        temporary.write_bytes(gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data)
+        data = json.dumps(
+            _with_rank(trace, rank, world_size, backend), separators=(",", ":")
+        ).encode()
+        temporary.write_bytes(
+            gzip.compress(data, compresslevel=5, mtime=0) if path.suffix == ".gz" else data
+        )
 
 
 def busy_ms(step: Call) -> tuple[float, float]:
@@ -193,7 +201,9 @@ def compiled_calls(step: Call, finish: Call = lambda: None) -> CompiledCalls:
         step()
         finish()
     names = Counter(event.name for event in profiler.events())
-    regions = sum(count for name, count in names.items() if name.startswith("Torch-Compiled Region"))
+    regions = sum(
+        count for name, count in names.items() if name.startswith("Torch-Compiled Region")
+    )
     return CompiledCalls(regions, names["TorchDynamo Cache Lookup"])
 
 
@@ -207,7 +217,9 @@ def _on_device(call: Call, times: int) -> list[Any]:
         for _ in range(times):
             call()
         torch.cuda.synchronize()
-    return [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return [
+        event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
 
 
 class Phases:
@@ -245,11 +257,15 @@ def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) ->
     for private in ("host_name", "traceName"):
         trace.pop(private, None)
     known = {"backend": backend, "rank": rank, "world_size": world_size}
-    trace["distributedInfo"] = known | trace.get("distributedInfo", {})  # which torch writes where it knows them
+    # which torch writes where it knows them
+    trace["distributedInfo"] = known | trace.get("distributedInfo", {})
     for event in trace["traceEvents"]:
         if (pid := event.get("pid")) is not None:
-            # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end at 2**22.
-            event["pid"] = pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
+            # Ranks on two hosts, or in two containers, may have the same process id. Linux ids end
+            # at 2**22.
+            event["pid"] = (
+                pid + rank * 10_000_000 if isinstance(pid, int) else f"{pid} (rank {rank})"
+            )
         named = {"process_name": "name", "process_labels": "labels"}.get(event.get("name"))
         if event.get("ph") == "M" and named:
             event["args"][named] = f"rank {rank}: {event['args'].get(named, '')}"
@@ -275,7 +291,9 @@ def load_trace(path: AnyPath) -> list[Event]:
     try:
         trace = read_trace_file(path)
     except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is truncated or is not a trace ({error}): profile again") from None
+        raise ValueError(
+            f"{path} is truncated or is not a trace ({error}): profile again"
+        ) from None
     raw = trace.get("traceEvents") if isinstance(trace, dict) and "schemaVersion" in trace else None
     if not isinstance(raw, list):
         raise ValueError(
@@ -284,7 +302,9 @@ def load_trace(path: AnyPath) -> list[Event]:
     try:
         return _events([entry for entry in raw if entry.get("ph") == "X" and "cat" in entry])
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} holds an event that torch.profiler does not write: {error!r}") from None
+        raise ValueError(
+            f"{path} holds an event that torch.profiler does not write: {error!r}"
+        ) from None
 
 
 _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
@@ -296,7 +316,11 @@ def _events(spans: list[Entry]) -> list[Event]:
     """
     origin = min((span["ts"] for span in spans), default=0.0)
     gpu_trace = any(span["cat"] == "kernel" for span in spans)
-    launches = {_argument(s, "correlation"): s["ts"] for s in spans if s["cat"] in ("cuda_runtime", "cuda_driver")}
+    launches = {
+        _argument(s, "correlation"): s["ts"]
+        for s in spans
+        if s["cat"] in ("cuda_runtime", "cuda_driver")
+    }
     operators = {_argument(s, "External id"): s["name"] for s in spans if s["cat"] == "cpu_op"}
     gloo_threads = {span["tid"] for span in spans if span["name"].startswith("gloo:")}
     events = []
@@ -307,17 +331,27 @@ def _events(spans: list[Entry]) -> list[Event]:
         lane = f"{'stream' if on_gpu else 'thread'} {span['tid']}"
         covered = end <= reach.get((lane, kind), -math.inf)
         if kind == "compute" and not on_gpu:
-            covered |= gpu_trace or span["tid"] in gloo_threads or end <= reach.get((lane, "c10d"), -math.inf)
+            covered |= (
+                gpu_trace
+                or span["tid"] in gloo_threads
+                or end <= reach.get((lane, "c10d"), -math.inf)
+            )
         if kind is None or (covered and kind != "range"):
             continue
         reach[lane, kind] = end
         if kind != "c10d":
             launched = launches.get(_argument(span, "correlation")) if on_gpu else None
-            events.append(Event(
-                span["name"], kind, lane, (start - origin) / 1e3, (end - origin) / 1e3,
-                None if launched is None else (launched - origin) / 1e3,
-                operators.get(_argument(span, "External id")) if on_gpu else None,
-            ))  # fmt: skip
+            events.append(
+                Event(
+                    span["name"],
+                    kind,
+                    lane,
+                    (start - origin) / 1e3,
+                    (end - origin) / 1e3,
+                    None if launched is None else (launched - origin) / 1e3,
+                    operators.get(_argument(span, "External id")) if on_gpu else None,
+                )
+            )
     return events
 
 

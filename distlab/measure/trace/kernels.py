@@ -81,8 +81,16 @@ def summarise(events: Sequence[Event]) -> Profile:
         inside = any(start <= event.start_ms and event.end_ms <= end for start, end in windows)
         if event.kind == "range" or not inside:
             continue
-        kind = "communication" if event.kind == "communication" else category(event.name, event.operator)
-        names = (p.name.removeprefix("distlab:") for p in phases if p.start_ms <= event.on_host_ms <= p.end_ms)
+        kind = (
+            "communication"
+            if event.kind == "communication"
+            else category(event.name, event.operator)
+        )
+        names = (
+            p.name.removeprefix("distlab:")
+            for p in phases
+            if p.start_ms <= event.on_host_ms <= p.end_ms
+        )
         times[event.name, kind, next(names, OUTSIDE)].append(event.end_ms - event.start_ms)
         busy.append((event.start_ms, event.end_ms))
     steps = len(windows)
@@ -96,7 +104,8 @@ def summarise(events: Sequence[Event]) -> Profile:
     )
 
 
-# In this order; the first pattern that is found decides. `mm` must not be found inside a longer word.
+# In this order; the first pattern that is found decides. `mm` must not be found inside a longer
+# word.
 _PATTERNS = (
     ("communication", r"nccl|gloo|c10d"),
     ("optimizer", r"adam|sgd|multi_?tensor|foreach|clip_grad"),
@@ -104,21 +113,38 @@ _PATTERNS = (
     ("attention", r"flash|fmha|attention|sdpa"),
     ("softmax", r"softmax"),
     ("normalisation", r"(rms|layer|group|batch)_?norm|gammabeta|rmsnorm"),
-    ("matrix products", r"(?<![a-z])(add)?b?a?(add)?b?mm(?![a-z])|(add|b)?mm_?backward|matmul|linear|gem[mv]|nvjet"
-                        r"|cutlass|xmma|cublas|split_?k"),
-    ("element-wise", r"triton_(poi|red|per)|swiglu|silu|gelu|sigmoid|rope|"
-                     r"(?<![a-z])(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|reciprocal|where|masked_?fill|dropout|sum|"
-                     r"mean|tanh|cos|sin|abs|maximum|minimum|ones_like|zeros_like|fill|zero)_?(backward|(?![a-z]))"),
-    ("casts and copies", r"copy|::to$|clone|contiguous|mem(cpy|set)|catarray|::cat$|catbackward|split\w*backward|"
-                         r"roll|stack|unbind|reshape|::index_put"),
+    (
+        "matrix products",
+        r"(?<![a-z])(add)?b?a?(add)?b?mm(?![a-z])|(add|b)?mm_?backward|matmul|linear|gem[mv]|nvjet"
+        r"|cutlass|xmma|cublas|split_?k",
+    ),
+    (
+        "element-wise",
+        r"triton_(poi|red|per)|swiglu|silu|gelu|sigmoid|rope|"
+        r"(?<![a-z])(add|sub|mul|div|neg|pow|exp|log|sqrt|rsqrt|reciprocal|where|masked_?fill|dropout|sum|"
+        r"mean|tanh|cos|sin|abs|maximum|minimum|ones_like|zeros_like|fill|zero)_?(backward|(?![a-z]))",
+    ),
+    (
+        "casts and copies",
+        r"copy|::to$|clone|contiguous|mem(cpy|set)|catarray|::cat$|catbackward|split\w*backward|"
+        r"roll|stack|unbind|reshape|::index_put",
+    ),
     ("element-wise", r"element_?wise|reduce_kernel"),
-)  # fmt: skip
+)
 _COMPILED = [(name, re.compile(pattern)) for name, pattern in _PATTERNS]
 OTHER = "other"
 CATEGORIES = (
-    "matrix products", "attention", "softmax", "normalisation", "element-wise", "loss", "casts and copies",
-    "communication", "optimizer", OTHER,
-)  # fmt: skip
+    "matrix products",
+    "attention",
+    "softmax",
+    "normalisation",
+    "element-wise",
+    "loss",
+    "casts and copies",
+    "communication",
+    "optimizer",
+    OTHER,
+)
 
 
 @functools.lru_cache(maxsize=4096)

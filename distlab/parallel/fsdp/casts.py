@@ -55,7 +55,9 @@ def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[
     return casts
 
 
-def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
     if kwargs:
         kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
     return tuple([_cast(dtype, value) for value in args]), kwargs

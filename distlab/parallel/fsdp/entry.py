@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from distlab.parallel.fsdp.casts import parameter_dtype
 from distlab.parallel.fsdp.layout import Sizes
 
-Place = tuple[Sizes, Sizes, int]  # sizes, strides and first element, as `Tensor.as_strided` takes them
+# sizes, strides and first element, as `Tensor.as_strided` takes them
+Place = tuple[Sizes, Sizes, int]
 
 
 @dataclass(eq=False)
@@ -109,7 +110,8 @@ def list_entries(module: nn.Module, compute_dtype: torch.dtype | None) -> list[E
             if (owner, attribute) not in entry.owners:
                 entry.owners.append((owner, attribute))
             dtype = parameter_dtype(owner, parameter, compute_dtype)
-            if len(entry.names) == 1 or dtype == compute_dtype:  # a norm's weight may be a bias elsewhere
+            # a norm's weight may be a bias elsewhere
+            if len(entry.names) == 1 or dtype == compute_dtype:
                 entry.compute_dtype = dtype
     if not entries:
         raise ValueError("FSDP: the module has no parameters; there is nothing to shard")

@@ -113,11 +113,14 @@ class FSDP(Guarded):
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         for entry in entries:
-            entry.parameter.replaced = True  # what holds it steps nothing that is in use: see guards/hooks.py
+            # what holds it steps nothing that is in use: see guards/hooks.py
+            entry.parameter.replaced = True
         self._units = [Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)]
         self.flat_params = [param for unit in self._units for param in unit.params]
         self._sharded = [  # every sharded parameter, and where it lies
-            (entry, param, index) for param in self.flat_params for index, entry in enumerate(param.entries)
+            (entry, param, index)
+            for param in self.flat_params
+            for index, entry in enumerate(param.entries)
         ]
         small = [entry for entry in entries if not entry.is_sharded]
         self._replicated = Replicated(small, self.device, self.process_group)
@@ -134,7 +137,10 @@ class FSDP(Guarded):
         self.guard = ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
         self._runtime = Runtime(self._units, self.guard, type(module).__name__, keep_gathered)
         self._held = list(self._find_shards())
-        self._handles = [*hook_casts(casts), *shard_guard.refuse_state_dicts(module, self._sharded_owners())]
+        self._handles = [
+            *hook_casts(casts),
+            *shard_guard.refuse_state_dicts(module, self._sharded_owners()),
+        ]
 
     # -- the public face -----------------------------------------------------------------------------------
 
@@ -145,7 +151,8 @@ class FSDP(Guarded):
         if torch._C._current_graph_task_id() != NO_BACKWARD:  # this very call is being recomputed
             return self.module(*args, **kwargs)
         if self._runtime.backward_task is not None:
-            # It raised. All ranks must have failed at one place, else those that wait fail within the group's timeout.
+            # It raised. All ranks must have failed at one place, else those that wait fail within
+            # the group's timeout.
             self._runtime.recover()
             self.zero_grad()
         self.guard.check_module()
@@ -223,13 +230,20 @@ class FSDP(Guarded):
         """
         for entry, load in self._loaders():
             name = next((name for name in entry.names if name in parameters), entry.name)
-            given, needed = tuple(getattr(parameters.get(name), "shape", ())), tuple(entry.parameter.shape)
+            given, needed = (
+                tuple(getattr(parameters.get(name), "shape", ())),
+                tuple(entry.parameter.shape),
+            )
             if name not in parameters or given != needed:
                 found = f"has shape {given}" if name in parameters else "is missing"
-                raise ValueError(f"load_full_params: '{name}' {found}; the model's has shape {needed}")
+                raise ValueError(
+                    f"load_full_params: '{name}' {found}; the model's has shape {needed}"
+                )
             load(parameters[name])
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
         """Load a whole state by `load_full_state_dict()`; the shards of a rank are refused.
 
         Raises:
@@ -259,11 +273,18 @@ class FSDP(Guarded):
 
     def _find_shards(self) -> Iterator[Shard]:
         for entry, param, index in self._sharded:
-            # Rows of a matrix that is not in row-major order are no contiguous part of its elements.
+            # Rows of a matrix that is not in row-major order are no contiguous part of its
+            # elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
             copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
-            yield Shard(plain_name(entry.name), entry.parameter.shape, start, param.shards[index], copies=copies)
+            yield Shard(
+                plain_name(entry.name),
+                entry.parameter.shape,
+                start,
+                param.shards[index],
+                copies=copies,
+            )
         for entry, master in self._replicated.masters:
             yield whole(entry.name, master)
 

@@ -14,8 +14,11 @@ from collections.abc import Sequence
 
 from distlab.parallel.shard import FlatLayout
 
-ALIGNMENT = 8  # elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's address
-# Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a collective's latency.
+# elements; 16 bytes in a 2-byte dtype, the alignment that matmul kernels need of an operand's
+# address
+ALIGNMENT = 8
+# Saving fewer elements is not worth another buffer: sending 1 MiB of fp32 costs less than a
+# collective's latency.
 WORTH_A_BUFFER = 2**18
 
 Sizes = tuple[int, ...]  # of a parameter's dimensions, from the outermost stride to the innermost
@@ -46,7 +49,9 @@ class RowLayout(FlatLayout):
         """
         first, last = self.shard_range(index, rank)
         cut = cut_dimension(self.sizes[index], self.world_size)
-        return (1,) * cut + ((last - first) // self.row_numels[index],) + self.sizes[index][cut + 1 :]
+        return (
+            (1,) * cut + ((last - first) // self.row_numels[index],) + self.sizes[index][cut + 1 :]
+        )
 
 
 def cut_dimension(sizes: Sizes, world_size: int) -> int:

@@ -25,7 +25,9 @@ class NotGathered(Tensor):
     _message: str
 
     @staticmethod
-    def __new__(cls, like: Tensor, dtype: torch.dtype, device: torch.device, message: str) -> NotGathered:
+    def __new__(
+        cls, like: Tensor, dtype: torch.dtype, device: torch.device, message: str
+    ) -> NotGathered:
         stand_in = Tensor._make_wrapper_subclass(
             cls,
             like.shape,
@@ -41,7 +43,9 @@ class NotGathered(Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
         found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise RuntimeError(found._message)
 

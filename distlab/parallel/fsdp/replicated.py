@@ -41,13 +41,17 @@ class Replicated:
                 self._copies.append(copy)
                 self.cast.append((entry.name, master))
         self.trainable = [master for _, master in self.masters if master.requires_grad]
-        self._buckets = [GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)]
+        self._buckets = [
+            GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)
+        ]
         self._exchange = AllReduce(group, lambda flat: collectives.all_reduce_mean(flat, group))
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Cast the masters again. Through `.data`, because a forward before this one may have saved the copy."""
-        torch._foreach_copy_([copy.data for copy in self._copies], [master for _, master in self.cast])
+        torch._foreach_copy_(
+            [copy.data for copy in self._copies], [master for _, master in self.cast]
+        )
 
     def average(self) -> None:
         """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""

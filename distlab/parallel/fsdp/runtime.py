@@ -63,10 +63,13 @@ class Runtime:
         self.backward_task: int | None = None
         self._order = UnitOrder(units, self._group)
         self._backward_order = UnitOrder(units, self._group)
-        self._running: list[Unit] = []  # units whose forward has begun and not ended, the innermost last
+        # units whose forward has begun and not ended, the innermost last
+        self._running: list[Unit] = []
         self._ran: list[int] = []  # units run with gradients since the last backward began
         self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
-        self._on_replicas = [param for unit in units for param in unit.trainable if param.replicate is not None]
+        self._on_replicas = [
+            param for unit in units for param in unit.trainable if param.replicate is not None
+        ]
         self._handles = []
         for unit in units:
             self._handles += [
@@ -134,7 +137,10 @@ class Runtime:
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output, unit.name))
-        if any(t.layout is torch.strided and t.untyped_storage()._cdata in unit.storages for t in outputs):
+        if any(
+            t.layout is torch.strided and t.untyped_storage()._cdata in unit.storages
+            for t in outputs
+        ):
             output = copied(unit.name, output)  # it lies in memory that is about to be freed
             outputs = [output]
         if torch._C._current_graph_task_id() != NO_BACKWARD:
@@ -144,11 +150,14 @@ class Runtime:
         for entry, full in unit.full:
             if full._version:  # else that of its construction
                 refuse_written(entry)
-        while self._running.pop() is not unit:  # a nested unit whose exception the module has caught
+        # a nested unit whose exception the module has caught
+        while self._running.pop() is not unit:
             pass
         if unit not in self._running:  # else it runs inside itself
             self._reshard(unit)
-        if torch.is_grad_enabled() and self._announce(_Call(unit, [other.index for other in self._running]), outputs):
+        if torch.is_grad_enabled() and self._announce(
+            _Call(unit, [other.index for other in self._running]), outputs
+        ):
             unit.uses += 1
             self._ran.append(unit.index)
         return output
@@ -180,7 +189,8 @@ class Runtime:
         """Backward comes to an operation that made outputs of these calls, in the order in which they returned."""
         task = torch._C._current_graph_task_id()
         for call in reversed(calls):
-            if call.task != task:  # each operation that made an output announces the call, and the first one counts
+            # each operation that made an output announces the call, and the first one counts
+            if call.task != task:
                 call.task = task
                 self._before_backward(call)
 
@@ -195,24 +205,33 @@ class Runtime:
         unit.touched = True
         if not self.arrived:
             self._reached.append(torch._C._current_autograd_node())
-        # All ranks must come to the same unit now; the order of the last such pass says which one comes next.
+        # All ranks must come to the same unit now; the order of the last such pass says which one
+        # comes next.
         following = self._backward_order.advance(unit.index)
-        # What must stay: this unit, the one fetched ahead, units around this call, whose own backward goes on when
-        # this one's has ended, and units whose forward is running, if this backward runs inside of it.
+        # What must stay: this unit, the one fetched ahead, units around this call, whose own
+        # backward goes on when this one's has ended, and units whose forward is running, if this
+        # backward runs inside of it.
         stay = {unit.index, following, *call.around, *(running.index for running in self._running)}
-        # Every other unit that has memory is done: backward passes through the calls in the reverse order of forward.
-        done = [other for other in self.units if other.state is not State.SHARDED and other.index not in stay]
-        # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits, by the stream, for
-        # the kernels that still read this memory.
+        # Every other unit that has memory is done: backward passes through the calls in the reverse
+        # order of forward.
+        done = [
+            other
+            for other in self.units
+            if other.state is not State.SHARDED and other.index not in stay
+        ]
+        # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits,
+        # by the stream, for the kernels that still read this memory.
         for other in done:
             self._reshard(other)
-        # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for the gradients.
+        # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for
+        # the gradients.
         unit.unshard()
         unit.wait_for_unshard()
         if following is not None:
             self.units[following].unshard()
         for other in done:
-            # One that runs again in this graph (shared weights) is sent when its last use has been through.
+            # One that runs again in this graph (shared weights) is sent when its last use has been
+            # through.
             if other.touched and other.uses <= 0:
                 self._post_backward(other)
 
@@ -240,14 +259,16 @@ class Runtime:
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
-        self.wait_for_gradients()  # nothing is left to hide them behind, and zero_grad() must find them
+        # nothing is left to hide them behind, and zero_grad() must find them
+        self.wait_for_gradients()
         self.guard.note()
         self.backward_task = None
 
     def _post_backward(self, unit: Unit) -> None:
         """The unit's gradients are complete: put them together, and send them unless inside no_sync()."""
         unit.touched = False
-        self.wait_for_reduce_scatter()  # frees the flat gradient of the unit before: there is one at a time
+        # frees the flat gradient of the unit before: there is one at a time
+        self.wait_for_reduce_scatter()
         for param in unit.trainable:
             self.arrived |= param.accumulate_gradients()
             if self.synchronize:
@@ -283,7 +304,9 @@ class Runtime:
         for unit in self.units:
             if any(full.grad is not None for full in unit.trained):
                 refuse_lost_gradients(unit)
-        if not self.arrived and lead_to(self._reached, (p for unit in self.units for p in unit.trained)):
+        if not self.arrived and lead_to(
+            self._reached, (p for unit in self.units for p in unit.trained)
+        ):
             refuse_no_gradient()
         self.arrived = self._keeping = False
         self.reshard()

@@ -51,7 +51,8 @@ class FlatParam:
         self.rank = group.rank()
         self.layout = layout = RowLayout([entry.sizes for entry in entries], group.size())
         self._places_in_buffer = [
-            entry.place_of(entry.sizes, offset) for entry, offset in zip(entries, layout.offsets, strict=True)
+            entry.place_of(entry.sizes, offset)
+            for entry, offset in zip(entries, layout.offsets, strict=True)
         ]
         self._places_in_slice = [
             entry.place_of(layout.shard_sizes(index, self.rank), layout.place(index, self.rank))
@@ -72,11 +73,15 @@ class FlatParam:
         self._gathering: tuple[Work, Tensor] | None = None
         self._reducing: tuple[Work, Tensor] | None = None
         self._replicating: tuple[Work, Tensor] | None = None
-        self.has_gradient = False  # the flat gradient, in the master's dtype, holds what has not been sent
+        # the flat gradient, in the master's dtype, holds what has not been sent
+        self.has_gradient = False
         if self.trainable:
             self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
             self._gradient_views = self._views(self._gradient)
-            self._gradient_storage, self._gradient_bytes = self._gradient.untyped_storage(), self._gradient.nbytes
+            self._gradient_storage, self._gradient_bytes = (
+                self._gradient.untyped_storage(),
+                self._gradient.nbytes,
+            )
             self._gradient_storage.resize_(0)
             self._zero = self.master.new_zeros(())
 
@@ -95,7 +100,11 @@ class FlatParam:
     def gather_masters(self) -> list[Tensor]:
         """Every parameter in full, in the masters' dtype and its own shape. Blocks; needs the memory of both."""
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
-        collectives.wait(collectives.all_gather(flat, self.master, self.group), self.group, "gathering parameters")
+        collectives.wait(
+            collectives.all_gather(flat, self.master, self.group),
+            self.group,
+            "gathering parameters",
+        )
         return [view.clone() for view in self._views(flat)]
 
     # -- parameters ----------------------------------------------------------------------------------------
@@ -132,7 +141,9 @@ class FlatParam:
         fresh, self.has_gradient = not self.has_gradient, True
         self._gradient_storage.resize_(self._gradient_bytes)
         targets, gradients = [], []
-        for entry, parameter, view in zip(self.entries, self.full, self._gradient_views, strict=True):
+        for entry, parameter, view in zip(
+            self.entries, self.full, self._gradient_views, strict=True
+        ):
             gradient, parameter.grad = parameter.grad, None
             if gradient is None:
                 if fresh:
@@ -168,7 +179,10 @@ class FlatParam:
         assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
         if self.has_gradient:
             received = torch.empty_like(self.master)
-            self._reducing = (collectives.reduce_scatter_mean(received, self._gradient, self.group), received)
+            self._reducing = (
+                collectives.reduce_scatter_mean(received, self._gradient, self.group),
+                received,
+            )
             self.has_gradient = False
 
     def wait_for_reduce_scatter(self) -> None:
@@ -250,8 +264,11 @@ class Unit:
         self.trainable = [param for param in self.params if param.trainable]
         self.trained = [full for param in self.trainable for full in param.full]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
-        self.full = [pair for param in self.params for pair in zip(param.entries, param.full, strict=True)]
-        self._places = [  # of the parameters, what is found there when they are gathered, and when they are not
+        self.full = [
+            pair for param in self.params for pair in zip(param.entries, param.full, strict=True)
+        ]
+        # of the parameters, what is found there when they are gathered, and when they are not
+        self._places = [
             (owner, attribute, full, not_gathered)
             for entry, full in self.full
             for not_gathered in [
@@ -300,7 +317,8 @@ class Unit:
         """Give the full parameters' memory back, after which the module's attributes do not find them."""
         if self.state is not State.SHARDED:
             self.state = State.SHARDED
-            self.watch(self.watching)  # first: reading a freed buffer would end the process, not raise
+            # first: reading a freed buffer would end the process, not raise
+            self.watch(self.watching)
             for param in self.params:
                 param.reshard()
 

@@ -50,7 +50,9 @@ def _last_called(steps: Sequence[tuple[str, nn.Module]]) -> int:
 
 def _unit_of(steps: Sequence[tuple[str, nn.Module]], owning: set[int]) -> tuple[str, nn.Module]:
     """(path, module) of the unit that holds a parameter, of the modules on the way to it."""
-    below = next((i + 1 for i, (_, m) in enumerate(steps) if isinstance(m, nn.ModuleList)), len(steps))
+    below = next(
+        (i + 1 for i, (_, m) in enumerate(steps) if isinstance(m, nn.ModuleList)), len(steps)
+    )
     called = [i for i in range(1, len(steps)) if is_called(steps[i][1])]
     children = [i for i in called if i >= below]
     owners = [i for i in called if id(steps[i][1]) in owning]

@@ -21,7 +21,8 @@ def refuse_assigned(placed: Iterable[tuple[str, Tensor, tuple[int, int]]]) -> No
         RuntimeError: one has other memory since; copying it into its place would overwrite what `p.data`, kept to be
             assigned again, is an alias of.
     """
-    with torch._C.DisableTorchFunctionSubclass():  # to look at a parameter that is being gathered waits for nothing
+    # to look at a parameter that is being gathered waits for nothing
+    with torch._C.DisableTorchFunctionSubclass():
         assigned = [
             name
             for name, parameter, (storage, offset) in placed

@@ -46,8 +46,10 @@ class GradientGuard(Guard):
         self._optimizer: weakref.ref[Optimizer] | None = None  # which alone knows the parts
         self.sent_early = False
         self._pending = False  # a synchronised forward was not finished
-        self._ready: dict[int, Version] = {}  # gradients of synchronised backward passes that were not finished
-        self._unsent: set[int] = set()  # gradients of backward passes under no_sync() since the last finish
+        # gradients of synchronised backward passes that were not finished
+        self._ready: dict[int, Version] = {}
+        # gradients of backward passes under no_sync() since the last finish
+        self._unsent: set[int] = set()
         self._in_backward = False  # stays True after a backward that raised
 
     # -- forward and backward ------------------------------------------------------------------------------
@@ -55,7 +57,8 @@ class GradientGuard(Guard):
     def before_forward(self, synchronizes: bool) -> None:
         """Called before a forward with gradients; recovers from a backward that raised, or that was dropped."""
         dropped = self._ready and all(self._trainable[index].grad is None for index in self._ready)
-        if (self._in_backward or dropped) and torch._C._current_graph_task_id() == -1:  # not inside of it
+        # not inside of it
+        if (self._in_backward or dropped) and torch._C._current_graph_task_id() == -1:
             self._recover()
         self._pending |= synchronizes
 
@@ -106,7 +109,8 @@ class GradientGuard(Guard):
 
     def may_send(self, index: int) -> bool:
         """Note the gradient that is about to be sent; returns whether the wrappers ahead have sent all of theirs."""
-        gradient = self._trainable[index].grad  # a view of a bucket, where the strategy has packed it
+        # a view of a bucket, where the strategy has packed it
+        gradient = self._trainable[index].grad
         self._ready[index] = gradient, gradient._version
         return len(order.begun) == 1 or order.may_send(self._wrapper())
 
@@ -115,7 +119,11 @@ class GradientGuard(Guard):
         one: what runs next there says when that one ends.
         """
         around = torch._C._current_autograd_node()
-        following = [node for node, _ in around.next_functions if node and node.next_functions] if around else []
+        following = (
+            [node for node, _ in around.next_functions if node and node.next_functions]
+            if around
+            else []
+        )
         self._in_backward = bool(following)
         for node in following:
             node.register_prehook(self._enter_outer_backward)
@@ -153,7 +161,8 @@ class GradientGuard(Guard):
                 )
         if self._registrations != hooks.registrations:
             self.check_unchanged()
-        # Gradients may have been put into `.grad` by hand; those of passes under `no_sync()` wait for the one outside.
+        # Gradients may have been put into `.grad` by hand; those of passes under `no_sync()` wait
+        # for the one outside.
         by_hand = not (self._unsent or self.shards_gradients)
         if not (self._pending or self._ready or (by_hand and find_edited(self.named))):
             return False
@@ -174,7 +183,8 @@ class GradientGuard(Guard):
         """Note that the wrapper has finished, or has failed to."""
         for parameter in self._trainable:
             if parameter.grad is not None:
-                parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
+                # operations in place count it up
+                parameter.grad.synchronized_version = parameter.grad._version
         self._pending = self._in_backward = self.sent_early = False
         self._ready.clear()
         self._unsent.clear()
@@ -192,7 +202,11 @@ class GradientGuard(Guard):
                 "yet: call finish_gradient_synchronization() after backward, before optimizer.step(); backward passes "
                 "under no_sync() are sent by the next one outside it"
             )
-        if self._optimizer is not None and optimizer is not None and self._optimizer() is not optimizer:
+        if (
+            self._optimizer is not None
+            and optimizer is not None
+            and self._optimizer() is not optimizer
+        ):
             raise RuntimeError(
                 "these gradients are reduce-scattered, and each rank has the mean of a part only: step with the "
                 f"ZeroOptimizer that was made last for this wrapper, not with {type(optimizer).__name__}; for "
@@ -240,6 +254,9 @@ def find_edited(named: Named) -> str | None:
     """Name a parameter whose gradient was changed or replaced since finish, or None; to drop one is no edit."""
     for name, parameter in named:
         gradient = parameter.grad
-        if gradient is not None and getattr(gradient, "synchronized_version", None) != gradient._version:
+        if (
+            gradient is not None
+            and getattr(gradient, "synchronized_version", None) != gradient._version
+        ):
             return name
     return None

@@ -29,8 +29,10 @@ from distlab.parallel.shard_states import check_loaded
 if TYPE_CHECKING:
     from distlab.parallel.guards.module import Guard
 
-registrations = 0  # of parameters and modules, in any module of this process, while something is watched
-_watched: "weakref.WeakKeyDictionary[Guard, set[int]]" = weakref.WeakKeyDictionary()  # parameters by their ids
+# of parameters and modules, in any module of this process, while something is watched
+registrations = 0
+# parameters by their ids
+_watched: "weakref.WeakKeyDictionary[Guard, set[int]]" = weakref.WeakKeyDictionary()
 _undo: list[Callable[[], None]] = []  # removes the hooks; empty while there are none
 
 
@@ -102,7 +104,8 @@ def _install() -> None:
 
 
 def _restore(before: Callable[..., Any], checked: Callable[..., Any]) -> None:
-    if GradScaler.step is checked:  # else somebody has wrapped it again, and without a guard it checks nothing
+    # else somebody has wrapped it again, and without a guard it checks nothing
+    if GradScaler.step is checked:
         GradScaler.step = before
 
 

@@ -36,13 +36,21 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> Named
     refuse_uninitialized(module)
     check_ranks_agree(module, group)
     refuse_shared_memory(module)
-    trainable = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    trainable = [
+        (name, parameter)
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad
+    ]
     if not trainable:
-        raise ValueError(f"{strategy}: the module has no parameter that requires a gradient; nothing to average")
+        raise ValueError(
+            f"{strategy}: the module has no parameter that requires a gradient; nothing to average"
+        )
     the_device([parameter for _, parameter in trainable], strategy)
     for name, parameter in trainable:
         if not parameter.is_floating_point():
-            raise ValueError(f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged")
+            raise ValueError(
+                f"'{name}' is {parameter.dtype}; only floating-point parameters are averaged"
+            )
         if parameter.dtype not in collectives.SENDABLE:
             raise ValueError(
                 f"'{name}' is {parameter.dtype}, in which gradients cannot be averaged: freeze it "
@@ -123,7 +131,9 @@ class Guard:
         self._editing = False  # inside elementwise_edits()
         hooks.watch(self, [parameter for _, parameter in named])
         self._registrations = hooks.registrations
-        self._stop_checking_loads = weakref.finalize(self, check_loads(wrapper.module, named).remove)
+        self._stop_checking_loads = weakref.finalize(
+            self, check_loads(wrapper.module, named).remove
+        )
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -146,7 +156,8 @@ class Guard:
         self.check_step()
         for _, parameter in self.named if self.shards_gradients else ():
             if parameter.grad is not None:
-                parameter.grad.synchronized_version = None  # left by an exception, they are half edited
+                # left by an exception, they are half edited
+                parameter.grad.synchronized_version = None
         self._editing = True
         try:
             yield
@@ -247,5 +258,6 @@ def check_loads(module: nn.Module, named: Named) -> RemovableHandle:
 
 
 def _kind_of(tensor: Tensor) -> str:
-    strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""  # where memory formats differ
+    # where memory formats differ
+    strides = f", strides {tensor.stride()}" if tensor.dim() >= 4 else ""
     return f"{tensor.dtype} on {tensor.device}{strides}"

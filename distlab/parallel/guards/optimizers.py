@@ -40,7 +40,9 @@ def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bo
             or a layer that rewrites its rows in forward.
     """
     if not isinstance(ddp, BucketedDDP):
-        raise TypeError(f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}")
+        raise TypeError(
+            f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}"
+        )
     if not (elementwise or is_elementwise(optimizer_cls) or takes_shards(optimizer_cls)):
         raise ValueError(
             f"{optimizer_cls.__name__} is not known to be element-wise, and here it sees parts of parameters: give "
@@ -103,4 +105,6 @@ def group_of(parameters: Sequence[nn.Parameter], given: ProcessGroup | None) -> 
 def refuse_other_groups(saved: Sequence[dict[str, Any]], names: Sequence[Sequence[str]]) -> None:
     """Raise ValueError for a saved state whose groups hold other parameters than these."""
     if [list(group["params"]) for group in saved] != [list(group) for group in names]:
-        raise ValueError("the saved groups hold other parameters, or in another order, than this optimizer's")
+        raise ValueError(
+            "the saved groups hold other parameters, or in another order, than this optimizer's"
+        )

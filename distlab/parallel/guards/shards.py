@@ -38,7 +38,9 @@ def check_compute_dtype(dtype: Any) -> None:
 
 
 def find_device(
-    entries: list[Entry], init_fn: Callable[[nn.Module], Any] | None, device: torch.device | str | None
+    entries: list[Entry],
+    init_fn: Callable[[nn.Module], Any] | None,
+    device: torch.device | str | None,
 ) -> torch.device:
     """Return the one device of all parameters, or `device` for a module on meta.
 
@@ -53,7 +55,9 @@ def find_device(
             )
         return torch.device(device)
     if init_fn is not None or device is not None:
-        raise ValueError("FSDP: init_fn and device are for a module built on meta; this one has its values")
+        raise ValueError(
+            "FSDP: init_fn and device are for a module built on meta; this one has its values"
+        )
     return found
 
 
@@ -75,7 +79,9 @@ def refuse_parameters(entries: list[Entry]) -> None:
     for entry in entries:
         parameter = entry.parameter
         if getattr(parameter, "made_by_fsdp", False):
-            raise ValueError(f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first")
+            raise ValueError(
+                f"FSDP: '{entry.name}' is wrapped already: call close() on that wrapper first"
+            )
         if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
             raise ValueError(
                 f"FSDP: '{entry.name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which would "
@@ -96,7 +102,9 @@ def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
     """
     for plan in plans:
         for path, outer in module.named_modules():
-            around = outer is not plan.module and any(inner is plan.module for inner in outer.modules())
+            around = outer is not plan.module and any(
+                inner is plan.module for inner in outer.modules()
+            )
             compiled = "_orig_mod" in outer._modules and around  # what torch.compile returns
             in_place = outer._compiled_call_impl is not None and (around or outer is plan.module)
             if compiled or in_place:
@@ -126,11 +134,17 @@ class ShardGuard(Guard):
 
     shards_gradients = True
 
-    def __init__(self, fsdp: FSDP, entries: Sequence[Entry], sharded: Named, replicated: Named, cast: Named):
+    def __init__(
+        self, fsdp: FSDP, entries: Sequence[Entry], sharded: Named, replicated: Named, cast: Named
+    ):
         super().__init__(fsdp, [*sharded, *replicated])
         self._sharded, self._replicated = sharded, replicated
         self._without_hooks = [*sharded, *cast]
-        self._owned = [(e.name, module, name, module._parameters[name]) for e in entries for module, name in e.owners]
+        self._owned = [
+            (e.name, module, name, module._parameters[name])
+            for e in entries
+            for module, name in e.owners
+        ]
         self.placed = [
             (entry.name, shard, place_of(shard))
             for param in fsdp.flat_params
@@ -138,7 +152,9 @@ class ShardGuard(Guard):
         ]
         self._trained = [shard.requires_grad for _, shard, _ in self.placed]
         self.pending = self.unfinished = False
-        self._of_steps: weakref.WeakKeyDictionary[Optimizer, Sequence[RemovableHandle]] = weakref.WeakKeyDictionary()
+        self._of_steps: weakref.WeakKeyDictionary[Optimizer, Sequence[RemovableHandle]] = (
+            weakref.WeakKeyDictionary()
+        )
 
     def close(self) -> None:
         """Watch nothing any more."""
@@ -173,10 +189,12 @@ class ShardGuard(Guard):
 
     def note(self, finished: bool = False) -> None:
         """Note that the gradients are as they should be now; if `finished`, also that the wrapper has finished."""
-        # Without a backward the shards' gradients are those of before, and an edit of them is one still.
+        # Without a backward the shards' gradients are those of before, and an edit of them is one
+        # still.
         for _, parameter in self._replicated if finished and not self.unfinished else self.named:
             if parameter.grad is not None:
-                parameter.grad.synchronized_version = parameter.grad._version  # operations in place count it up
+                # operations in place count it up
+                parameter.grad.synchronized_version = parameter.grad._version
         if finished:
             self.pending = self.unfinished = False
 
@@ -189,7 +207,8 @@ class ShardGuard(Guard):
         """
         if self._registrations != hooks.registrations:
             self.check_unchanged()
-        if not (self.pending or (not self.unfinished and find_edited(self._replicated))):  # vectors alone
+        # vectors alone
+        if not (self.pending or (not self.unfinished and find_edited(self._replicated))):
             return False
         for (name, shard, _), trained in zip(self.placed, self._trained, strict=True):
             if shard.requires_grad != trained:
@@ -256,7 +275,9 @@ def _refuse_edited(named: Named) -> None:
 
 
 @torch._disable_dynamo
-def _at_step(reference: weakref.ref[ShardGuard], ended: bool, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _at_step(
+    reference: weakref.ref[ShardGuard], ended: bool, optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
     """An optimizer's hook: what its step has done to gradients is no edit (SGD with Nesterov momentum adds to them)."""
     guard = reference()
     if guard is not None:
@@ -268,7 +289,9 @@ def _at_step(reference: weakref.ref[ShardGuard], ended: bool, optimizer: Optimiz
 
 def refuse_matrices(optimizer: Optimizer) -> None:
     """Raises ValueError for an optimizer of matrices, here this rank's rows, that is not known to be element-wise."""
-    if any(parameter.ndim >= 2 for group in optimizer.param_groups for parameter in group["params"]):
+    if any(
+        parameter.ndim >= 2 for group in optimizer.param_groups for parameter in group["params"]
+    ):
         name = type(optimizer).__name__
         raise ValueError(
             f"{name} is not known to be element-wise, and here it sees this rank's rows of matrices: write "
@@ -356,7 +379,9 @@ def refuse_no_gradient() -> NoReturn:
 
 
 def refuse_reentrant_checkpoint(
-    unit: Unit, nodes: Iterable[Iterable[torch.autograd.graph.Node]], backward_task: Callable[[], int | None]
+    unit: Unit,
+    nodes: Iterable[Iterable[torch.autograd.graph.Node]],
+    backward_task: Callable[[], int | None],
 ) -> None:
     """Let a backward of its own through what was recomputed in backward raise: its gradients would not be sent.
 

@@ -17,8 +17,12 @@ def refuse_shared_memory(module: nn.Module) -> None:
     for name, parameter in module.named_parameters():  # a tied parameter is listed once
         if parameter.numel() > 0:
             first, width = parameter.storage_offset(), parameter.element_size()
-            reach = sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
-            touched = (first * width, (first + reach + 1) * width, name, parameter)  # the first byte, one past the last
+            reach = sum(
+                (size - 1) * stride
+                for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
+            )
+            # the first byte, one past the last
+            touched = (first * width, (first + reach + 1) * width, name, parameter)
             on_storage.setdefault(parameter.untyped_storage()._cdata, []).append(touched)
     for together in on_storage.values():
         for (start, stop, name, one), (first, last, other_name, other) in combinations(together, 2):

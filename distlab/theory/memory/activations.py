@@ -128,9 +128,14 @@ ALONE = Sharing()
 
 
 def block_activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False,
+    shape: ModelShape,
+    batch: int,
+    context: int,
+    precision: Precision,
+    attention: str = "sdpa",
+    fused: bool = False,
     sharing: Sharing = ALONE,
-) -> int:  # fmt: skip
+) -> int:
     """Bytes that autograd keeps of one block; see the table above.
 
     Args:
@@ -149,14 +154,28 @@ def block_activations(
         of_attention = 2 * c * n * (shape.width + shape.kv_width)
         of_attention += (FP32 + (c if c != FP32 else 0)) * n * heads * context
     else:
-        of_attention = c * n * sharing.attention_widths(shape.width, shape.kv_width) + FP32 * n * heads
-    return 2 * r * part * d + 2 * FP32 * part + 2 * c * n * d + of_attention + (3 if fused else 4) * c * n * f
+        of_attention = (
+            c * n * sharing.attention_widths(shape.width, shape.kv_width) + FP32 * n * heads
+        )
+    return (
+        2 * r * part * d
+        + 2 * FP32 * part
+        + 2 * c * n * d
+        + of_attention
+        + (3 if fused else 4) * c * n * f
+    )
 
 
 def activations(
-    shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa", fused: bool = False,
-    compiled: bool = False, sharing: Sharing = ALONE,
-) -> Activations:  # fmt: skip
+    shape: ModelShape,
+    batch: int,
+    context: int,
+    precision: Precision,
+    attention: str = "sdpa",
+    fused: bool = False,
+    compiled: bool = False,
+    sharing: Sharing = ALONE,
+) -> Activations:
     """All parts for a batch on one rank; arguments and errors as `block_activations`.
 
     A compiled block does not store what `recompute.KEEPS` names and nothing needs: w2's result.
@@ -172,12 +191,21 @@ def activations(
     rotation = 0 if fused else 3 * FP32 * n * (shape.width + shape.kv_width)
     # Nothing of naive attention is kept: backward needs the scores anyway.
     of_attention = (c * n * shape.width + FP32 * n * shape.heads) * (attention != "naive")
-    matmuls = {"qkv": shape.width + 2 * shape.kv_width, "output": d, "w1": f, "w3": f, "w2": 0 if compiled else d}
+    matmuls = {
+        "qkv": shape.width + 2 * shape.kv_width,
+        "output": d,
+        "w1": f,
+        "w3": f,
+        "w2": 0 if compiled else d,
+    }
     results = {"attention": of_attention} | {name: c * n * width for name, width in matmuls.items()}
     shared = shape.tensor > 1  # the loss then keeps logits and exponentials; see `tensor_parallel`
     return Activations(
         block=block,
-        kept={name: r * part * d + sum(results[each] for each in keeps) for name, keeps in KEEPS.items()}
+        kept={
+            name: r * part * d + sum(results[each] for each in keeps)
+            for name, keeps in KEEPS.items()
+        }
         | {"none": block},
         last=r * part * d + c * n * d + FP32 * part,
         loss=(1 + shared) * FP32 * n * vocabulary,
@@ -201,7 +229,13 @@ def inference_temporary(
     twice), and the mask. In SwiGLU: gate, its silu, up and the result. In the loss: logits, in fp32, and their
     log-softmax. A matrix under use has its cast beside it.
     """
-    n, d, f, c, r = batch * context, shape.d_model, shape.d_ff, precision.compute, precision.residual
+    n, d, f, c, r = (
+        batch * context,
+        shape.d_model,
+        shape.d_ff,
+        precision.compute,
+        precision.residual,
+    )
     scores = n * shape.num_heads * context
     naive = (2 * FP32 * scores + context * context) * (attention == "naive")
     rotated, qkv = c * n * (d + shape.kv_width), c * n * (d + 2 * shape.kv_width)

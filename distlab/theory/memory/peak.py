@@ -28,7 +28,14 @@ from dataclasses import dataclass, replace
 from distlab.theory.checks import at_least_one, one_of
 from distlab.theory.forms import Form
 from distlab.theory.memory import states as held
-from distlab.theory.memory.activations import ALONE, FP32, PRECISIONS, Precision, Sharing, activations
+from distlab.theory.memory.activations import (
+    ALONE,
+    FP32,
+    PRECISIONS,
+    Precision,
+    Sharing,
+    activations,
+)
 from distlab.theory.memory.states import (
     CUBLAS_WORKSPACES,
     OPTIMIZERS,
@@ -111,9 +118,13 @@ def step_memory(
         precision = PRECISIONS[precision]
     at_least_one(world_size=world_size, micro_batches_held=micro_batches_held)
     kept = activations(shape, batch, context, precision, attention, fused, compiled, sharing)
-    levels, group = (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
+    levels, group = (
+        (checkpointing, 0) if isinstance(checkpointing, tuple) else ((), int(checkpointing))
+    )
     if group < 0:
-        raise ValueError(f"checkpointing={checkpointing}: groups of at least one block, or 0 for none")
+        raise ValueError(
+            f"checkpointing={checkpointing}: groups of at least one block, or 0 for none"
+        )
     if levels and (len(levels) != shape.num_layers or set(levels) - kept.kept.keys()):
         raise ValueError(
             f"checkpointing={checkpointing}: one of {', '.join(kept.kept)} for each of {shape.num_layers} blocks"
@@ -123,9 +134,19 @@ def step_memory(
     share = shape.num_layers * shape.block_matrices / shape.num_parameters
     states = share * of_matrices + (1 - share) * of_others
     setting = held.Setting(
-        shape, kept, precision, strategy, world_size, group, states, in_step, levels[-layers:], loss_chunk,
-        layers, accumulates,
-    )  # fmt: skip
+        shape,
+        kept,
+        precision,
+        strategy,
+        world_size,
+        group,
+        states,
+        in_step,
+        levels[-layers:],
+        loss_chunk,
+        layers,
+        accumulates,
+    )
     resident = held.resident(setting)
     states = replace(resident, optimizer_state=held.optimizer_state(setting))
     if accumulates and setting.shards_parameters:
@@ -153,7 +174,9 @@ def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
         ValueError: a device without memory, or negative bytes.
     """
     if total_bytes < 0 or not device_bytes > 0:
-        raise ValueError(f"total_bytes={total_bytes}, device_bytes={device_bytes}: give positive bytes")
+        raise ValueError(
+            f"total_bytes={total_bytes}, device_bytes={device_bytes}: give positive bytes"
+        )
     return max(1, -(-int(total_bytes) // int(device_bytes)))
 
 
@@ -172,15 +195,21 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 is no sharding")
     if world_size < 1 or num_parameters < 0:
-        raise ValueError(f"num_parameters={num_parameters}, world_size={world_size}: must be positive")
-    divided = [size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (12, 1))]
+        raise ValueError(
+            f"num_parameters={num_parameters}, world_size={world_size}: must be positive"
+        )
+    divided = [
+        size if stage < since else size / world_size for size, since in ((2, 3), (2, 2), (12, 1))
+    ]
     return sum(divided) * num_parameters
 
 
 # -- the walk ------------------------------------------------------------------------------------------------
 
 
-def _walk(setting: held.Setting, states: Breakdown, waiting: int) -> Iterator[tuple[str, Breakdown]]:
+def _walk(
+    setting: held.Setting, states: Breakdown, waiting: int
+) -> Iterator[tuple[str, Breakdown]]:
     """(phase, bytes) of every moment that could be the fullest, without workspaces.
 
     Args:
@@ -190,7 +219,10 @@ def _walk(setting: held.Setting, states: Breakdown, waiting: int) -> Iterator[tu
     copies = setting.precision.compute * in_full * setting.shape.block_matrices
     copies *= setting.precision.copies_weights
     for phase, moment in _micro_batch(setting, states):
-        activations, weights = moment.activations + waiting * blocks, moment.weight_copies + waiting * copies
+        activations, weights = (
+            moment.activations + waiting * blocks,
+            moment.weight_copies + waiting * copies,
+        )
         yield phase, replace(moment, activations=activations, weight_copies=weights)
     done = replace(states, gradients=held.all_gradients(setting))
     yield "gradient synchronization", done
@@ -227,32 +259,40 @@ def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str
                 gradients=held.all_gradients(setting),
                 gathered=head,
                 temporary=kept.residual_gradient
-                + held.full_gradients(setting, shape.embedding_parameters, setting.embedding_buffer),
+                + held.full_gradients(
+                    setting, shape.embedding_parameters, setting.embedding_buffer
+                ),
             ),
         )
 
 
-def _head(setting: held.Setting, states: Breakdown, forward: Breakdown) -> Iterator[tuple[str, Breakdown]]:
+def _head(
+    setting: held.Setting, states: Breakdown, forward: Breakdown
+) -> Iterator[tuple[str, Breakdown]]:
     """(phase, bytes) of the head and its loss, forward and back, behind `forward` of the blocks."""
     shape, kept, precision, layers = setting.shape, setting.kept, setting.precision, setting.layers
     unit = setting.block_buffer
     head = held.gathered(setting, setting.embedding_buffer)
-    # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second, with a static graph
-    # the third) NCCL's collectives hold the first set, unless torch's watchdog has let go of them: seen in recorded
-    # peaks, torch 2.11, and never after a pause of 0.3 s and another collective.
+    # torch DDP rebuilds its buckets in the order in which gradients came. In that step (the second,
+    # with a static graph the third) NCCL's collectives hold the first set, unless torch's watchdog
+    # has let go of them: seen in recorded peaks, torch 2.11, and never after a pause of 0.3 s and
+    # another collective.
     torch_ddp = setting.strategy.is_peer and setting.strategy.sends == "buckets"
     buckets = states.buckets + (FP32 * shape.num_parameters if torch_ddp else 0)
-    copies = 0 if setting.group else held.weight_copies(setting)  # with checkpoints no graph keeps the copies
+    # with checkpoints no graph keeps the copies
+    copies = 0 if setting.group else held.weight_copies(setting)
     copies = copies * setting.levels.count("none") // layers if setting.levels else copies
     if setting.loss_chunk is None:
-        inside, soon = (head, held.gathered(setting, unit)) if shape.tensor > 1 else (0, 0)  # the loss is in the head
+        # the loss is in the head
+        inside, soon = (head, held.gathered(setting, unit)) if shape.tensor > 1 else (0, 0)
         temporary = kept.loss + kept.forward_loss_temporary
         yield "loss", replace(forward, buckets=buckets, gathered=inside, temporary=temporary)
         forward = replace(forward, buckets=buckets, weight_copies=copies, gathered=inside + soon)
         yield "backward of loss", replace(forward, temporary=kept.loss + kept.loss_temporary)
         temporary = kept.logits_gradient + held.weight_gradient(setting, shape.embedding_parameters)
     else:
-        # The head's gradient is summed in fp32 over the chunks, then rounded where its weight came in another dtype.
+        # The head's gradient is summed in fp32 over the chunks, then rounded where its weight came
+        # in another dtype.
         wide = precision.compute != FP32 and not precision.copies_weights
         gradient = FP32 * shape.embedding_parameters
         rounded = precision.compute * shape.embedding_parameters if wide else gradient
@@ -261,7 +301,10 @@ def _head(setting: held.Setting, states: Breakdown, forward: Breakdown) -> Itera
         yield "loss", replace(forward, buckets=buckets, gathered=head, temporary=temporary)
         forward = replace(forward, buckets=buckets, weight_copies=copies)
         temporary = kept.head_gradient + rounded
-    yield "backward of head", replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary)
+    yield (
+        "backward of head",
+        replace(forward, gathered=head + held.gathered(setting, unit), temporary=temporary),
+    )
 
 
 def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
@@ -270,10 +313,13 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
     """
     shape, kept = setting.shape, setting.kept
     unit, buffer = shape.block_matrices, setting.block_buffer
-    done = (setting.layers - 1 - block) * shape.block_parameters + shape.has_head * shape.embedding_parameters
+    done = (
+        setting.layers - 1 - block
+    ) * shape.block_parameters + shape.has_head * shape.embedding_parameters
     below, recomputed = _kept_below(setting, block)
     casts = setting.precision.compute * unit if setting.precision.copies_weights else 0
-    before = setting.embedding_buffer if block == setting.layers - 1 else buffer  # whose gradients are being sent
+    # whose gradients are being sent
+    before = setting.embedding_buffer if block == setting.layers - 1 else buffer
     in_flight = FP32 * before if setting.shards_parameters else 0
     inside = replace(
         states,

@@ -13,9 +13,9 @@ then do not run again.
 
 from distlab.theory.flops import forward_flops
 
-# Whose results a recomputed block keeps beside its input, by the name of the choice; w1 and w3 are gate and up. What
-# costs most to recompute per byte comes first; `selective` keeps attention and every other matmul, as torchtitan's
-# policy "op" does. A block of `none` is not recomputed.
+# Whose results a recomputed block keeps beside its input, by the name of the choice; w1 and w3 are
+# gate and up. What costs most to recompute per byte comes first; `selective` keeps attention and
+# every other matmul, as torchtitan's policy "op" does. A block of `none` is not recomputed.
 KEEPS: dict[str, tuple[str, ...]] = {
     "block": (),
     "attention": ("attention",),
@@ -49,12 +49,20 @@ def recomputed_flops(plan: int | tuple[str, ...], *, num_layers: int, **sizes: i
     if isinstance(plan, int):
         again, stopped = blocks_run_again(num_layers, plan)
         return again * (one.total - one.head) - stopped * one.feed_forward // 3
-    output = one.attention_projections * sizes["d_model"] // (
-        2 * (sizes["d_model"] + sizes.get("kv_width", sizes["d_model"]))
+    output = (
+        one.attention_projections
+        * sizes["d_model"]
+        // (2 * (sizes["d_model"] + sizes.get("kv_width", sizes["d_model"])))
     )
     runs = {  # w2 never: nobody needs its result
-        "attention": one.attention_scores, "output": output, "qkv": one.attention_projections - output,
-        "w1": one.feed_forward // 3, "w3": one.feed_forward // 3,
-    }  # fmt: skip
-    again = {level: sum(runs[name] for name in runs if name not in keeps) for level, keeps in KEEPS.items()}
+        "attention": one.attention_scores,
+        "output": output,
+        "qkv": one.attention_projections - output,
+        "w1": one.feed_forward // 3,
+        "w3": one.feed_forward // 3,
+    }
+    again = {
+        level: sum(runs[name] for name in runs if name not in keeps)
+        for level, keeps in KEEPS.items()
+    }
     return sum((again | {"none": 0})[level] for level in plan)

@@ -13,13 +13,14 @@ from distlab.theory.memory.activations import FP32, Activations, Precision
 from distlab.theory.model_shape import ModelShape
 from distlab.theory.volume import padded_parameters, sharded_buffers
 
-# cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread and autograd's.
-# Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
+# cuBLAS reserves 32 MiB per stream and thread on Hopper, from the same allocator: forward's thread
+# and autograd's. Source: getChosenWorkspaceSize in aten/src/ATen/cuda/CublasHandlePool.cpp.
 CUBLAS_WORKSPACES = 2 * 32 * 2**20
 
-# fp32 numbers per stepped parameter: kept, of the matrices of blocks and of the rest, and needed during the step. The
-# foreach form makes temporaries of whole size: the square root of the second moment, of all parameters at once. Muon
-# has updates of all matrices that it sends, in fp32 and in bf16.
+# fp32 numbers per stepped parameter: kept, of the matrices of blocks and of the rest, and needed
+# during the step. The foreach form makes temporaries of whole size: the square root of the second
+# moment, of all parameters at once. Muon has updates of all matrices that it sends, in fp32 and in
+# bf16.
 OPTIMIZERS = {
     "adamw-fused": (2, 2, 0),
     "adamw-foreach": (2, 2, 1),
@@ -76,7 +77,8 @@ class Setting:
     group: int
     state_numbers: float
     step_numbers: float
-    levels: tuple[str, ...]  # what is kept of each block of a stage, an entry of `Activations.kept`; empty with groups
+    # what is kept of each block of a stage, an entry of `Activations.kept`; empty with groups
+    levels: tuple[str, ...]
     loss_chunk: int | None  # bytes of logits at a time, where the loss is computed in the head
     layers: int  # of a stage: all, unless ranks share the blocks
     accumulates: bool
@@ -150,8 +152,9 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 
 def gradients_after(setting: Setting, done: int) -> int:
     """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
-    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it comes copies instead.
-    if setting.accumulates and not (setting.shards_parameters or in_place(setting)):  # of earlier micro-batches
+    # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it
+    # comes copies instead. of earlier micro-batches
+    if setting.accumulates and not (setting.shards_parameters or in_place(setting)):
         return FP32 * setting.shape.num_parameters
     in_buckets = setting.strategy.sends == "buckets" and setting.strategy.has_buckets
     return 0 if in_buckets or in_place(setting) else setting.sharded(done)
@@ -168,7 +171,11 @@ def all_gradients(setting: Setting) -> int:
 def in_place(setting: Setting) -> bool:
     """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
     strategy = setting.strategy
-    return setting.precision.copies_weights and strategy.sends in ("all", "buckets") and not strategy.is_peer
+    return (
+        setting.precision.copies_weights
+        and strategy.sends in ("all", "buckets")
+        and not strategy.is_peer
+    )
 
 
 def weight_copies(setting: Setting) -> int:

@@ -56,8 +56,16 @@ from .cuda import IN_CUDA
 from .effects import banks, divergence, element_wise, levels, strides, waves
 from .forms import FORMS
 
-PARTS = {"strides": strides, "banks": banks, "divergence": divergence, "waves": waves, "levels": levels,
-         "element-wise": element_wise, **FORMS, **IN_CUDA}  # fmt: skip
+PARTS = {
+    "strides": strides,
+    "banks": banks,
+    "divergence": divergence,
+    "waves": waves,
+    "levels": levels,
+    "element-wise": element_wise,
+    **FORMS,
+    **IN_CUDA,
+}
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,18 @@ class Config(Options):
     """Which parts, how much work."""
 
     parts: tuple[str, ...] = option(tuple(PARTS), "parts", choices=tuple(PARTS))
-    elements: int = option(2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25)
+    elements: int = option(
+        2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25
+    )
     rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
     repeats: int = option(9, "timings of a row", least=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.elements & (self.elements - 1):
-            raise ValueError(f"elements={self.elements}: these kernels have no ragged blocks; give a power of two")
+            raise ValueError(
+                f"elements={self.elements}: these kernels have no ragged blocks; give a power of two"
+            )
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
@@ -97,16 +109,26 @@ def compare(records: Sequence[Record]) -> None:
 
 VIEW = View(
     columns=[
-        Column("variant", "case"), Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
-        Column("metrics.noise_pct", "± %", ".1f", derived=lambda record: noise_of(record.metrics, "time")),
-        Column("metrics.factor", "× first", ".2f"), Column("metrics.predicted_factor", "predicted", ".2f"),
+        Column("variant", "case"),
+        Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
+        Column(
+            "metrics.noise_pct",
+            "± %",
+            ".1f",
+            derived=lambda record: noise_of(record.metrics, "time"),
+        ),
+        Column("metrics.factor", "× first", ".2f"),
+        Column("metrics.predicted_factor", "predicted", ".2f"),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
-        Column("metrics.registers", "registers", missing=""), Column("metrics.spill_bytes", "spilled", missing=""),
+        Column("metrics.registers", "registers", missing=""),
+        Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.same_bits", "same bits", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
-        prediction_error("predicted_factor", "factor"), prediction_error("predicted_ms", "time_p50_ms"),
-        Column("metrics.error", "error", ".0e"), Column("metrics.status", "status"),
+        prediction_error("predicted_factor", "factor"),
+        prediction_error("predicted_ms", "time_p50_ms"),
+        Column("metrics.error", "error", ".0e"),
+        Column("metrics.status", "status"),
     ],
     headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
     derive=compare,
@@ -146,15 +168,37 @@ VIEW = View(
     "`tl.load` and `tl.dot` which lane holds which element, copies that run ahead, and padding against bank conflicts. "
     "It makes wgmma on Hopper, where the mma.sync of the file leaves a part of the tensor cores idle.\n\n"
     "Errors of launches and forms are against float64, over the largest value; in the interpreter times say nothing.",
-    terminal=("time_p50_ms", "factor", "predicted_factor", "gb_per_s", "in_flight_kib", "registers", "spill_bytes",
-              "same_bits", "predicted_ms", "factor_error_pct", "time_p50_ms_error_pct", "error", "status"),
-    findings=lambda records: [] if records[0].environment.get("cuda") else [
-        "Interpreted: the predictions and the errors count, and no time does."],
+    terminal=(
+        "time_p50_ms",
+        "factor",
+        "predicted_factor",
+        "gb_per_s",
+        "in_flight_kib",
+        "registers",
+        "spill_bytes",
+        "same_bits",
+        "predicted_ms",
+        "factor_error_pct",
+        "time_p50_ms_error_pct",
+        "error",
+        "status",
+    ),
+    findings=lambda records: (
+        []
+        if records[0].environment.get("cuda")
+        else ["Interpreted: the predictions and the errors count, and no time does."]
+    ),
     prediction="Effects: bytes of memory, and `theory.warp_access` and `theory.gpu`: rounds, branches and waves. "
     "Launches: from a copy and a latency of this run; see how to read.",
-)  # fmt: skip
+)
 SMALL = {"elements": 2**12, "rounds": CHECKED_ROUNDS, "repeats": 3}
 EXPERIMENT = Experiment(
-    Config, measure, VIEW, presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL}, gpus=1,
-    wrong=lambda records: [f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"],
-)  # fmt: skip
+    Config,
+    measure,
+    VIEW,
+    presets={"quick": {"repeats": 5}, "quick-cpu": SMALL, "smoke": SMALL},
+    gpus=1,
+    wrong=lambda records: [
+        f"{r.variant} is wrong" for r in records if r.metrics["status"] == "WRONG"
+    ],
+)

@@ -16,7 +16,8 @@ from kernels._dispatch import compile_only, interpreted, multiprocessors
 
 CHECKED_ROUNDS = 5  # after more of them every element is 2
 EXACT = 1e-5  # of an effect's kernel, in fp32
-ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}  # of a form's, over the largest value
+# of a form's, over the largest value
+ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass
@@ -36,8 +37,15 @@ class Bench:
         """Percentiles of the device's time."""
         return device_percentiles(call, self.device, self.config.repeats)
 
-    def effect(self, part: str, variant: str, factor: float | None, call: Callable[[int], Any] | None,
-               error: Callable[[], float], read_bytes: int = 0) -> None:  # fmt: skip
+    def effect(
+        self,
+        part: str,
+        variant: str,
+        factor: float | None,
+        call: Callable[[int], Any] | None,
+        error: Callable[[], float],
+        read_bytes: int = 0,
+    ) -> None:
         """Add a row of a hardware's effect.
 
         Args:
@@ -56,8 +64,14 @@ class Bench:
             metrics["gb_per_s"] = read_bytes * self.config.rounds / metrics["time_p50_ms"] / 1e6
         self.run.add(variant, {"predicted_factor": factor} | metrics, part=part)
 
-    def form(self, part: str, variant: str, call: Callable[[], Tensor], exact: Tensor,
-             factor: float | None = None) -> None:  # fmt: skip
+    def form(
+        self,
+        part: str,
+        variant: str,
+        call: Callable[[], Tensor],
+        exact: Tensor,
+        factor: float | None = None,
+    ) -> None:
         """Add a row of one way to compute something.
 
         Args:
@@ -70,12 +84,18 @@ class Bench:
             result = call().clone()
             error = (result.double() - exact).abs().max() / exact.abs().max()
             metrics = checked(error.item(), ROUNDED[result.dtype])
-            metrics["same_bits"] = "yes" if all(torch.equal(result, call()) for _ in range(3)) else "no"
+            metrics["same_bits"] = (
+                "yes" if all(torch.equal(result, call()) for _ in range(3)) else "no"
+            )
             if self.spec:
                 with compile_only() as compiled:
                     call()
                 used = [resources(kernel) for kernel in compiled]
-                metrics |= {name: max(each[name] for each in used) for name in ("registers", "spill_bytes") if used}
+                metrics |= {
+                    name: max(each[name] for each in used)
+                    for name in ("registers", "spill_bytes")
+                    if used
+                }
             return metrics | self.time(call)
 
         self.run.add(variant, {"predicted_factor": factor} | attempt(measured), part=part)

@@ -55,10 +55,19 @@ def attention(bench: Bench) -> None:
     heads, length = size(64, 1), size(2048, 128)
 
     def by_torch(*qkv: Tensor) -> Tensor:
-        return F.scaled_dot_product_attention(*(x[None] for x in qkv), is_causal=True)[0]  # fused for four dimensions
+        # fused for four dimensions
+        return F.scaled_dot_product_attention(*(x[None] for x in qkv), is_causal=True)[0]
 
-    compare(bench, "attention", lambda q, k, v: lesson.forward(STEP, q, k, v)[0], by_torch,
-            normal(bench, 3, heads, length, 64), (length // 64, heads), 128, length)  # fmt: skip
+    compare(
+        bench,
+        "attention",
+        lambda q, k, v: lesson.forward(STEP, q, k, v)[0],
+        by_torch,
+        normal(bench, 3, heads, length, 64),
+        (length // 64, heads),
+        128,
+        length,
+    )
 
 
 def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
@@ -71,8 +80,16 @@ def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
     return call
 
 
-def compare(bench: Bench, name: str, triton: Callable[..., Tensor], by_torch: Callable[..., Tensor], inputs: Any,
-            grid: tuple[int, int], block: int, *sizes: int) -> None:  # fmt: skip
+def compare(
+    bench: Bench,
+    name: str,
+    triton: Callable[..., Tensor],
+    by_torch: Callable[..., Tensor],
+    inputs: Any,
+    grid: tuple[int, int],
+    block: int,
+    *sizes: int,
+) -> None:
     """Add the rows of a kernel: in Triton, in CUDA C++, launched with this grid and block, and by torch."""
     part, exact = f"cuda-{name}", by_torch(*(x.double() for x in inputs))
     in_triton, in_cpp = LINES[name]
@@ -91,8 +108,14 @@ def in_cuda(name: str) -> Callable[..., None]:
     """The kernel of SOURCE, compiled for this GPU."""
     from torch.utils import cpp_extension
 
-    with patch.object(cpp_extension, "CUDA_HOME", "none"):  # torch asks for one, for headers that SOURCE does not need
+    # torch asks for one, for headers that SOURCE does not need
+    with patch.object(cpp_extension, "CUDA_HOME", "none"):
         return torch.cuda._compile_kernel(SOURCE, name)
 
 
-IN_CUDA = {"cuda-add": add, "cuda-softmax": row_softmax, "cuda-matmul": product, "cuda-attention": attention}
+IN_CUDA = {
+    "cuda-add": add,
+    "cuda-softmax": row_softmax,
+    "cuda-matmul": product,
+    "cuda-attention": attention,
+}

@@ -25,8 +25,13 @@ from .bench import CHECKED_ROUNDS, Bench, checked
 
 STRIDES = (1, 2, 4, 8, 16, 32)
 PHASES = (32, 16, 8, 4, 2, 1)
-BRANCHES = {"one branch": (WARP, 1), "four, by warp": (WARP, 4), "two, by half warp": (WARP // 2, 2),
-            "two, by lane": (1, 2), "four, by lane": (1, 4)}  # fmt: skip
+BRANCHES = {
+    "one branch": (WARP, 1),
+    "four, by warp": (WARP, 4),
+    "two, by half warp": (WARP // 2, 2),
+    "two, by lane": (1, 2),
+    "four, by lane": (1, 4),
+}
 SIDE = 32  # of the tile that goes through shared memory
 BLOCK = 1024  # one element for each of 32 warps' lanes
 L2_SPAN = 2**21  # fp32 elements that the L2 of any data-centre GPU keeps
@@ -41,20 +46,27 @@ def strides(bench: Bench) -> None:
     x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
     y = torch.empty(count, device=bench.device, dtype=torch.int32)
 
-    def run(_: int, stride: int, offset: int) -> None:  # eight elements per thread: enough bytes under way at stride 1
+    # eight elements per thread: enough bytes under way at stride 1
+    def run(_: int, stride: int, offset: int) -> None:
         launch(strided_kernel, (count // BLOCK,), x, y, stride, offset, BLOCK=BLOCK, num_warps=4)
 
     def moved(stride: int, offset: int) -> int:
         """Read and written for 64 warps."""
         elements, size = range(64 * WARP), x.element_size()
-        return ACCESS * len({(offset + i * stride) * size // ACCESS for i in elements}) + size * len(elements)
+        return ACCESS * len(
+            {(offset + i * stride) * size // ACCESS for i in elements}
+        ) + size * len(elements)
 
     for stride, offset in (*((stride, 0) for stride in STRIDES), (1, 4)):
-        expected = x[offset :: stride][:count]
+        expected = x[offset::stride][:count]
         name = f"stride {stride}" + f", {offset * x.element_size()} bytes off" * bool(offset)
-        bench.effect("strides", name, moved(stride, offset) / moved(1, 0),
-                     partial(run, stride=stride, offset=offset),
-                     lambda e=expected: (y - e).abs().max().item())  # fmt: skip
+        bench.effect(
+            "strides",
+            name,
+            moved(stride, offset) / moved(1, 0),
+            partial(run, stride=stride, offset=offset),
+            lambda e=expected: (y - e).abs().max().item(),
+        )
 
 
 def banks(bench: Bench) -> None:
@@ -63,9 +75,13 @@ def banks(bench: Bench) -> None:
     y = torch.empty(programs, BLOCK, device=bench.device)
     for phases in PHASES:
         reads = bank_conflicts([row * SIDE + swizzle(row % phases, 0) for row in range(WARP)])
-        bench.effect("banks", f"{phases} phase{'s' * (phases > 1)}", (1 + reads) / 2,
-                     None if interpreted() else partial(transpose, y, phases),
-                     partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2))  # fmt: skip
+        bench.effect(
+            "banks",
+            f"{phases} phase{'s' * (phases > 1)}",
+            (1 + reads) / 2,
+            None if interpreted() else partial(transpose, y, phases),
+            partial(sum_error, y, (CHECKED_ROUNDS - 1) / 2),
+        )
 
 
 def transpose(y: Tensor, phases: int, rounds: int) -> None:
@@ -91,13 +107,27 @@ def divergence(bench: Bench) -> None:
     y = torch.empty(bench.sms * BLOCK, device=bench.device)
 
     def run(rounds: int, width: int, ways: int) -> None:
-        launch(divergent_kernel, (bench.sms,), y, rounds, WIDTH=width, WAYS=ways, BLOCK=BLOCK, num_warps=32)
+        launch(
+            divergent_kernel,
+            (bench.sms,),
+            y,
+            rounds,
+            WIDTH=width,
+            WAYS=ways,
+            BLOCK=BLOCK,
+            num_warps=32,
+        )
 
     for name, (width, ways) in BRANCHES.items():
         branches = [lane // width % ways for lane in range(WARP)]
         call = None if interpreted() else partial(run, width=width, ways=ways)
-        bench.effect("divergence", name, warp_divergence(branches, [1.0] * ways).cycles, call,
-                     partial(error_of, y))  # fmt: skip
+        bench.effect(
+            "divergence",
+            name,
+            warp_divergence(branches, [1.0] * ways).cycles,
+            call,
+            partial(error_of, y),
+        )
 
 
 def waves(bench: Bench) -> None:
@@ -106,8 +136,13 @@ def waves(bench: Bench) -> None:
     y = torch.empty(4 * sms * BLOCK, device=bench.device)
 
     for blocks in (sms, sms // 2, sms + 1, sms * 3 // 2, 2 * sms, 2 * sms + 1, 3 * sms, 4 * sms):
-        bench.effect("waves", f"{blocks} programs", wave_quantisation(blocks, sms).waves,
-                     partial(busy, y[: blocks * BLOCK]), partial(error_of, y[: blocks * BLOCK]))  # fmt: skip
+        bench.effect(
+            "waves",
+            f"{blocks} programs",
+            wave_quantisation(blocks, sms).waves,
+            partial(busy, y[: blocks * BLOCK]),
+            partial(error_of, y[: blocks * BLOCK]),
+        )
 
 
 def busy(y: Tensor, rounds: int) -> None:
@@ -122,17 +157,28 @@ def levels(bench: Bench) -> None:
     """
     x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
     y, spec = torch.empty(8 * bench.sms, BLOCK, device=bench.device), bench.spec
-    peaks = (2 * spec.peak["fp32"], spec.shared_bandwidth / 2, spec.l2_bandwidth, spec.hbm_bandwidth) if spec else ()
+    peaks = (
+        (2 * spec.peak["fp32"], spec.shared_bandwidth / 2, spec.l2_bandwidth, spec.hbm_bandwidth)
+        if spec
+        else ()
+    )
 
     def read(rounds: int, span: int) -> None:
         launch(reread_kernel, (len(y),), x, y, rounds, SPAN=span, BLOCK=BLOCK, num_warps=4)
 
-    for (level, call, error), peak in itertools.zip_longest((
-        ("registers", partial(busy, y.view(-1)), partial(error_of, y.view(-1))),
-        ("shared memory", None if interpreted() else partial(transpose, y, SIDE), partial(sum_error, y, 2.0)),
-        ("L2", partial(read, span=min(L2_SPAN, len(x))), partial(sum_error, y, 0.0)),
-        ("HBM", partial(read, span=len(x)), partial(sum_error, y, 0.0)),
-    ), peaks):  # fmt: skip
+    for (level, call, error), peak in itertools.zip_longest(
+        (
+            ("registers", partial(busy, y.view(-1)), partial(error_of, y.view(-1))),
+            (
+                "shared memory",
+                None if interpreted() else partial(transpose, y, SIDE),
+                partial(sum_error, y, 2.0),
+            ),
+            ("L2", partial(read, span=min(L2_SPAN, len(x))), partial(sum_error, y, 0.0)),
+            ("HBM", partial(read, span=len(x)), partial(sum_error, y, 0.0)),
+        ),
+        peaks,
+    ):
         bench.effect("levels", level, peak and peaks[0] / peak, call, error, y.nbytes)
 
 
@@ -146,16 +192,23 @@ def element_wise(bench: Bench) -> None:
     z, expected, moved = torch.empty_like(x), x.double() + y.double(), 3 * x.nbytes
 
     def add(block: int, warps: int, stages: int, programs: int, blocks: int) -> None:
-        launch(stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps)
+        launch(
+            stream_kernel, (programs,), x, y, z, blocks, BLOCK=block, STAGES=stages, num_warps=warps
+        )
 
     def added(call: Callable[[], Any]) -> dict[str, Any]:
         call()
         error = (z.double() - expected).abs().max() / expected.abs().max()
         times = bench.time(call)
-        return checked(error.item(), TOLERANCE) | times | {"gb_per_s": moved / times["time_p50_ms"] / 1e6}
+        return (
+            checked(error.item(), TOLERANCE)
+            | times
+            | {"gb_per_s": moved / times["time_p50_ms"] / 1e6}
+        )
 
     copy_ms = bench.time(lambda: torch.neg(x, out=z))["time_p50_ms"]
-    # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a load from memory.
+    # One warp that waits for each block of 1,024, over more than the L2 keeps: the latency of a
+    # load from memory.
     steps = min(count // 1024, 4 if interpreted() else 2**15)
     latency_ms = bench.time(partial(add, 1024, 1, 1, 1, steps))["time_p50_ms"] / steps
     for block, warps, stages in itertools.product(BLOCKS, WARPS, STAGES):
@@ -166,12 +219,24 @@ def element_wise(bench: Bench) -> None:
             with compile_only() as compiled:
                 call()
             used = resources(compiled[0])
-            resident = occupancy(bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]).blocks
-            ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1  # cp.async copies 4 bytes or more
+            resident = occupancy(
+                bench.spec, 32 * warps, max(1, used["registers"]), used["shared_bytes"]
+            ).blocks
+            # cp.async copies 4 bytes or more
+            ahead = stages - 1 if block * x.element_size() >= 4 * 32 * warps else 1
             loads = 2 * x.element_size() * block * max(1, ahead)  # of one program
             flying = loads * min(programs, resident * sms)
-            known = {"registers": used["registers"], "in_flight_kib": flying / sms / 1024,
-                     "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying))}  # fmt: skip
+            known = {
+                "registers": used["registers"],
+                "in_flight_kib": flying / sms / 1024,
+                "predicted_ms": max(1.5 * copy_ms, moved * latency_ms / (1.5 * flying)),
+            }
         metrics = attempt(partial(added, call)) | known
-        bench.run.add(f"{block} × {warps} warps × {stages} stages", metrics, part="element-wise", block=block,
-                      warps=warps, stages=stages)  # fmt: skip
+        bench.run.add(
+            f"{block} × {warps} warps × {stages} stages",
+            metrics,
+            part="element-wise",
+            block=block,
+            warps=warps,
+            stages=stages,
+        )

@@ -32,10 +32,25 @@ def sums(bench: Bench) -> None:
     exact = x.double().sum(0)
 
     def added(out: Tensor, atomic: bool) -> Tensor:
-        launch(kernels.column_sums_kernel, (parts, cols // 128), x, out, rows, cols, ATOMIC=atomic, ROWS=32, BLOCK=128)
+        launch(
+            kernels.column_sums_kernel,
+            (parts, cols // 128),
+            x,
+            out,
+            rows,
+            cols,
+            ATOMIC=atomic,
+            ROWS=32,
+            BLOCK=128,
+        )
         return out
 
-    bench.form("sums", "rows, two launches", lambda: sum_columns(added(out, False)[None], torch.float32)[0], exact)
+    bench.form(
+        "sums",
+        "rows, two launches",
+        lambda: sum_columns(added(out, False)[None], torch.float32)[0],
+        exact,
+    )
     bench.form("sums", "rows, atomic", lambda: added(out[0].zero_(), True), exact)
     bench.form("sums", "rows, torch", lambda: x.sum(0, dtype=torch.float32), exact)
     bench.form("sums", "everything, two launches", lambda: added(out, False).sum(), exact.sum())
@@ -69,19 +84,39 @@ def programs(bench: Bench) -> None:
 
     bench.form("programs", "one per row", partial(computed, rows, 1), exact)
     for per_sm, stages in ((16, 1), (8, 1), (8, 3), (4, 4), (2, 4)):
-        bench.form("programs", f"per multiprocessor {per_sm}, stages {stages}",
-                   partial(computed, per_sm * bench.sms, stages), exact)  # fmt: skip
+        bench.form(
+            "programs",
+            f"per multiprocessor {per_sm}, stages {stages}",
+            partial(computed, per_sm * bench.sms, stages),
+            exact,
+        )
 
 
 def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
     """f(x) w in tiles of 128 × 128: f(x) is computed once and stored, or once for every 128 columns of w."""
     rows, depth, cols, side = size(8192, 64), size(2048, 64), size(8192, 64), size(128, 32)
     x, w = normal(bench, rows, depth), normal(bench, depth, cols)
-    y, exact = torch.empty(rows, cols, device=bench.device, dtype=bench.dtype), f(x.double()) @ w.double()
+    y, exact = (
+        torch.empty(rows, cols, device=bench.device, dtype=bench.dtype),
+        f(x.double()) @ w.double(),
+    )
 
     def multiplied(x: Tensor, form: str) -> Tensor:
-        launch(kernels.prologue_kernel, (cols // side, rows // side), x, w, y, rows, cols, depth, FORM=form,
-               BLOCK_M=side, BLOCK_N=side, BLOCK_K=32, num_warps=8)  # fmt: skip
+        launch(
+            kernels.prologue_kernel,
+            (cols // side, rows // side),
+            x,
+            w,
+            y,
+            rows,
+            cols,
+            depth,
+            FORM=form,
+            BLOCK_M=side,
+            BLOCK_N=side,
+            BLOCK_K=32,
+            num_warps=8,
+        )
         return y
 
     bench.form(f"{name}-prologue", "stored", lambda: multiplied(f(x), "none"), exact)
@@ -96,8 +131,20 @@ def saved(bench: Bench) -> None:
     (exact,) = torch.autograd.grad(F.gelu(0.5 * wide, approximate="tanh"), wide, dy.double())
 
     def computed(stored: bool) -> Tensor:
-        launch(kernels.gelu_forward_kernel, (len(x) // 1024,), x, h, y, 0.5, STORED=stored, BLOCK=1024)
-        launch(kernels.gelu_backward_kernel, (len(x) // 1024,), dy, x, h, dx, 0.5, STORED=stored, BLOCK=1024)
+        launch(
+            kernels.gelu_forward_kernel, (len(x) // 1024,), x, h, y, 0.5, STORED=stored, BLOCK=1024
+        )
+        launch(
+            kernels.gelu_backward_kernel,
+            (len(x) // 1024,),
+            dy,
+            x,
+            h,
+            dx,
+            0.5,
+            STORED=stored,
+            BLOCK=1024,
+        )
         return dx
 
     bench.form("saved", "stored", lambda: computed(True), exact, 1.0)
@@ -132,8 +179,12 @@ def operands(bench: Bench) -> None:
 
 
 FORMS: dict[str, Callable[[Bench], None]] = {
-    "sums": sums, "variance": variance, "programs": programs,
+    "sums": sums,
+    "variance": variance,
+    "programs": programs,
     "gelu-prologue": partial(prologue, name="gelu", f=partial(F.gelu, approximate="tanh")),
     "softmax-prologue": partial(prologue, name="softmax", f=partial(torch.softmax, dim=1)),
-    "saved": saved, "warps": warps, "operands": operands,
-}  # fmt: skip
+    "saved": saved,
+    "warps": warps,
+    "operands": operands,
+}

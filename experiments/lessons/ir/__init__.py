@@ -61,7 +61,9 @@ class Config(Options):
     def __post_init__(self) -> None:
         super().__post_init__()
         if unknown := [name for name in self.kernels if name.partition(".")[0] not in MODULES]:
-            raise ValueError(f"{', '.join(unknown)}: give MODULE or MODULE.KERNEL of {', '.join(MODULES)}")
+            raise ValueError(
+                f"{', '.join(unknown)}: give MODULE or MODULE.KERNEL of {', '.join(MODULES)}"
+            )
 
 
 @dataclass(frozen=True)
@@ -102,7 +104,8 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
     """What can be said of one of Triton's compiled kernels."""
     from kernels._compile import resources
 
-    stages = {stage: str(kernel.asm[stage]) for stage in STAGES[:-1] if stage in kernel.asm}  # Gluon has no TTIR
+    # Gluon has no TTIR
+    stages = {stage: str(kernel.asm[stage]) for stage in STAGES[:-1] if stage in kernel.asm}
     with contextlib.suppress(OSError, RuntimeError, subprocess.SubprocessError):  # no disassembler
         stages["sass"] = disassembled(kernel.asm["cubin"])
     used, warps = resources(kernel), kernel.metadata.num_warps
@@ -111,11 +114,17 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
         resident = occupancy(spec, 32 * warps, used["registers"], used["shared_bytes"])
         metrics |= {"programs_per_sm": resident.blocks, "limited_by": resident.limiter}
     metrics |= {f"{stage}_lines": text.count("\n") for stage, text in stages.items()}
-    metrics["matmul"] = next((name for name in ("wgmma.mma_async", "mma.sync") if name in stages["ptx"]), "")
-    metrics["wide_loads"] = len(re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", stages["ptx"]))
+    metrics["matmul"] = next(
+        (name for name in ("wgmma.mma_async", "mma.sync") if name in stages["ptx"]), ""
+    )
+    metrics["wide_loads"] = len(
+        re.findall(r"ld\.global[\w.:]*\.v4|cp\.async\.c[ag]", stages["ptx"])
+    )
     metrics["bulk_copies"] = len(re.findall(r"cp\.(?:reduce\.)?async\.bulk\.tensor", stages["ptx"]))
     names, given = kernel.src.fn.arg_names, kernel.src.constants
-    constants = {names[place[0]]: value for place, value in given.items() if names[place[0]].isupper()}
+    constants = {
+        names[place[0]]: value for place, value in given.items() if names[place[0]].isupper()
+    }
     shown = " ".join(f"{name}={value}" for name, value in constants.items())
     return Compiled(f"{module}.{kernel.metadata.name}", shown, metrics, stages)
 
@@ -123,12 +132,16 @@ def described(module: str, kernel: Any, capability: int) -> Compiled:
 def measure(config: Config, context: RankContext, run: Run) -> None:
     """A row per compiled kernel, and its stages as files; one module per job of the pool."""
     if not installed():
-        raise ValueError("there is no Triton here, whose compiler this shows: pip install triton (Linux)")
+        raise ValueError(
+            "there is no Triton here, whose compiler this shows: pip install triton (Linux)"
+        )
     wanted = config.kernels or tuple(MODULES)
     modules = list(dict.fromkeys(name.partition(".")[0] for name in wanted))
     folder = run.path / "stages"
     folder.mkdir(exist_ok=True)
-    with ProcessPoolExecutor(min(config.workers, len(modules)), get_context("spawn"), exec, (COMPILES,)) as pool:
+    with ProcessPoolExecutor(
+        min(config.workers, len(modules)), get_context("spawn"), exec, (COMPILES,)
+    ) as pool:
         jobs = pool.map(compile_module, modules, [config.capability] * len(modules))
         for module, (found, problem) in zip(modules, jobs, strict=True):
             run.progress(f"{module}: {len(found)} kernels")
@@ -140,8 +153,10 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
             if problem:
                 run.add(f"{module}, others", {"status": problem}, module=module)
     if not run.records:
-        raise ValueError(f"{', '.join(wanted)}: no such kernel for compute capability {config.capability}; give MODULE "
-                         "alone to see its kernels")
+        raise ValueError(
+            f"{', '.join(wanted)}: no such kernel for compute capability {config.capability}; give MODULE "
+            "alone to see its kernels"
+        )
 
 
 def stems(found: Sequence[Compiled]) -> Iterator[str]:
@@ -154,21 +169,33 @@ def stems(found: Sequence[Compiled]) -> Iterator[str]:
 
 def findings(records: Sequence[Record]) -> list[str]:
     """Which kernels spill."""
-    spilled = [f"{r.variant} ({r.metrics['spill_bytes']} bytes)" for r in records if r.metrics.get("spill_bytes")]
+    spilled = [
+        f"{r.variant} ({r.metrics['spill_bytes']} bytes)"
+        for r in records
+        if r.metrics.get("spill_bytes")
+    ]
     return [f"Spilled registers: {', '.join(spilled) or 'none'}."]
 
 
 headline = headline_from("compiled for compute capability {capability}, triton {triton}")
 VIEW = View(
     columns=[
-        Column("variant", "kernel"), Column("metrics.registers", "registers"),
+        Column("variant", "kernel"),
+        Column("metrics.registers", "registers"),
         Column("metrics.spill_bytes", "spilled"),
-        Column("metrics.shared_bytes", "shared KiB", ".1f", scale=1 / 1024), Column("metrics.warps", "warps"),
-        Column("metrics.programs_per_sm", "per SM", missing=""), Column("metrics.limited_by", "limited by", missing=""),
-        Column("metrics.matmul", "matmul by", missing=""), Column("metrics.wide_loads", "16-byte loads"),
+        Column("metrics.shared_bytes", "shared KiB", ".1f", scale=1 / 1024),
+        Column("metrics.warps", "warps"),
+        Column("metrics.programs_per_sm", "per SM", missing=""),
+        Column("metrics.limited_by", "limited by", missing=""),
+        Column("metrics.matmul", "matmul by", missing=""),
+        Column("metrics.wide_loads", "16-byte loads"),
         Column("metrics.bulk_copies", "TMA"),
-        *(Column(f"metrics.{stage}_lines", f"{stage.upper()} lines", missing="") for stage in STAGES),
-        Column("config.constants", "constants", align="left", missing=""), Column("metrics.status", "status"),
+        *(
+            Column(f"metrics.{stage}_lines", f"{stage.upper()} lines", missing="")
+            for stage in STAGES
+        ),
+        Column("config.constants", "constants", align="left", missing=""),
+        Column("metrics.status", "status"),
     ],
     headline=headline,
     reading="Registers and spilled bytes are a thread's, shared memory a program's. A multiprocessor has 65,536 "
@@ -179,9 +206,20 @@ VIEW = View(
     "one thread for a whole tile) and wgmma (a warpgroup's matmul out of shared memory). Lines of TTIR are "
     "counted before anything is unrolled, of SASS after: their ratio is what a block of a kernel becomes for "
     "one thread.",
-    terminal=("registers", "spill_bytes", "shared_bytes", "warps", "programs_per_sm", "limited_by", "matmul",
-              "ptx_lines", "sass_lines"),
+    terminal=(
+        "registers",
+        "spill_bytes",
+        "shared_bytes",
+        "warps",
+        "programs_per_sm",
+        "limited_by",
+        "matmul",
+        "ptx_lines",
+        "sass_lines",
+    ),
     findings=findings,
     prediction="`per SM` is predicted by `theory.gpu.occupancy`; registers are the assembler's own report.",
-)  # fmt: skip
-EXPERIMENT = Experiment(Config, measure, VIEW, presets={"smoke": {"kernels": ("rope",)}}, ranks="none")
+)
+EXPERIMENT = Experiment(
+    Config, measure, VIEW, presets={"smoke": {"kernels": ("rope",)}}, ranks="none"
+)

@@ -128,8 +128,19 @@ def _cross_entropy() -> None:
     cross_entropy.launch_gradient(z, t, stat, stat, one, one, z, -100, 0.1)
     cross_entropy.launch_gradient(z[:1], t[:1], stat, stat, one, one, z[:1], -100, 0.0)
     for count in (False, True):
-        _dispatch.launch(cross_entropy.total_kernel, (1,), t if count else stat, one, one, one, 2048, -100,
-                         COUNT=count, BLOCK=4096, num_warps=16)  # fmt: skip
+        _dispatch.launch(
+            cross_entropy.total_kernel,
+            (1,),
+            t if count else stat,
+            one,
+            one,
+            one,
+            2048,
+            -100,
+            COUNT=count,
+            BLOCK=4096,
+            num_warps=16,
+        )
 
 
 def _matmul() -> None:
@@ -144,7 +155,8 @@ def _matmul() -> None:
     for left, right in ((a, a), (a.T, a), (a, a.T)):
         matmul.launch_persistent(left, right, w, a, "gelu")
     matmul.launch_persistent(e(512, 512), e(512, 512), None, e(512, 512), None)
-    matmul.launch_persistent(half, half, None, f, None)  # the matmul that a gradient in fp16 starts from
+    # the matmul that a gradient in fp16 starts from
+    matmul.launch_persistent(half, half, None, f, None)
     matmul.launch_persistent(half[:512], half[:, :512], None, e(512, 512, dtype=F), None)
 
 
@@ -160,9 +172,23 @@ def _adamw() -> None:
     i = e(8, dtype=I)
     options = adamw.factors(3, lr=1e-3, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1)
     for dtype in adamw._TYPES.values():
-        _dispatch.launch(adamw.adamw_kernel, (8,), i, i, e(8, dtype=torch.int32), i, *options, PARAMETER=dtype,
-                         GRADIENT=dtype, ALIGNMENT=16, BLOCK=2048, num_warps=8)  # fmt: skip
-    _dispatch.launch(_scale.scale_kernel, (8,), e(N, D), e(1, dtype=F), N * D, BLOCK=4096, num_warps=8)
+        _dispatch.launch(
+            adamw.adamw_kernel,
+            (8,),
+            i,
+            i,
+            e(8, dtype=torch.int32),
+            i,
+            *options,
+            PARAMETER=dtype,
+            GRADIENT=dtype,
+            ALIGNMENT=16,
+            BLOCK=2048,
+            num_warps=8,
+        )
+    _dispatch.launch(
+        _scale.scale_kernel, (8,), e(N, D), e(1, dtype=F), N * D, BLOCK=4096, num_warps=8
+    )
 
 
 def _flash_attention() -> None:
@@ -189,10 +215,12 @@ def _attention_steps() -> None:
     q, lse = e(64, 4096, 64), e(64, 4096, dtype=F)
     lesson = _lesson_attention
     small, full, wide = lesson.Tile(16, 16), lesson.Tile(64, 64), lesson.Tile(64, 128)
-    for step in (lesson.Step("", small, small, small),
-                 lesson.Step("", wide, full, wide, skip=True, split=True),
-                 lesson.Step("", wide, full, wide, skip=True, split=True, tma=True),
-                 lesson.Step("", wide, full, wide, skip=True, split=True, tma=True, fused=True)):  # fmt: skip
+    for step in (
+        lesson.Step("", small, small, small),
+        lesson.Step("", wide, full, wide, skip=True, split=True),
+        lesson.Step("", wide, full, wide, skip=True, split=True, tma=True),
+        lesson.Step("", wide, full, wide, skip=True, split=True, tma=True, fused=True),
+    ):
         lesson.forward(step, q, q, q)
         lesson.backward(step, q, q, q, q, lse, q)
 
@@ -201,11 +229,15 @@ def _lesson_kernels() -> None:
     """What `gpu_lessons` launches."""
     x, f = e(2**26), e(2**20, dtype=F)
     for stages in (1, 4):
-        _dispatch.launch(lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8)
+        _dispatch.launch(
+            lessons.stream_kernel, (132,), x, x, x, 2**14, BLOCK=4096, STAGES=stages, num_warps=8
+        )
     _dispatch.launch(lessons.reread_kernel, (8,), f, f, 8, SPAN=2**20, BLOCK=1024, num_warps=4)
     _dispatch.launch(lessons.strided_kernel, (8,), f, f, 2, 0, BLOCK=1024, num_warps=32)
     _dispatch.launch(lessons.busy_kernel, (8,), f, 1000, BLOCK=1024, num_warps=32)
-    _dispatch.launch(lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32)
+    _dispatch.launch(
+        lessons.divergent_kernel, (8,), f, 1000, WIDTH=1, WAYS=4, BLOCK=1024, num_warps=32
+    )
 
 
 def _lesson_forms() -> None:
@@ -215,8 +247,21 @@ def _lesson_forms() -> None:
     run(forms.column_sums_kernel, (8, 8), x, f, 1024, 1024, ATOMIC=True, ROWS=32, BLOCK=128)
     run(forms.variance_kernel, (8,), f, f, 2**17, FORM="Welford", BLOCK=4096, num_warps=8)
     run(forms.softmax_kernel, (528,), f, f, 1024, BLOCK=1024, STAGES=4)
-    run(forms.prologue_kernel, (8, 8), x, x, x, 1024, 1024, 1024, FORM="none", BLOCK_M=128, BLOCK_N=128, BLOCK_K=32,
-        num_warps=8)  # fmt: skip
+    run(
+        forms.prologue_kernel,
+        (8, 8),
+        x,
+        x,
+        x,
+        1024,
+        1024,
+        1024,
+        FORM="none",
+        BLOCK_M=128,
+        BLOCK_N=128,
+        BLOCK_K=32,
+        num_warps=8,
+    )
     run(forms.gelu_forward_kernel, (8,), x, x, x, 0.5, STORED=True, BLOCK=1024)
     run(forms.gelu_backward_kernel, (8,), x, x, x, x, 0.5, STORED=True, BLOCK=1024)
     run(forms.log_sum_kernel, (8,), x, x, 2**15, K=16, BLOCK=1024)
@@ -233,11 +278,41 @@ def _lesson_banks() -> None:
 def _average() -> None:
     """What copy engines have brought, averaged."""
     own = e(2**20, dtype=F)
-    _dispatch.launch(average.average_kernel, (8,), own, own, 2**20, 2**20, SCALE=0.5, OTHERS=1, SUM=tl.float32,
-                     BLOCK=average.BLOCK)  # fmt: skip
+    _dispatch.launch(
+        average.average_kernel,
+        (8,),
+        own,
+        own,
+        2**20,
+        2**20,
+        SCALE=0.5,
+        OTHERS=1,
+        SUM=tl.float32,
+        BLOCK=average.BLOCK,
+    )
 
 
-MODULES: dict[str, Callable[[], None]] = {function.__name__[1:]: function for function in (
-    _elementwise, _weighted_sum, _rmsnorm, _layernorm, _long_rows, _softmax, _swiglu, _rope, _dropout,
-    _cross_entropy, _matmul, _float8_linear, _adamw, _average, _flash_attention, _attention_steps, _lesson_kernels,
-    _lesson_forms, _lesson_banks)}  # fmt: skip
+MODULES: dict[str, Callable[[], None]] = {
+    function.__name__[1:]: function
+    for function in (
+        _elementwise,
+        _weighted_sum,
+        _rmsnorm,
+        _layernorm,
+        _long_rows,
+        _softmax,
+        _swiglu,
+        _rope,
+        _dropout,
+        _cross_entropy,
+        _matmul,
+        _float8_linear,
+        _adamw,
+        _average,
+        _flash_attention,
+        _attention_steps,
+        _lesson_kernels,
+        _lesson_forms,
+        _lesson_banks,
+    )
+}

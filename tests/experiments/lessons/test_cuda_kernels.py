@@ -25,7 +25,10 @@ def code_lines(text):
 def cuda_lines(name):
     """Of a kernel in the .cu file, with what matmul and attention share."""
     names = [name] + ["tensor cores"] * (name in ("matmul", "attention"))
-    return sum(code_lines(cuda.SOURCE.partition(f"// ==== {each} ====")[2].partition("// ====")[0]) for each in names)
+    return sum(
+        code_lines(cuda.SOURCE.partition(f"// ==== {each} ====")[2].partition("// ====")[0])
+        for each in names
+    )
 
 
 def triton_lines(kernel):
@@ -34,38 +37,64 @@ def triton_lines(kernel):
     for each in found:  # grows meanwhile
         called = map(each.fn.__globals__.get, each.fn.__code__.co_names)
         found += [one for one in called if isinstance(one, type(kernel)) and one not in found]
-    return sum(code_lines(re.sub(r'(?s)""".*?"""', "", inspect.getsource(each.fn))) for each in found)
+    return sum(
+        code_lines(re.sub(r'(?s)""".*?"""', "", inspect.getsource(each.fn))) for each in found
+    )
 
 
 def test_without_a_gpu_triton_is_right_and_cuda_has_its_lines(smoke):
-    rows = {(r.config["part"], r.variant.partition(",")[0]): r for r in smoke("gpu_lessons")[0]
-            if r.config["part"] in cuda.IN_CUDA}  # fmt: skip
-    assert [*rows] == [(part, form) for part in cuda.IN_CUDA for form in ("Triton", "CUDA C++", "torch")]
+    rows = {
+        (r.config["part"], r.variant.partition(",")[0]): r
+        for r in smoke("gpu_lessons")[0]
+        if r.config["part"] in cuda.IN_CUDA
+    }
+    assert [*rows] == [
+        (part, form) for part in cuda.IN_CUDA for form in ("Triton", "CUDA C++", "torch")
+    ]
     for (_, form), row in rows.items():
         assert row.metrics["status"] == ("needs a GPU" if form == "CUDA C++" else "ok")
     assert rows["cuda-matmul", "CUDA C++"].variant == f"CUDA C++, {cuda_lines('matmul')} lines"
 
 
-KERNELS = {"add": elementwise.add_kernel, "softmax": softmax.forward_kernel, "matmul": matmul.grouped_kernel,
-           "attention": _lesson_attention.forward_kernel}  # fmt: skip
+KERNELS = {
+    "add": elementwise.add_kernel,
+    "softmax": softmax.forward_kernel,
+    "matmul": matmul.grouped_kernel,
+    "attention": _lesson_attention.forward_kernel,
+}
 
 
 def test_lines_are_those_with_code():
-    assert {name: (triton_lines(kernel), cuda_lines(name)) for name, kernel in KERNELS.items()} == cuda.LINES
+    assert {
+        name: (triton_lines(kernel), cuda_lines(name)) for name, kernel in KERNELS.items()
+    } == cuda.LINES
     assert code_lines("// a\n\n  x();  // b\n    // c\n  *y = 1;\n") == 2
 
 
 def test_each_line_of_cuda_belongs_to_a_kernel():
     """But for the name of bf16's bits; what matmul and attention share counts twice."""
-    lines = {part.removeprefix("cuda-"): cuda_lines(part.removeprefix("cuda-")) for part in cuda.IN_CUDA}
+    lines = {
+        part.removeprefix("cuda-"): cuda_lines(part.removeprefix("cuda-")) for part in cuda.IN_CUDA
+    }
     shared = code_lines(cuda.SOURCE.partition("cores ====")[2].partition("// ==== matmul")[0])
     assert shared > 20 and sum(lines.values()) - shared == code_lines(cuda.SOURCE) - 1
-    assert re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)', cuda.SOURCE) == [*lines]
+    assert re.findall(
+        r'extern "C" __global__ void (?:__launch_bounds__\(.*?\) )?(\w+)', cuda.SOURCE
+    ) == [*lines]
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="no CUDA compiler")
 def test_the_kernels_compile_without_headers_and_spill_nothing(tmp_path):
-    command = ["nvcc", "-arch=sm_90", "-cubin", "-Xptxas", "-v", "-o", tmp_path / "kernels.cubin", FILE]
+    command = [
+        "nvcc",
+        "-arch=sm_90",
+        "-cubin",
+        "-Xptxas",
+        "-v",
+        "-o",
+        tmp_path / "kernels.cubin",
+        FILE,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "warning" not in done.stderr
@@ -73,14 +102,21 @@ def test_the_kernels_compile_without_headers_and_spill_nothing(tmp_path):
     assert "#include" not in cuda.SOURCE and cuda.SOURCE.isascii()
 
 
-# What stands for each kernel on a CPU, which fills the tensor behind the inputs; its grid, block and sizes.
+# What stands for each kernel on a CPU, which fills the tensor behind the inputs; its grid, block
+# and sizes.
 STAND_INS = {
     "add": (lambda x, y, z: z.copy_(x + y), (32, 1, 1), 256, []),
     "softmax": (lambda x, y: y.copy_(x.softmax(1)), (8, 1, 1), 256, []),
     "matmul": (lambda a, b, c, cols, depth: c.copy_(a @ b), (2, 2, 1), 256, [256, 256]),
-    "attention": (lambda q, k, v, o, length: o.copy_(
-        torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)), (6, 3, 1), 128, [384]),
-}  # fmt: skip
+    "attention": (
+        lambda q, k, v, o, length: o.copy_(
+            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        ),
+        (6, 3, 1),
+        128,
+        [384],
+    ),
+}
 SIZES = {8192: 8, 4096: 256, 64: 3, 2048: 384}
 
 
@@ -93,13 +129,17 @@ def test_a_kernel_is_launched_as_its_comment_says(part, monkeypatch):
         found[variant.partition(",")[0]] = call, exact
 
     def kernel(grid, block, args):
-        assert block[1:] == (1, 1) and all(x.is_contiguous() for x in args if isinstance(x, torch.Tensor))
+        assert block[1:] == (1, 1) and all(
+            x.is_contiguous() for x in args if isinstance(x, torch.Tensor)
+        )
         assert [grid, block[0], [x for x in args if isinstance(x, int)]] == expected
         stand_in(*args)
 
     monkeypatch.setattr(cuda, "size", lambda gpu, small: SIZES[gpu])
     monkeypatch.setattr(cuda, "in_cuda", lambda given: {name: kernel}[given])
-    monkeypatch.setattr(cuda, "normal", lambda bench, *shape, dtype=torch.float32: torch.randn(shape))
+    monkeypatch.setattr(
+        cuda, "normal", lambda bench, *shape, dtype=torch.float32: torch.randn(shape)
+    )
     cuda.IN_CUDA[part](SimpleNamespace(form=form, device=SimpleNamespace(type="cuda")))
     call, exact = found["CUDA C++"]
     torch.testing.assert_close(call(), exact.float(), atol=1e-4, rtol=1e-4)

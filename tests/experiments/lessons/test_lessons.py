@@ -18,7 +18,9 @@ from kernels import _dispatch
 from tests.commands import ROOT, python
 from tests.experiments.frame import measured
 
-ON_CPU = pytest.mark.skipif(not _dispatch.interpreted(), reason="compiled here: for a GPU these run in full")
+ON_CPU = pytest.mark.skipif(
+    not _dispatch.interpreted(), reason="compiled here: for a GPU these run in full"
+)
 
 
 def errors_of(step, shape):
@@ -33,7 +35,8 @@ def test_every_step_is_attention_across_several_tiles(number):
     """Longer than a tile in both directions, so that full, cut and skipped tiles all occur."""
     step = attention_steps.staircase(16)[number]
     found = errors_of(step, Shape(1, 1, 1, 128, 128, 16))
-    assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found  # fp32 sums
+    # fp32 sums
+    assert "status" not in found and found["error"] < 1e-5 and found["grad_error"] < 1e-5, found
 
 
 @ON_CPU
@@ -51,7 +54,10 @@ def test_a_step_that_is_wrong_is_called_wrong(tmp_path, monkeypatch):
     monkeypatch.setattr(attention_steps, "staircase", lambda head_dim: [last])
     monkeypatch.setattr(attention_steps, "backward", lambda *x: tuple(2 * g for g in real(*x)))
     records = measured(attention_steps.EXPERIMENT, tmp_path)
-    assert {r.variant: r.metrics["status"] for r in records} == {last.name: "WRONG", attention_steps.NAIVE: "ok"}
+    assert {r.variant: r.metrics["status"] for r in records} == {
+        last.name: "WRONG",
+        attention_steps.NAIVE: "ok",
+    }
     assert attention_steps.EXPERIMENT.wrong(records) == [f"{last.name} is wrong"]
 
 
@@ -66,7 +72,10 @@ def test_visited_tiles_are_those_with_something_to_see(m, n):
 def test_gains_are_of_the_same_round():
     steps = attention_steps.staircase(64)[1:3]
     slowing = {steps[0].name: [2.0, 4.0], steps[1].name: [1.0, 2.0]}  # a clock that slows down
-    found = {name: {f"{way}_samples_ms": ms for way in attention_steps.PASSES} for name, ms in slowing.items()}
+    found = {
+        name: {f"{way}_samples_ms": ms for way in attention_steps.PASSES}
+        for name, ms in slowing.items()
+    }
     attention_steps.gains(found, steps, 4096)
     assert "fwd_gain" not in found[steps[0].name] and found[steps[1].name]["fwd_gain"] == 2.0
     assert found[steps[1].name]["fwd_predicted_gain"] == pytest.approx(1.97, abs=0.01)
@@ -80,16 +89,23 @@ def test_without_a_gpu_and_an_interpreter_the_remedy_is_named(monkeypatch):
 
 def test_effects_are_predicted_from_theory(smoke):
     records, _ = smoke("gpu_lessons")
-    factors = {part: [r.metrics["predicted_factor"] for r in records if r.config["part"] == part]
-               for part in ("strides", "banks", "divergence")}  # fmt: skip
-    assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]  # 1 to 16 times the bytes read, once written
+    factors = {
+        part: [r.metrics["predicted_factor"] for r in records if r.config["part"] == part]
+        for part in ("strides", "banks", "divergence")
+    }
+    # 1 to 16 times the bytes read, once written
+    assert factors["strides"][:6] == [1, 1.5, 2.5, 4.5, 8.5, 8.5]
     assert factors["banks"] == [1, 1.5, 2.5, 4.5, 8.5, 16.5]  # one round to write, 1 to 32 to read
     assert factors["divergence"] == [1, 1, 2, 2, 4]
 
 
 @ON_CPU
 def test_every_form_of_a_computation_is_right(smoke):
-    rows = {(r.config["part"], r.variant): r.metrics for r in smoke("gpu_lessons")[0] if r.config["part"] in FORMS}
+    rows = {
+        (r.config["part"], r.variant): r.metrics
+        for r in smoke("gpu_lessons")[0]
+        if r.config["part"] in FORMS
+    }
     assert {part for part, _ in rows} == set(FORMS)
     assert {case: m["status"] for case, m in rows.items() if m["status"] != "ok"} == {}
     assert rows["variance", "squares"]["error"] > 30 * rows["variance", "Welford"]["error"]
@@ -100,13 +116,28 @@ def test_a_form_that_is_wrong_or_changes_is_called_so(tmp_path, monkeypatch):
         counts = itertools.count(1.0)
         bench.form("sums", "right", lambda: torch.ones(3), torch.ones(3).double())
         bench.form("sums", "wrong", lambda: torch.full((3,), 2.0), torch.ones(3).double())
-        bench.form("sums", "changing", lambda: torch.full((3,), 1 + 1e-6 * next(counts)), torch.ones(3).double())
+        bench.form(
+            "sums",
+            "changing",
+            lambda: torch.full((3,), 1 + 1e-6 * next(counts)),
+            torch.ones(3).double(),
+        )
 
     monkeypatch.setitem(gpu_lessons.PARTS, "sums", forms)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    rows = {r.variant: r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("sums",))}
-    assert [rows[name]["status"] for name in ("right", "wrong", "changing")] == ["ok", "WRONG", "ok"]
-    assert [rows[name]["same_bits"] for name in ("right", "wrong", "changing")] == ["yes", "yes", "no"]
+    rows = {
+        r.variant: r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("sums",))
+    }
+    assert [rows[name]["status"] for name in ("right", "wrong", "changing")] == [
+        "ok",
+        "WRONG",
+        "ok",
+    ]
+    assert [rows[name]["same_bits"] for name in ("right", "wrong", "changing")] == [
+        "yes",
+        "yes",
+        "no",
+    ]
 
 
 @ON_CPU
@@ -114,7 +145,12 @@ def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch
     """Registers read 512 bytes per SM and clock, shared memory 64 beside as many written; no document has H100's L2."""
     monkeypatch.setattr(gpu_lessons.bench, "lookup", lambda name: H100_SXM)
     rows = [r.metrics for r in measured(gpu_lessons.EXPERIMENT, tmp_path, parts=("levels",))]
-    assert [m["predicted_factor"] for m in rows] == [1, pytest.approx(8), None, pytest.approx(40, rel=0.01)]
+    assert [m["predicted_factor"] for m in rows] == [
+        1,
+        pytest.approx(8),
+        None,
+        pytest.approx(40, rel=0.01),
+    ]
     assert [m["status"] for m in rows if "gb_per_s" in m] == ["ok"] * 3  # Gluon needs a GPU
     x, y = torch.randn(4, 64), torch.empty(3, 64)
     _dispatch.launch(reread_kernel, (3,), x, y, 7, SPAN=256, BLOCK=64)
@@ -123,14 +159,25 @@ def test_levels_of_memory_are_slower_by_what_documents_say(tmp_path, monkeypatch
 
 def test_the_catalogue_has_every_kernel():
     """Every function `…_kernel` that is decorated in kernels/ and in the lessons is compiled by a module's entry."""
-    files = [*(ROOT / "kernels").rglob("*.py"), *(ROOT / "experiments" / "lessons").glob("_lesson_*.py")]
-    there = {node.name for path in files for node in ast.walk(ast.parse(path.read_text()))
-             if isinstance(node, ast.FunctionDef) and node.decorator_list and node.name.endswith("_kernel")
-             and "jit" in ast.unparse(node.decorator_list[0])}  # fmt: skip
+    files = [
+        *(ROOT / "kernels").rglob("*.py"),
+        *(ROOT / "experiments" / "lessons").glob("_lesson_*.py"),
+    ]
+    there = {
+        node.name
+        for path in files
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef)
+        and node.decorator_list
+        and node.name.endswith("_kernel")
+        and "jit" in ast.unparse(node.decorator_list[0])
+    }
     done = python("-c", LAUNCHED, timeout=200, TRITON_INTERPRET="0")
     assert done.returncode == 0, done.stderr[-2000:]
     missing = there - set(done.stdout.split())
-    assert not missing, f"add a launch of {', '.join(missing)} to experiments/lessons/ir/catalogue.py"
+    assert not missing, (
+        f"add a launch of {', '.join(missing)} to experiments/lessons/ir/catalogue.py"
+    )
 
 
 LAUNCHED = """
@@ -169,7 +216,9 @@ def test_a_study_runs_on_a_gpu_and_all_of_it_is_right(module, tmp_path):
     config = module.EXPERIMENT.config(**ON_GPU[module])
     run = module.EXPERIMENT.open(config, context, tmp_path)
     module.measure(config, context, run)
-    assert [(r.variant, r.metrics["status"]) for r in run.records if r.metrics["status"] != "ok"] == []
+    assert [
+        (r.variant, r.metrics["status"]) for r in run.records if r.metrics["status"] != "ok"
+    ] == []
     assert all("time_p50_ms" in r.metrics or "fwd_p50_ms" in r.metrics for r in run.records)
     assert module.EXPERIMENT.finish(run, json_only=True) == 0
 
@@ -184,7 +233,13 @@ def test_what_messages_cost_the_computation_beside_them(smoke):
 def test_a_message_that_brings_too_little_is_called_wrong_and_its_cost_is_of_its_time():
     found = {"comm_alone_ms": 2.0, "comm_beside_ms": 4.0, "compute_rate": 0.75}
     costs = contention.costs(found, "all-gather-copy-engines", 10**9, ranks=2)
-    assert costs == {"alone_busbw_gb_per_s": 250.0, "beside_busbw_gb_per_s": 125.0, "lost_ms_per_gb": 1.0}
+    assert costs == {
+        "alone_busbw_gb_per_s": 250.0,
+        "beside_busbw_gb_per_s": 125.0,
+        "lost_ms_per_gb": 1.0,
+    }
     errors = ({"max_abs_error": error} for error in (0.0, math.nan))
-    records = [Record("contention", "copy", {"megabytes": 4.0}, metrics, {}, None) for metrics in errors]
+    records = [
+        Record("contention", "copy", {"megabytes": 4.0}, metrics, {}, None) for metrics in errors
+    ]
     assert contention.wrong_rows(records) == ["copy of 4 MiB: off by nan"]

@@ -35,7 +35,9 @@ def test_ours_merges_blocks_of_long_rows_by_count_and_maximum(cols):
     """Rows that are processed in pieces, with a short last one that holds the maximum, far from a mean of 0."""
     x = (torch.randn(2, cols) + 100).sort().values
     expected = torch.layer_norm(x.double(), (cols,))
-    torch.testing.assert_close(layer_norm(x, torch.ones(cols)).double(), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(
+        layer_norm(x, torch.ones(cols)).double(), expected, atol=1e-4, rtol=0
+    )
     torch.testing.assert_close(softmax(x).double(), x.double().softmax(1), atol=1e-6, rtol=0)
 
 
