@@ -4,7 +4,8 @@
     python examples/strategies.py                                     # alone
 
 Ranks read different data and step with the mean of their gradients. The six differ in when gradients are sent, in what
-messages, and in what a rank keeps. The command trains under each, and under the lab's of the same name, and compares.
+messages, and in what a rank keeps. The command trains under each of them and under the lab's strategy of the same name,
+and compares the parameters (compare_strategies.py).
 
 A parameter that only some ranks use is averaged with zeros of the others. Apart from that, parameters are contiguous,
 of one dtype, on one device and all trained, and a synchronization and a step follow every backward. The lab adds:
@@ -18,8 +19,6 @@ of one dtype, on one device and all trained, and a synchronization and a step fo
     guards/                        refusals: unfinished or edited gradients, modules that have changed
 """
 
-import sys
-import time
 from functools import partial
 from typing import Any
 
@@ -27,9 +26,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup, Work
-
-import distlab.parallel  # the comparison at the end needs distlab, the strategies do not
-from distlab.comm import RankContext, rank_context
 
 # renamed in torch 2.13
 reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -309,98 +305,7 @@ STRATEGIES = dict(
 )
 
 
-class Block(nn.Linear):
-    """A residual layer, whose bias one rank uses in each step."""
-
-    def forward(self, x: Tensor, with_bias: bool) -> Tensor:
-        return x + torch.tanh(
-            nn.functional.linear(x, self.weight, self.bias if with_bias else None)
-        )
-
-
-class Net(nn.Module):
-    """Blocks between two other layers."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.first, self.last = nn.Linear(8, width), nn.Linear(width, 8)
-        self.blocks = nn.ModuleList(Block(width, width) for _ in range(4))
-
-    def forward(self, x: Tensor, with_bias: bool) -> Tensor:
-        x = self.first(x)
-        for block in self.blocks:
-            x = block(x, with_bias)
-        return self.last(x)
-
-
-def train(
-    name: str, of_lab: bool, context: RankContext, width: int, steps: int
-) -> tuple[dict, float, int]:
-    """Return the parameters by name, the median step in ms, and how many functions (here, or of the lab) one enters."""
-    torch.manual_seed(context.rank)
-    net, buckets = Net(width).to(context.device), {"bucket_size_mb": 8 * width**2 / 2**20}
-    # Adam would hide gradients of a wrong scale
-    sgd, options = torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}
-    if of_lab:
-        model, optimizer = distlab.parallel.get_strategy(name).build(
-            net, context.group, sgd, options, **buckets
-        )
-    else:
-        model = STRATEGIES[name](
-            net, context.group, **buckets if STRATEGIES[name] is BucketedDDP else {}
-        )
-        optimizer = (
-            ZeroOptimizer(model, sgd, **options)
-            if name == "zero1"
-            else sgd(model.parameters(), **options)
-        )
-    times, entered = [], set()
-    for step in range(steps):
-        x = torch.randn(
-            16, 8, generator=torch.Generator().manual_seed(99 * step + context.rank)
-        ).to(context.device)
-        last, begin = step == steps - 1, time.perf_counter()
-        # in this thread, which is the one that is profiled
-        with torch.autograd.set_multithreading_enabled(not last):
-            sys.setprofile(
-                (lambda frame, event, _: event == "call" and entered.add(frame.f_code))
-                if last
-                else None
-            )
-            model.zero_grad()
-            model(x, (step + context.rank) % context.world_size == 0).square().mean().backward()
-            model.finish_gradient_synchronization()
-            optimizer.step()
-            sys.setprofile(None)
-        if x.is_cuda:
-            torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - begin))
-    entered -= {Net.forward.__code__, Block.forward.__code__}
-    functions = sum(
-        code.co_filename.startswith(distlab.__path__[0] if of_lab else __file__) for code in entered
-    )
-    return model.full_parameters(), sorted(times)[steps // 2], functions
-
-
-def compare(context: RankContext, say: Any, width: int = 256, steps: int = 20) -> dict[str, float]:
-    """Say the lines of a table; return by strategy the largest difference of any parameter to the lab's."""
-    say(
-        f"{context.world_size} rank(s), {context.backend}; a step's median, and how many functions it enters\n"
-    )
-    say("strategy    ms here   in the lab   functions here   in the lab   parameters")
-    found = {}
-    for name in STRATEGIES:
-        ours, lab = (train(name, of_lab, context, width, steps) for of_lab in (False, True))
-        difference = (
-            torch.stack([(ours[0][key] - lab[0][key]).abs().max() for key in lab[0]]).max().detach()
-        )
-        dist.all_reduce(difference, dist.ReduceOp.MAX, group=context.group)
-        found[name] = difference.item()
-        same = f"differ by {found[name]:.1e}" if found[name] else "the same bit for bit"
-        say(f"{name:<11} {ours[1]:7.2f} {lab[1]:12.2f} {ours[2]:16} {lab[2]:12}   {same}")
-    return found
-
-
 if __name__ == "__main__":
-    with rank_context() as context:
-        compare(context, print if context.is_main else lambda _: None)
+    from compare_strategies import main  # the file beside this one; it needs distlab
+
+    main()
