@@ -15,7 +15,8 @@ KERNELS = Path(__file__).parents[1] / "kernels"  # in a clone and in an installa
 class KernelsFinder:
     """Finder of this lab's `kernels.NAME` where `import kernels` is another package, such as Hugging Face's.
 
-    Python asks it last, so it decides nothing where our folder is part of that package already (setup.py says when).
+    Python asks it last, so it decides nothing where our folder is part of that package already
+    (setup.py says when).
     """
 
     @staticmethod
@@ -71,7 +72,8 @@ def run(experiment: str, **options: object) -> list[dict]:
         pandas.DataFrame(rows)
 
     Args:
-        options: as on the command line, with `_` for `-`; a list for several values, True for an option without one.
+        options: as on the command line, with `_` for `-`; a list for several values, True for an
+            option without one.
 
     Raises:
         RuntimeError: the run failed, or a row is wrong; with what the command said.

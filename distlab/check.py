@@ -118,14 +118,15 @@ class Verdict:
         ranks: number of ranks.
         micro_batches: number of micro-batches per rank and step.
         tensors: number of trainable parameters that were compared.
-        findings: tensors that differ. Empty for a wrapper that is right with one micro-batch per step and does not
-            claim to accumulate gradients, see `accumulation`.
+        findings: tensors that differ. Empty for a wrapper that is right with one micro-batch per
+            step and does not claim to accumulate gradients, see `accumulation`.
         loss: loss of the last step on ranks, mean over ranks.
         expected_loss: the same in one process.
         finish: which function was called after the last backward of each step.
-        accumulation: tensors that differ with several micro-batches per step, of a wrapper that has no `no_sync()` and
-            is right with one. `micro_batches` is then 1.
-        right_with_one: whether a wrong wrapper is right with one micro-batch per step; None if that was not tried.
+        accumulation: tensors that differ with several micro-batches per step, of a wrapper that has
+            no `no_sync()` and is right with one. `micro_batches` is then 1.
+        right_with_one: whether a wrong wrapper is right with one micro-batch per step; None if that
+            was not tried.
     """
 
     ranks: int
@@ -218,16 +219,18 @@ def check(
 
     Args:
         candidate: what the ranks train, where it is to be held against `task`.
-        same_batch: ranks get the same batches, as ranks do that share a model's layers or a sequence.
-        micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot be taken for a
-            factor of the other. What is wrong then is tried again with one.
+        same_batch: ranks get the same batches, as ranks do that share a model's layers or a
+            sequence.
+        micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
+            be taken for a factor of the other. What is wrong then is tried again with one.
 
     Returns:
         The verdict, the same on every rank.
 
     Raises:
-        ValueError: fewer than two ranks; a model that is random or not a number in one process, or whose gradients are
-            all zero; an error in forward, backward, step or wrapper, with its place.
+        ValueError: fewer than two ranks; a model that is random or not a number in one process, or
+            whose gradients are all zero; an error in forward, backward, step or wrapper, with its
+            place.
         TimeoutError: a rank waited in a collective that not every rank calls.
     """
     if context.world_size < 2:
@@ -263,7 +266,8 @@ def on_rank(
     """Check a user's model, named `package.module:function`, under a wrapper so named or a strategy of ours.
 
     Raises:
-        ValueError, TimeoutError: see `check`; also for a factory that fails or returns something else.
+        ValueError, TimeoutError: see `check`; also for a factory that fails or returns something
+            else.
     """
     task = own_task(model, batch, seed)
     examined(model, task, context, seed)
@@ -305,8 +309,8 @@ class _Compared:
 def _compare_twice(own: RankContext, group: ProcessGroup, jobs: _Jobs) -> Verdict:
     """Compare with ranks + 1 micro-batches per step, and where that is wrong also with one.
 
-    A wrapper that averages in every backward is right in the usual loop of one backward per step. It is accused of
-    accumulation only if it says, by having `no_sync()`, that it can accumulate.
+    A wrapper that averages in every backward is right in the usual loop of one backward per step.
+    It is accused of accumulation only if it says, by having `no_sync()`, that it can accumulate.
     """
     failure = None
     try:
@@ -388,14 +392,20 @@ def _compare(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: 
 
 
 class _Agreed(BaseException):
-    """An error of some rank that all ranks know. Not an Exception, which `blamed` would say is this rank's."""
+    """An error of some rank that all ranks know.
+
+    Not an Exception, which `blamed` would say is this rank's.
+    """
 
     def __init__(self, error: Exception):
         self.error = error
 
 
 def _on_all(own: RankContext, work: Callable[[], Any]) -> Any:
-    """Return `work()` of this rank. An error of any rank is raised on all of them, so that none waits for another."""
+    """Return `work()` of this rank.
+
+    An error of any rank is raised on all of them, so that none waits for another.
+    """
     result, error = None, None
     try:
         result = work()
@@ -568,8 +578,9 @@ def _explained(name: str, timeout_s: float) -> Iterator[None]:
 def _step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
     """Return the learning rate of the check: the task's, or for half precision one whose update can be seen.
 
-    A bf16 parameter keeps 8 bits, so an update of less than 1/256 of it is lost, and a wrong one looks like a right
-    one. The norm of the update becomes at least 8 eps of the norm of the parameters.
+    A bf16 parameter keeps 8 bits, so an update of less than 1/256 of it is lost, and a wrong one
+    looks like a right one. The norm of the update becomes at least 8 eps of the norm of the
+    parameters.
 
     Raises:
         ValueError: the same weights and batch give two losses.
@@ -600,7 +611,8 @@ def _step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float
 class _Sums:
     """Sums over a rank's micro-batches in fp64, of one parameter's gradients in one step.
 
-    Each gradient is that of the micro-batch's loss divided by the micro-batches, as in the training step.
+    Each gradient is that of the micro-batch's loss divided by the micro-batches, as in the training
+    step.
 
     Attributes:
         own: their sum.
@@ -734,8 +746,8 @@ class _Copy:
             policy: whose buffers forward reads.
             main_states: `_Run.states` of rank 0, for a policy that reads its buffers.
             late: parameters that arrive in the last step, if they are others.
-            arrival: phase before which they arrive: 1 the backward of the first micro-batch, 2 the second forward, 0
-                never in this step. None: there are none.
+            arrival: phase before which they arrive: 1 the backward of the first micro-batch, 2 the
+                second forward, 0 never in this step. None: there are none.
         """
         if is_main:
             policy = OWN_BUFFERS
@@ -860,18 +872,22 @@ class _Expected:
     def combination(self, name: str, weights: Sequence[float], part: str = "own") -> _Right:
         """Return Σ over ranks of weight × gradient, and how far a right implementation may be from it.
 
-        Let u = eps / 2 of the parameter's dtype. Each addition and division rounds by at most u times its result.
+        Let u = eps / 2 of the parameter's dtype. Each addition and division rounds by at most u
+        times its result.
 
-        - An element passes M additions on its rank, P of the reduction, and up to four divisions and casts. Partial
-          sums are at most the sum of absolute values, whatever the order, so all roundings together are at most
-          (M + P + 4) · u · Σ |w| |g|. That holds always, and for bf16 it is too much: a missing rank of eight may hide.
-        - Roundings have no common sign, so their squares add up: a rounding is uniform in ± u of its partial sum and
-          has the variance u² / 3 of its square. The root mean square over the elements of a tensor is held against
-          four times that. Another order of additions has other partial sums of the same size.
-        - Forward and backward round as well, and another right implementation of them (a matmul that is cut, fused
-          kernels) rounds otherwise. `_Copy.move` measures how much that is for each tensor. A tensor whose exact
-          gradient is zero consists of it.
-        - Sums inside a matmul in another order: SLACK · (P + M) · eps of fp32 of the largest summand.
+        - An element passes M additions on its rank, P of the reduction, and up to four divisions
+          and casts. Partial sums are at most the sum of absolute values, whatever the order, so all
+          roundings together are at most (M + P + 4) · u · Σ |w| |g|. That holds always, and for
+          bf16 it is too much: a missing rank of eight may hide.
+        - Roundings have no common sign, so their squares add up: a rounding is uniform in ± u of
+          its partial sum and has the variance u² / 3 of its square. The root mean square over the
+          elements of a tensor is held against four times that. Another order of additions has other
+          partial sums of the same size.
+        - Forward and backward round as well, and another right implementation of them (a matmul
+          that is cut, fused kernels) rounds otherwise. `_Copy.move` measures how much that is for
+          each tensor. A tensor whose exact gradient is zero consists of it.
+        - Sums inside a matmul in another order: SLACK · (P + M) · eps of fp32 of the largest
+          summand.
         - Numbers below the smallest normal one of fp16 lose bits at every division.
 
         Args:
@@ -1003,7 +1019,10 @@ class _Judge:
         return torch.stack([_wide(rank.gradients[step - 1][name]) for rank in self.ranks])
 
     def _gradients(self, step: int) -> list[Finding]:
-        """Find the gradients of a step that differ. Which tensors do may tell more than their values."""
+        """Find the gradients of a step that differ.
+
+        Which tensors do may tell more than their values.
+        """
         self._refuse_nothing(step)
         expected = self.expected[step - 1]
         named = {name: self._signature(step, name) for name in self.copy.trainable}
@@ -1298,9 +1317,9 @@ def _named_stale(
 ) -> list[Finding]:
     """Try whether the second step read weights of before the first update, and give that name if it did.
 
-    All weights are tried, and those of one module at a time. Of each rank all of them are old, or all but the part that
-    its own optimizer has updated. They are old in the whole step, or new ones arrive before the first backward or the
-    second forward.
+    All weights are tried, and those of one module at a time. Of each rank all of them are old, or
+    all but the part that its own optimizer has updated. They are old in the whole step, or new ones
+    arrive before the first backward or the second forward.
     """
     old, new = parameters
     modules = {name.rpartition(".")[0] for name in copy.trainable}

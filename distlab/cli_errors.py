@@ -3,10 +3,11 @@
     def main() -> int:
         return until_stopped("my_experiment", work)     # work's exit code, or 128 + the number of the signal
 
-To stop is no error, whether Ctrl-C asks for it (SIGINT) or a scheduler (SIGTERM): one line says what was saved, and
-within two seconds the process is gone. The handler raises `Stopped` in the main thread, so that files are closed and
-temporary ones removed. A main thread that is inside a long call (a collective, a kernel, a compiler) does not see that
-before the call ends; then a thread, which the C-level handler wakes through a pipe, says the line and ends the process.
+To stop is no error, whether Ctrl-C asks for it (SIGINT) or a scheduler (SIGTERM): one line says
+what was saved, and within two seconds the process is gone. The handler raises `Stopped` in the main
+thread, so that files are closed and temporary ones removed. A main thread that is inside a long
+call (a collective, a kernel, a compiler) does not see that before the call ends; then a thread,
+which the C-level handler wakes through a pipe, says the line and ends the process.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class _Stream(io.FileIO):
 def outlive_readers() -> None:
     """From here on what is printed into a closed pipe, as in `distlab list | head`, is dropped.
 
-    The command goes on, so that a run of which only the first lines were wanted is saved nevertheless.
+    The command goes on, so that a run of which only the first lines were wanted is saved
+    nevertheless.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         _open_if_closed(number, name)
@@ -112,7 +114,8 @@ def outlive_readers() -> None:
 def _open_if_closed(number: int, name: str) -> None:
     """Give a standard stream that was closed, as by `>&-`, the null device: what is printed there is dropped.
 
-    Its number is taken as well. Else the next file that is opened would get it, and what C code prints with it.
+    Its number is taken as well. Else the next file that is opened would get it, and what C code
+    prints with it.
     """
     if getattr(sys, name) is not None:
         return
@@ -185,8 +188,8 @@ def hand_signals_over() -> None:
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
     """While the block runs, each of `SIGNALS` ends the process after one line.
 
-    For the import of torch: there is nothing to save, and an exception out of a handler would be swallowed there, or
-    end in another error.
+    For the import of torch: there is nothing to save, and an exception out of a handler would be
+    swallowed there, or end in another error.
     """
 
     def end(number: int, frame: FrameType | None) -> None:

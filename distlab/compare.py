@@ -1,10 +1,11 @@
 """Two runs or more of one experiment side by side: what differs between them, and which rows do beyond their noise.
 
-A difference counts where it is larger than twice the noise of the noisier row (`report.derived`: each median may be
-off by as much; once for ratios to another row of the same run, in which drift cancels) and, if both runs kept their
-samples, the 95 % interval of the ratio of medians does not contain 1. The interval alone would not do: samples of one
-run share its moment of the machine, so it is too narrow for what two runs differ by. On a busy host the same code
-twice differed by 1.3 to 1.9 times the noise of a run.
+A difference counts where it is larger than twice the noise of the noisier row (`report.derived`:
+each median may be off by as much; once for ratios to another row of the same run, in which drift
+cancels) and, if both runs kept their samples, the 95 % interval of the ratio of medians does not
+contain 1. The interval alone would not do: samples of one run share its moment of the machine, so
+it is too narrow for what two runs differ by. On a busy host the same code twice differed by 1.3 to
+1.9 times the noise of a run.
 """
 
 from __future__ import annotations
@@ -59,7 +60,10 @@ class SavedRun:
 
     @staticmethod
     def read(run: str | Path, *roots: str | Path) -> SavedRun:
-        """Read a run that `rows_of` finds. Raises ValueError for what is no run, or one without rows."""
+        """Read a run that `rows_of` finds.
+
+        Raises ValueError for what is no run, or one without rows.
+        """
         path = rows_of(run, *roots)
         records = read_json(path)
         if not records:
@@ -76,18 +80,18 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
     """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first, of what
     the experiment is about (`main_metric`).
 
-    `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both runs kept samples;
-    `noise_pct` is the larger of the two rows', `least_pct` what a difference must exceed to count;
-    `verdict` one of worse, better, tie, noise unknown, or what is missing.
+    `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both
+    runs kept samples; `noise_pct` is the larger of the two rows', `least_pct` what a difference
+    must exceed to count; `verdict` one of worse, better, tie, noise unknown, or what is missing.
 
     Args:
         runs: the baseline first.
-        control: a row that nobody changed. Every row is then taken as its ratio to that one, step by step, from which
-            the machine's own drift between two runs cancels.
+        control: a row that nobody changed. Every row is then taken as its ratio to that one, step
+            by step, from which the machine's own drift between two runs cancels.
 
     Raises:
-        ValueError: fewer than two runs, runs of different experiments, one without the last one's metric, or a control
-            that a run has no samples of.
+        ValueError: fewer than two runs, runs of different experiments, one without the last one's
+            metric, or a control that a run has no samples of.
     """
     if len(runs) < 2:
         raise ValueError("give two runs or more, the baseline first; `distlab runs` lists them")
@@ -236,8 +240,8 @@ def undecided(rows: Records, limit_pct: float) -> list[str]:
 def worse_by(row: Record) -> tuple[float, float]:
     """Return the interval of how much worse a row may be, in %; negative numbers are better.
 
-    It is the 95 % interval of the table where both runs kept samples, else the difference and its noise to both sides.
-    A tie may hide at least its noise.
+    It is the 95 % interval of the table where both runs kept samples, else the difference and its
+    noise to both sides. A tie may hide at least its noise.
     """
     m = row.metrics
     difference, noise = m["difference_pct"], m["least_pct"] or 0.0

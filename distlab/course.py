@@ -4,9 +4,9 @@ A suite asks its `tests/adapters.py` for functions by name; with
 
     from distlab.course import *
 
-as its only line, the suite of any year tests this package (docs/learn/course.md says how, and what it is good
-for: read your course's policy first). The functions name what the suites name; everything behind them is public
-under its own name in `distlab.parallel` and `kernels`.
+as its only line, the suite of any year tests this package (docs/learn/course.md says how, and what
+it is good for: read your course's policy first). The functions name what the suites name;
+everything behind them is public under its own name in `distlab.parallel` and `kernels`.
 
 | form | functions |
 |---|---|
@@ -98,7 +98,10 @@ def ddp_on_after_backward(
 def ddp_bucketed_on_train_batch_start(
     ddp_model: BucketedDDP, optimizer: Optimizer | None = None
 ) -> None:
-    """Call before forward. Buckets reset themselves when a step is finished: nothing is left to do."""
+    """Call before forward.
+
+    Buckets reset themselves when a step is finished: nothing is left to do.
+    """
 
 
 # of a module: an all-reduce per gradient, under backward

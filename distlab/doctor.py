@@ -3,8 +3,9 @@
     distlab doctor            # a report for people
     distlab doctor --json     # the same as one line of JSON
 
-It starts two gloo ranks, because that is what most machines that fail fail at. Exit code 0 if the main job will
-run, 1 if it will not. Nothing here imports torch before it has looked whether there is one.
+It starts two gloo ranks, because that is what most machines that fail fail at. Exit code 0 if the
+main job will run, 1 if it will not. Nothing here imports torch before it has looked whether there
+is one.
 """
 
 import contextlib

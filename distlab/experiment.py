@@ -10,9 +10,10 @@
 
     EXPERIMENT = Experiment(Config, measure, View(columns=…, headline=…, reading=…), ranks="many")
 
-The module's name is the experiment's, the first line of its docstring the question. `distlab run NAME` makes options of
-`Config`, starts ranks, opens or resumes the run's folder, calls `measure` on every rank, writes tables, pictures and
-page, and prints the short table. `distlab show` draws the same from saved rows.
+The module's name is the experiment's, the first line of its docstring the question. `distlab run
+NAME` makes options of `Config`, starts ranks, opens or resumes the run's folder, calls `measure` on
+every rank, writes tables, pictures and page, and prints the short table. `distlab show` draws the
+same from saved rows.
 """
 
 import argparse
@@ -116,11 +117,13 @@ class Experiment(Generic[C]):
         config: its options, a frozen dataclass of `option`s.
         measure: `measure(config, context, run)`, called on every rank; rows go to `run.add`.
         view: how rows are shown.
-        presets: name → fields over the defaults. `gpu` and `cpu` are taken on such a device; `quick` is `--quick`; any
-            other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to preset NAME on such a device. `smoke` is the
-            tests' form, small enough for every device.
-        ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or `many`.
-        gpus: number of GPUs that the run needs, except in preset `smoke` and in those with a form `NAME-cpu`.
+        presets: name → fields over the defaults. `gpu` and `cpu` are taken on such a device;
+            `quick` is `--quick`; any other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to
+            preset NAME on such a device. `smoke` is the tests' form, small enough for every device.
+        ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or
+            `many`.
+        gpus: number of GPUs that the run needs, except in preset `smoke` and in those with a form
+            `NAME-cpu`.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
         wrong: rows → reasons to end with exit code 1, which are the first findings.
         may_change: options that a resumed run may have otherwise than before.
@@ -238,7 +241,8 @@ class Experiment(Generic[C]):
         """Open the run, measure, write and say; call it on every rank. Returns the exit code.
 
         Raises:
-            OSError, ValueError: on every rank, for a folder that cannot be written or a run that is another.
+            OSError, ValueError: on every rank, for a folder that cannot be written or a run that is
+                another.
         """
         progress = Progress(context)
         with (
@@ -305,7 +309,8 @@ def run_folder(
     wrote nothing. Every rank enters, and all raise alike if it cannot be written.
 
     Args:
-        fresh: put an older run of this name aside, unless it is still running, or this one is started again.
+        fresh: put an older run of this name aside, unless it is still running, or this one is
+            started again.
     """
     path = Path(root) / experiment / (name or "")
 

@@ -1,8 +1,8 @@
 """Files that are either whole or absent.
 
-A file is written under a temporary name in its final folder, flushed to the disk and then renamed. A rename within one
-folder is atomic, so a reader (or a sweep that resumes) never finds half a file under a final name, whatever killed the
-writer.
+A file is written under a temporary name in its final folder, flushed to the disk and then renamed.
+A rename within one folder is atomic, so a reader (or a sweep that resumes) never finds half a file
+under a final name, whatever killed the writer.
 """
 
 import contextlib
@@ -21,7 +21,8 @@ def atomic_path(path: AnyPath) -> Iterator[Path]:
     """Yield a temporary path beside ``path``; on a clean exit the file there becomes ``path``, else it is
     removed.
 
-    The temporary name keeps the suffix, because libraries choose the format by it (``.png``, ``.gz``).
+    The temporary name keeps the suffix, because libraries choose the format by it (``.png``,
+    ``.gz``).
 
     Raises:
         OSError: the folder cannot be written, or nothing was written to the temporary path.

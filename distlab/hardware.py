@@ -1,11 +1,11 @@
 """What the GPUs can do, from their makers' documents: the only source of peaks in this lab.
 
-A device that is not listed has no peak here, and reports say n/a: a guessed peak gives an MFU of 152 %.
-Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"), so names are
-matched exactly.
+A device that is not listed has no peak here, and reports say n/a: a guessed peak gives an MFU of
+152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"),
+so names are matched exactly.
 
-Units: bytes and KiB/MiB of two for memories on the chip, powers of ten for HBM, links and FLOP/s, as in the
-documents.
+Units: bytes and KiB/MiB of two for memories on the chip, powers of ten for HBM, links and FLOP/s,
+as in the documents.
 """
 
 from collections.abc import Mapping
@@ -30,13 +30,14 @@ class GPUSpec:
         shared_memory_per_block: most bytes one block can ask for (1 KiB per block is the system's).
         l1_bytes: L1 and shared memory together, per SM.
         l2_bytes: of the whole chip.
-        hbm_bytes: the datasheet's capacity in powers of ten; what torch reports as `total_memory` is a few
-            per cent more, and decides what fits.
+        hbm_bytes: the datasheet's capacity in powers of ten; what torch reports as `total_memory`
+            is a few per cent more, and decides what fits.
         hbm_bandwidth: bytes per second.
-        nvlink_bandwidth: bytes per second in one direction, all links (documents add both directions).
+        nvlink_bandwidth: bytes per second in one direction, all links (documents add both
+            directions).
         pcie_bandwidth: bytes per second in one direction, ×16, before protocol overhead.
-        peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is without tensor
-            cores, all others with them: what a matmul in that dtype can reach.
+        peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is
+            without tensor cores, all others with them: what a matmul in that dtype can reach.
         source: the documents.
         fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
         l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
@@ -227,14 +228,18 @@ class ClusterSpec:
         gpu: in every host.
         hosts, gpus_per_host: how many.
         card_bytes_per_s: of one network card in one direction.
-        cards_per_host: network cards; as many as GPUs where each has its own, fewer where GPUs share them.
-        oversubscription: what cards can send together over what the switches above carry; 1 is a full fat tree.
-        inside_bytes_per_s: of one GPU to others of its host, in one direction; None for the GPU's NVLink.
+        cards_per_host: network cards; as many as GPUs where each has its own, fewer where GPUs
+            share them.
+        oversubscription: what cards can send together over what the switches above carry; 1 is a
+            full fat tree.
+        inside_bytes_per_s: of one GPU to others of its host, in one direction; None for the GPU's
+            NVLink.
         inside_hop_s, between_hop_s: latency of one more hop of a collective.
         source: the documents.
 
     Raises:
-        ValueError: a size below one, a bandwidth that is not positive, or links that contradict each other.
+        ValueError: a size below one, a bandwidth that is not positive, or links that contradict
+            each other.
     """
 
     name: str
@@ -342,7 +347,8 @@ def cluster(text: str) -> ClusterSpec:
     """The cluster of a text such as `dgx-h100:128x8` (hosts × GPUs per host) or `dgx-h100:1024` (GPUs; whole hosts).
 
     Raises:
-        ValueError: an unknown name, or GPUs that do not fill whole hosts; the message says what is allowed.
+        ValueError: an unknown name, or GPUs that do not fill whole hosts; the message says what is
+            allowed.
     """
     name, _, size = text.partition(":")
     if name not in CLUSTERS:
@@ -406,8 +412,8 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
     Args:
         device_name: from `torch.cuda.get_device_name()`.
-        dtype: a torch dtype or one of `fp64 fp32 tf32 bf16 fp16 fp8`. fp32 means without tensor cores; where
-            `torch.backends.cuda.matmul.allow_tf32` is set, ask for `tf32`.
+        dtype: a torch dtype or one of `fp64 fp32 tf32 bf16 fp16 fp8`. fp32 means without tensor
+            cores; where `torch.backends.cuda.matmul.allow_tf32` is set, ask for `tf32`.
     """
     spec = lookup(device_name)
     if spec is None:

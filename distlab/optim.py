@@ -1,12 +1,15 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks (Jordan et al. 2024).
+"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks (Jordan et al.
+
+2024).
 
     buffer ← β·buffer + (1 − β)·gradient
     update ← β·buffer + (1 − β)·gradient            once more, by Nesterov
     matrix ← (1 − lr·decay)·matrix − lr·factor·orthogonalize(update)
 
-Momentum is element by element; orthogonalising, which makes about U·Vᵀ of U·S·Vᵀ, takes a whole matrix. `Muon` steps
-whole matrices under every data-parallel strategy, and shards of them under ZeRO-1 and FSDP: `distlab.parallel.muon`
-says who orthogonalises there, and what that sends. https://kellerjordan.github.io/posts/muon/
+Momentum is element by element; orthogonalising, which makes about U·Vᵀ of U·S·Vᵀ, takes a whole
+matrix. `Muon` steps whole matrices under every data-parallel strategy, and shards of them under
+ZeRO-1 and FSDP: `distlab.parallel.muon` says who orthogonalises there, and what that sends.
+https://kellerjordan.github.io/posts/muon/
 """
 
 import math
@@ -56,8 +59,8 @@ class Muon(Optimizer):
         lr, weight_decay: of both kinds of groups.
         momentum, nesterov: of matrices.
         ns_coefficients, eps, ns_steps: see `orthogonalize`.
-        adjust_lr_fn: one of `LR_FACTORS`; None: the original. By `match_rms_adamw` an update is as large as AdamW's, so
-            that one learning rate serves both kinds of groups.
+        adjust_lr_fn: one of `LR_FACTORS`; None: the original. By `match_rms_adamw` an update is as
+            large as AdamW's, so that one learning rate serves both kinds of groups.
         betas, adamw_eps: of AdamW.
         placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
@@ -106,8 +109,9 @@ class Muon(Optimizer):
     def split(model: nn.Module) -> list[Group]:
         """Two groups of a model's trainable parameters: the matrices of its blocks, and the rest, for AdamW.
 
-        Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside, and so does a matrix
-        of a block that is tied to theirs. Of a model under FSDP these are the shards.
+        Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside,
+        and so does a matrix of a block that is tied to theirs. Of a model under FSDP these are the
+        shards.
 
         Raises:
             ValueError: no block has a matrix.
@@ -282,18 +286,20 @@ def orthogonalize(
 ) -> Tensor:
     """Bring all singular values of each matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
 
-    An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a large slope at 0, and
-    do not converge: five iterations bring values from 0.002 on between 0.68 and 1.21. For so rough a result bf16 does.
+    An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a
+    large slope at 0, and do not converge: five iterations bring values from 0.002 on between 0.68
+    and 1.21. For so rough a result bf16 does.
 
     Args:
-        matrices: `(number, rows, columns)`, of any dtype; each is divided by its norm first, as no singular value may
-            exceed 1.
+        matrices: `(number, rows, columns)`, of any dtype; each is divided by its norm first, as no
+            singular value may exceed 1.
         coefficients: a, b, c.
         steps: iterations.
         eps: the least number that is divided by.
 
     Returns:
-        `(number, rows, columns)`, bf16; each in row-major order, or in column-major order where there are more rows
+        `(number, rows, columns)`, bf16; each in row-major order, or in column-major order where
+            there are more rows
         than columns.
     """
     if matrices.size(1) > matrices.size(2):  # what is multiplied below is of the shorter side

@@ -2,12 +2,13 @@
 
     @dataclass(frozen=True)
     class Config(Options):
-        batch: int = option(4, "sequences per rank", least=1)
-        dtype: str = option("fp32", "of the computation", choices=("fp32", "bf16"))
-        sizes_mb: tuple[float | None, ...] = option((1.0, None), "MiB per bucket", above=0, words={"none": None})
+        batch: int = option(4, "sequences per rank", least=1) dtype: str = option("fp32", "of the
+        computation", choices=("fp32", "bf16")) sizes_mb: tuple[float | None, ...] = option((1.0,
+        None), "MiB per bucket", above=0, words={"none": None})
 
-`add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and `config_from(Config, args)` the
-config again. Limits are checked when a config is made, so that Python callers meet them too. Imports no torch.
+`add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and
+`config_from(Config, args)` the config again. Limits are checked when a config is made, so that
+Python callers meet them too. Imports no torch.
 """
 
 import argparse
@@ -45,10 +46,11 @@ def option(
     """Declare a field of `Options` that is an option of the command.
 
     Args:
-        default: of the field; tuples become options that take several values, bools become `--x / --no-x`.
+        default: of the field; tuples become options that take several values, bools become `--x /
+            --no-x`.
         help: for `--help`; the default is shown behind it.
-        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not allowed, and whole
-            numbers end at `MOST`.
+        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not
+            allowed, and whole numbers end at `MOST`.
         choices: allowed values; of a tuple, of each entry, and `all` stands for all of them.
         words: text that stands for a value, such as `{"none": None}`.
         flag: where the option's name is not the field's, such as `--bucket-size-mb`.
@@ -64,7 +66,8 @@ class Options:
     """Base of configurations: checks every field that is an `option` when one is made.
 
     Raises:
-        ValueError: a value that is not allowed; the message names the field, says what is and what to give.
+        ValueError: a value that is not allowed; the message names the field, says what is and what
+            to give.
     """
 
     @classmethod

@@ -3,12 +3,13 @@
     run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)     # saved at once
     if run.done("bucketed", bucket_size_mb=25.0): …                      # by the run that was cut off
 
-A run's folder holds `run.json`, which says what is run (options, ranks, device, commit, command), and the rows in
-`records.json`; when all are there, `report.view.write` adds tables, pictures and the page. A run is resumed by its
-name, and only where `run.json` says the same.
+A run's folder holds `run.json`, which says what is run (options, ranks, device, commit, command),
+and the rows in `records.json`; when all are there, `report.view.write` adds tables, pictures and
+the page. A run is resumed by its name, and only where `run.json` says the same.
 
-The runs that lie under `outputs/` and `records/` are described in a line each, and linked from `outputs/index.html`. A
-run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or `records/EXPERIMENT/CASE.json`.
+The runs that lie under `outputs/` and `records/` are described in a line each, and linked from
+`outputs/index.html`. A run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or
+`records/EXPERIMENT/CASE.json`.
 """
 
 from __future__ import annotations
@@ -78,13 +79,14 @@ def make_folder(root: str | Path, experiment: str, name: str | None = None) -> P
     Args:
         root: the folder of all results, such as ``outputs``.
         experiment: name of the experiment.
-        name: of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, … appended if a run of the
-            same second exists. A name that is given is used as it is and may exist already: that is how a sweep
-            resumes.
+        name: of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, …
+            appended if a run of the same second exists. A name that is given is used as it is and
+            may exist already: that is how a sweep resumes.
 
     Raises:
         ValueError: a name is not usable as a folder name.
-        OSError: the folder cannot be made or written; the message names it and says to pass ``--out``.
+        OSError: the folder cannot be made or written; the message names it and says to pass
+            ``--out``.
     """
     check_names(str(root), experiment, name)
     parent = Path(root) / experiment
@@ -193,7 +195,8 @@ class Run:
         progress: says on stderr, on rank 0, what is done now.
         notice: says there what stays to be read.
         cut_off: set by an experiment that leaves rows to the next call of this name.
-        show: writes and prints the tables of the rows so far, for an experiment that goes on to explain them.
+        show: writes and prints the tables of the rows so far, for an experiment that goes on to
+            explain them.
         shown: whether it was called.
     """
 
@@ -276,7 +279,8 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
         may_change: options that may differ from those of the run that was cut off.
 
     Raises:
-        ValueError: it holds another run: of another commit, with other options, other ranks or another device.
+        ValueError: it holds another run: of another commit, with other options, other ranks or
+            another device.
     """
     saved, rows, records = folder / HEADER, folder / ROWS, []
     if saved.is_file():
@@ -457,7 +461,10 @@ def when_of(path: Path, record: Record | None = None) -> str:
 def listed(
     files: Sequence[Path], defaults: Defaults, results: Results = result_of
 ) -> list[dict[str, str]]:
-    """Return `described` of every run, the newest first. One that cannot be read says so in its result."""
+    """Return `described` of every run, the newest first.
+
+    One that cannot be read says so in its result.
+    """
     rows = []
     for path in files:
         try:
@@ -508,7 +515,8 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
 
     Args:
         root: folder of all results.
-        lines: what `listed` says of its runs. Pages of other folders, such as comparisons, have their link alone.
+        lines: what `listed` says of its runs. Pages of other folders, such as comparisons, have
+            their link alone.
     """
     said = {os.fsencode(os.path.relpath(line["run"], root)): line for line in lines}
     pages = sorted(
@@ -531,7 +539,10 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
 
 @contextlib.contextmanager
 def new_folder(root: str | Path, name: str) -> Iterator[Path]:
-    """Yield a fresh folder below `root/name` for what is drawn of saved rows. Where that fails, nothing is left."""
+    """Yield a fresh folder below `root/name` for what is drawn of saved rows.
+
+    Where that fails, nothing is left.
+    """
     existed = [path for path in (Path(root), Path(root) / name) if path.is_dir()]
     folder = make_folder(root, name)
     try:

@@ -11,12 +11,13 @@
     def test_sum():
         assert run_ranks(sum_of_ranks, 3) == [3.0, 3.0, 3.0]
 
-The function must be importable (defined at the top of a module, not in a notebook), takes the rank's `RankContext`
-first, and its return value must be picklable. A script calls `run_ranks` under `if __name__ == "__main__":`, because
-rank processes import the script. Rank processes are started once and reused by later calls, each with a fresh
-process group, until a file that was imported has changed. A rank's exception is raised in the test with the rank's own
-traceback; a call that outlasts its deadline ends with the stacks of the ranks that hang. Ranks that raised serve the
-next call too; where one died or hangs, all are killed, and the next call starts new ones.
+The function must be importable (defined at the top of a module, not in a notebook), takes the
+rank's `RankContext` first, and its return value must be picklable. A script calls `run_ranks` under
+`if __name__ == "__main__":`, because rank processes import the script. Rank processes are started
+once and reused by later calls, each with a fresh process group, until a file that was imported has
+changed. A rank's exception is raised in the test with the rank's own traceback; a call that
+outlasts its deadline ends with the stacks of the ranks that hang. Ranks that raised serve the next
+call too; where one died or hangs, all are killed, and the next call starts new ones.
 """
 
 import atexit
@@ -56,8 +57,8 @@ class RanksFailed(RuntimeError):
     """One or more ranks raised, died or hung.
 
     Attributes:
-        failures: rank → its traceback or fate. The rank that failed first comes first, and ranks whose error is only
-            that another rank is gone come last.
+        failures: rank → its traceback or fate. The rank that failed first comes first, and ranks
+            whose error is only that another rank is gone come last.
         cause: the error or fate of the first of them, in one line.
     """
 
@@ -94,7 +95,8 @@ class _Failure:
     def place(self) -> tuple[int, float]:
         """Return the key that sorts causes before consequences.
 
-        A rank that gave no answer can be the cause of a lost peer. It is not the cause of another rank's own error.
+        A rank that gave no answer can be the cause of a lost peer. It is not the cause of another
+        rank's own error.
         """
         kind = 2 if self.lost_peer else 0 if self.answered else 1
         return kind, self.seconds
@@ -123,14 +125,16 @@ def run_ranks(
         world_size: number of processes, one thread each.
         args: picklable; every rank gets a copy.
         backend: `gloo` (on `device`) or `nccl` (rank r computes on `cuda:r`).
-        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as `cuda:0`.
+        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as
+            `cuda:0`.
         deadline_s: seconds after which the whole call fails and its processes are killed.
         group_timeout_s: timeout of the process group, see `rank_context`.
 
     Raises:
         ValueError: `world_size` below one.
         TypeError: `fn` or an argument cannot be pickled, or imported by another process.
-        RuntimeError: called while a script is imported, so that the rank processes cannot be started.
+        RuntimeError: called while a script is imported, so that the rank processes cannot be
+            started.
         RanksFailed: a rank raised, died or outlasted the deadline.
         KeyboardInterrupt: the caller was interrupted; the ranks are ended.
     """
@@ -192,11 +196,15 @@ def check_gradients(
         assert verdict.right, verdict
 
     Args:
-        model: a factory (`distlab.bench.task`), at the top of a module, or its name `package.module:function`.
-        wrap: `wrap(module, group)` → a callable module, or (callable module, finish), or its name; or a strategy's.
+        model: a factory (`distlab.bench.task`), at the top of a module, or its name
+            `package.module:function`.
+        wrap: `wrap(module, group)` → a callable module, or (callable module, finish), or its name;
+            or a strategy's.
         batch: examples per micro-batch.
-        same_batch: ranks get the same batches, as ranks do that share a model's layers or a sequence.
-        micro_batches: number of micro-batches per rank and step. Default: ranks + 1 (see `distlab.check.check`).
+        same_batch: ranks get the same batches, as ranks do that share a model's layers or a
+            sequence.
+        micro_batches: number of micro-batches per rank and step. Default: ranks + 1 (see
+            `distlab.check.check`).
         timeout_s: seconds that a collective may take.
 
     Raises:
@@ -323,7 +331,10 @@ atexit.register(shut_down)
 def _collect(
     ranks: list[_Rank], deadline: float, allowed_s: float
 ) -> tuple[dict[int, Any], dict[int, _Failure]]:
-    """Wait for every rank's answer; after a failure only for a moment more. A rank without one ends all of them."""
+    """Wait for every rank's answer; after a failure only for a moment more.
+
+    A rank without one ends all of them.
+    """
     results = {}
     failures = {}
     waiting = {rank.pipe: number for number, rank in enumerate(ranks)}

@@ -1,7 +1,7 @@
 """Text of others made safe: records, runs, markers and models may come from anywhere, and so may what they say.
 
-`for_terminal` is for whatever is printed, `for_markdown` for whatever is written into a Markdown file. Pages in HTML
-need neither, because their templates escape everything.
+`for_terminal` is for whatever is printed, `for_markdown` for whatever is written into a Markdown
+file. Pages in HTML need neither, because their templates escape everything.
 """
 
 import re

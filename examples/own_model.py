@@ -2,7 +2,8 @@
 
     distlab run ddp_bench --model examples.own_model:build --batch 32
 
-trains it under every strategy, beside torch's own. What the three things may be: docs/learn/own_model.md.
+trains it under every strategy, beside torch's own. What the three things may be:
+docs/learn/own_model.md.
 """
 
 from collections.abc import Callable

@@ -3,12 +3,14 @@
     torchrun --standalone --nproc_per_node=2 examples/strategies.py   # two ranks: NCCL on GPUs, gloo on the CPU
     python examples/strategies.py                                     # alone
 
-Ranks read different data and step with the mean of their gradients. The six differ in when gradients are sent, in what
-messages, and in what a rank keeps. The command trains under each of them and under the lab's strategy of the same name,
-and compares the parameters (compare_strategies.py).
+Ranks read different data and step with the mean of their gradients. The six differ in when
+gradients are sent, in what messages, and in what a rank keeps. The command trains under each of
+them and under the lab's strategy of the same name, and compares the parameters
+(compare_strategies.py).
 
-A parameter that only some ranks use is averaged with zeros of the others. Apart from that, parameters are contiguous,
-of one dtype, on one device and all trained, and a synchronization and a step follow every backward. The lab adds:
+A parameter that only some ranks use is averaged with zeros of the others. Apart from that,
+parameters are contiguous, of one dtype, on one device and all trained, and a synchronization and a
+step follow every backward. The lab adds:
 
     base.py, data_parallel.py      no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
     buckets.py, bucketed.py        any strides and dtypes; flags inside the buckets: what no rank used is not stepped
@@ -191,7 +193,8 @@ class ZeroOptimizer:
     compute         │ forward │ backward ──────────── │    │ step 1/N │                     │
     communication   │         │   reduce-scatter b0 │ … │ bn │          │ all-gather b0 … bn  │
 
-    The two send as much as one all-reduce. Slices end inside parameters: the optimizer must be element-wise, as Adam.
+    The two send as much as one all-reduce. Slices end inside parameters: the optimizer must be
+    element-wise, as Adam.
     """
 
     def __init__(
@@ -247,8 +250,9 @@ class FSDP(DataParallel):
     compute         │    A    │    B    │    B'   │    A'   │      │ optimizer │
     communication   │ag A│ag B│         │ag B│ag A│rs B     │ rs A │           │
 
-    Modules in a `ModuleList` are units, called in its order; other parameters are unit 0, whole until backward ends.
-    Backward has left a unit when it reaches the one before, whatever a rank has used of it: so ranks send alike.
+    Modules in a `ModuleList` are units, called in its order; other parameters are unit 0, whole
+    until backward ends. Backward has left a unit when it reaches the one before, whatever a rank
+    has used of it: so ranks send alike.
     """
 
     def __init__(self, module: nn.Module, group: ProcessGroup):

@@ -3,15 +3,19 @@
     python examples/train.py                                         # alone; on a GPU if there is one
     torchrun --nproc-per-node 2 examples/train.py --strategy zero1   # two ranks: NCCL on GPUs, gloo on the CPU
 
-    data ─ model ─ strategy ─ resume ─┬─ zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ step ─┬─ sample
-                                      └────────────── now and then: evaluate, checkpoint ─────────────┘
+    data ─ model ─ strategy ─ resume ─┬─ zero_grad ─ (forward ─ backward) × k ─ finish ─ clip ─ step
+    ─┬─ sample
+                                      └────────────── now and then: evaluate, checkpoint
+                                      ─────────────┘
 
-Where the folder holds a checkpoint, training goes on from there, under any strategy and at any number of ranks:
+Where the folder holds a checkpoint, training goes on from there, under any strategy and at any
+number of ranks:
 
     python examples/train.py --strategy fsdp --steps 150             # continues what either of the two above began
 
-`distlab train` is the same loop with what long runs need: a learning-rate schedule, mixed precision, a check that data
-and options are still those of the checkpoint, and an orderly end on NaN, on signals and when ranks die.
+`distlab train` is the same loop with what long runs need: a learning-rate schedule, mixed
+precision, a check that data and options are still those of the checkpoint, and an orderly end on
+NaN, on signals and when ranks die.
 """
 
 import argparse

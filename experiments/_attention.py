@@ -1,7 +1,7 @@
 """What the experiments on attention share: shapes, inputs, every function that is timed, and the exact result.
 
-Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and compiled; and
-FlashAttention-4 (`pip install --pre flash-attn-4`), where it is installed.
+Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and
+compiled; and FlashAttention-4 (`pip install --pre flash-attn-4`), where it is installed.
 """
 
 import functools

@@ -1,7 +1,8 @@
 """A decoder layer in the shape of Hugging Face's Llama, of torch's modules, of this lab's or of Liger's.
 
-It has Llama's attribute names, and so its state dict, and is written in plain torch: transformers is not needed.
-Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a head, `d` of the layer.
+It has Llama's attribute names, and so its state dict, and is written in plain torch: transformers
+is not needed. Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a head,
+`d` of the layer.
 """
 
 from collections.abc import Callable

@@ -34,8 +34,8 @@ def simulated(
         batch: examples on a rank.
 
     Raises:
-        ValueError: the model reads values of tensors (a router that picks experts, say), which fake tensors do not
-            have, or the strategy refuses it.
+        ValueError: the model reads values of tensors (a router that picks experts, say), which fake
+            tensors do not have, or the strategy refuses it.
     """
     task = own_task(name, batch)
 

@@ -3,9 +3,9 @@
     distlab run allreduce_sweep                              # all GPUs, or two CPU ranks
     distlab run allreduce_sweep --nproc 4 --group-sizes 2 4
 
-Times the library's eight collectives, from all-reduce to all-to-all, and rings made of sends and receives, for sizes
-from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch, and fits α–β to each (piecewise, by relative
-error). Every row's result is checked.
+Times the library's eight collectives, from all-reduce to all-to-all, and rings made of sends and
+receives, for sizes from kilobytes to two gigabytes on the first 2, 4, … ranks of one launch, and
+fits α–β to each (piecewise, by relative error). Every row's result is checked.
 """
 
 from dataclasses import dataclass, replace
@@ -168,8 +168,9 @@ def timings(records: Records) -> list[Record]:
 def with_fits(records: Records) -> list[Record]:
     """The records with a fit after the times of each collective on each group, which carry its seconds and errors.
 
-    Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up to date. Times of
-    a payload that did not fit in memory are left out, and fewer than two of them have no fit.
+    Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up
+    to date. Times of a payload that did not fit in memory are left out, and fewer than two of them
+    have no fit.
     """
     found = []
     rows = [record for record in records if not record.variant.startswith(FIT)]

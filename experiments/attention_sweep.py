@@ -5,18 +5,19 @@
     distlab run attention_sweep --preset memory   # bytes, beside a count of tensors by hand
     distlab run attention_sweep --name shapes     # the record; again: resumes
 
-A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full, /window=W or /documents=N.
-For each variant: time of forward + backward called in a loop, as a model calls it (wall, and the host's part); device
-time of forward and of forward + backward as replays of a CUDA graph (backward is their difference); memory with the
-inputs, in use before the backward and at the peak of both; TFLOP/s by convention (visible pairs only, backward 2.5 ×
-forward); and the largest error of output and gradients of one head against float64. All variants of a shape are timed
-in interleaved rounds. fp32 peers multiply in torch's default, IEEE fp32; ours in "emulated", three TF32 matmuls or six
-of bf16 on the tensor cores that are as accurate (see the error columns), "ours-ieee" like them; "ours-deterministic"
-sums dQ in a pass of its own.
-The L2 is warm in graph replays.
+A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full,
+/window=W or /documents=N. For each variant: time of forward + backward called in a loop, as a model
+calls it (wall, and the host's part); device time of forward and of forward + backward as replays of
+a CUDA graph (backward is their difference); memory with the inputs, in use before the backward and
+at the peak of both; TFLOP/s by convention (visible pairs only, backward 2.5 × forward); and the
+largest error of output and gradients of one head against float64. All variants of a shape are timed
+in interleaved rounds. fp32 peers multiply in torch's default, IEEE fp32; ours in "emulated", three
+TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the error columns),
+"ours-ieee" like them; "ours-deterministic" sums dQ in a pass of its own. The L2 is warm in graph
+replays.
 
-A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, with what it would have
-needed, and the sweep goes on.
+A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, with
+what it would have needed, and the sweep goes on.
 """
 
 import gc
@@ -139,10 +140,11 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
     """Bytes in use before the backward and at its peak in closed form, the inputs and do included; {} where the count
     was not done: other variants, masks and lengths.
 
-    A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask beside q, k, v, o; its
-    backward holds dP, the softmax's gradient and the masked one beside P. Flash attention saves q, k, v, o and the
-    log-sum-exp; its backward adds dq, dk, dv and, as fp32, two rows of statistics. torch's own fused kernels are
-    predicted alike, with a sum of dq in fp32 besides, which ours too keep where Hopper's make one pass.
+    A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask
+    beside q, k, v, o; its backward holds dP, the softmax's gradient and the masked one beside P.
+    Flash attention saves q, k, v, o and the log-sum-exp; its backward adds dq, dk, dv and, as fp32,
+    two rows of statistics. torch's own fused kernels are predicted alike, with a sum of dq in fp32
+    besides, which ours too keep where Hopper's make one pass.
     """
     alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
     if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
@@ -332,7 +334,8 @@ def geometric_means(records: list[Record]) -> str:
 def _mean_ratio(records: Sequence[Record], name: str) -> str:
     """Return the geometric mean of a ratio and, where every row has an interval, the means of their ends.
 
-    That is wider than the interval of the mean would be, if noise of one shape told nothing of the next.
+    That is wider than the interval of the mean would be, if noise of one shape told nothing of the
+    next.
     """
     mean = f"{geometric_mean(r.metrics[name] for r in records):.3f}"
     intervals = [interval_of(record, name) for record in records]

@@ -6,8 +6,8 @@
     distlab run calculator occupancy --threads 128 --registers 160
     distlab run calculator waves --blocks 160 --gpu B200
 
-Each prints its answer in words and, with --json, as one line of JSON instead. What a warp's access to memory costs is
-predicted and measured by `gpu_lessons`.
+Each prints its answer in words and, with --json, as one line of JSON instead. What a warp's access
+to memory costs is predicted and measured by `gpu_lessons`.
 """
 
 import argparse

@@ -4,11 +4,11 @@
     distlab run long_context --nproc 2                 # 8 B parameters, two GPUs of 141 GB
     distlab run long_context --nproc 2 --minutes 9 --name mine    # again: does what is left
 
-Steps of the lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them, of which `selective`
-is torchtitan's) are timed in interleaved rounds, built anew in each, so that both fit; all compute the loss in chunks,
-in the head. Peers that the first round shows to be slow are left out of the others. The last round ends with a profiled
-step, which says how much communication nothing covers. Memory and time of each were predicted before anything was
-allocated.
+Steps of the lab's FSDP and of torch's FSDP2 (SDPA, compiled blocks, three ways to recompute them,
+of which `selective` is torchtitan's) are timed in interleaved rounds, built anew in each, so that
+both fit; all compute the loss in chunks, in the head. Peers that the first round shows to be slow
+are left out of the others. The last round ends with a profiled step, which says how much
+communication nothing covers. Memory and time of each were predicted before anything was allocated.
 """
 
 import gc

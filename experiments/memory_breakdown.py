@@ -3,9 +3,10 @@
     distlab run memory_breakdown                             # all GPUs, or two CPU ranks
     distlab run memory_breakdown --nproc 2 --size xl --batch 2 --context 512 --dtype bf16
 
-Every variant trains a few steps; parameters, gradients and optimizer state are counted from the tensors
-themselves, the moments of a step (after construction, before and after the optimizer, the peak) by the allocator.
-Beside each stands what `theory.memory` predicts from the widths of the model alone.
+Every variant trains a few steps; parameters, gradients and optimizer state are counted from the
+tensors themselves, the moments of a step (after construction, before and after the optimizer, the
+peak) by the allocator. Beside each stands what `theory.memory` predicts from the widths of the
+model alone.
 """
 
 from collections.abc import Sequence

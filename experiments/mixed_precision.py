@@ -3,11 +3,12 @@
     distlab run mixed_precision            # this machine's device
     distlab run mixed_precision --quick    # smaller, seconds on a CPU
 
-Five parts. *accumulation*: 1,000 × 0.01 in every combination of accumulator and addend, predicted by rounding in
-integers. *types*: the dtype that each part of a small model computes in under autocast. *norm*: layer normalisation
-with its statistics in a low precision, on inputs that are large, or far from zero. *scaling*: gradients of a language
-model that fp16 rounds to zero, and the window of loss scales between that and overflow; bf16 has fp32's range and needs
-none. *float8*: losses of one training in bf16, and with the matmuls of its blocks in fp8.
+Five parts. *accumulation*: 1,000 × 0.01 in every combination of accumulator and addend, predicted
+by rounding in integers. *types*: the dtype that each part of a small model computes in under
+autocast. *norm*: layer normalisation with its statistics in a low precision, on inputs that are
+large, or far from zero. *scaling*: gradients of a language model that fp16 rounds to zero, and the
+window of loss scales between that and overflow; bf16 has fp32's range and needs none. *float8*:
+losses of one training in bf16, and with the matmuls of its blocks in fp8.
 """
 
 import math

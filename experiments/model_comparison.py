@@ -4,14 +4,16 @@
     distlab run model_comparison --size medium --batch 8 --context 1024     # on a GPU
     distlab run model_comparison --preset llama      # a layer of Llama, whose modules?
 
-One model and one optimizer are run in several ways, which share every parameter: with torch's operations or ours, as
-they are written, with compiled blocks, or whole in CUDA graphs. Rounds of some steps each are interleaved, so that the
-machine's drift hits all ways alike. Each way's gradients are held against fp32 with torch's operations.
+One model and one optimizer are run in several ways, which share every parameter: with torch's
+operations or ours, as they are written, with compiled blocks, or whole in CUDA graphs. Rounds of
+some steps each are interleaved, so that the machine's drift hits all ways alike. Each way's
+gradients are held against fp32 with torch's operations.
 
-With `--layer` the model is one decoder layer in the shape of Hugging Face's Llama (`_llama_layer.py`), whose modules
-are exchanged; its loss is the mean square of what comes out.
+With `--layer` the model is one decoder layer in the shape of Hugging Face's Llama
+(`_llama_layer.py`), whose modules are exchanged; its loss is the mean square of what comes out.
 
-GPU idle is the part of a step in which no kernel runs: where it is large the host decides, and a slower host is slower.
+GPU idle is the part of a step in which no kernel runs: where it is large the host decides, and a
+slower host is slower.
 """
 
 import itertools

@@ -3,10 +3,11 @@
     distlab run muon_placements --nproc 2
     distlab run muon_placements --nproc 2 --size xl --dtype bf16 --batch 128 --micro-batches 16
 
-A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner computes and
-broadcasts, parts are gathered, or exchanged with owners. The bytes that orthogonalising sends are held against the
-closed form. What it costs does not depend on the tokens of a step: with n of them a rank, it is about 4.2·d/(n·ranks)
-of the model's own FLOPs, d being the shorter side of a matrix. So a step should have as many as it has in training.
+A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner
+computes and broadcasts, parts are gathered, or exchanged with owners. The bytes that
+orthogonalising sends are held against the closed form. What it costs does not depend on the tokens
+of a step: with n of them a rank, it is about 4.2·d/(n·ranks) of the model's own FLOPs, d being the
+shorter side of a matrix. So a step should have as many as it has in training.
 """
 
 from dataclasses import dataclass, replace

@@ -3,9 +3,10 @@
     distlab run pipeline_schedules --nproc 2
     distlab run pipeline_schedules --nproc 2 --size medium --dtype bf16 --micro-batches 4 16
 
-All ranks are the stages of one model. A row is a schedule with so many micro-batches, ours or torch's. Of ours every
-action is timed by itself, without its waiting: from these durations and the schedule's list the step is simulated, and
-stands beside the one that was measured. A micro-batch has the same size in every row.
+All ranks are the stages of one model. A row is a schedule with so many micro-batches, ours or
+torch's. Of ours every action is timed by itself, without its waiting: from these durations and the
+schedule's list the step is simulated, and stands beside the one that was measured. A micro-batch
+has the same size in every row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

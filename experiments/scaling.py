@@ -3,10 +3,10 @@
     distlab run scaling --quick
     distlab run scaling --model xl --batch 8 --device h200 --records records/ddp_bench/*.json
 
-Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions (compute and
-communication in closed form); dots are records of ddp_bench for the same model, context, dtype and
-device, with p20 to p80 as error bars. To add points, run `distlab run ddp_bench --nproc N` for several N and name the
-files here.
+Weak scaling keeps the batch per rank, strong scaling the batch of all ranks. Lines are predictions
+(compute and communication in closed form); dots are records of ddp_bench for the same model,
+context, dtype and device, with p20 to p80 as error bars. To add points, run `distlab run ddp_bench
+--nproc N` for several N and name the files here.
 """
 
 from dataclasses import dataclass

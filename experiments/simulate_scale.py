@@ -3,8 +3,9 @@
     distlab run simulate_scale --quick
     distlab run simulate_scale --model 10B --ranks 1024 --strategies bucketed,zero1,fsdp
 
-Each strategy runs on fake ranks and fake tensors: its collectives and its memory are what the code does, not what
-a formula says. The timeline puts times to them, of a machine at the shares of its peaks that a calibrated one reaches.
+Each strategy runs on fake ranks and fake tensors: its collectives and its memory are what the code
+does, not what a formula says. The timeline puts times to them, of a machine at the shares of its
+peaks that a calibrated one reaches.
 """
 
 from dataclasses import dataclass

@@ -3,11 +3,12 @@
     distlab run train_curves --quick
     distlab run train_curves --nproc 2 --max-restarts 1      # through a killed run, too
 
-Trains a model on bytes of text (by default this repository's own sources and pages) under every strategy, with one
-data order and one seed, and once by Muon, whose curve is another. Then the last rank of another such run kills itself
-in the middle; all ranks are started again (that is what `--max-restarts` allows), and the run resumes from its
-checkpoint. What has a row under this `--name` is not run again, so the same command with it continues where it was cut
-off; torchrun's own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and the exit code stays 0:
+Trains a model on bytes of text (by default this repository's own sources and pages) under every
+strategy, with one data order and one seed, and once by Muon, whose curve is another. Then the last
+rank of another such run kills itself in the middle; all ranks are started again (that is what
+`--max-restarts` allows), and the run resumes from its checkpoint. What has a row under this
+`--name` is not run again, so the same command with it continues where it was cut off; torchrun's
+own `--max-restarts` needs a `--name`. Wrong rows are printed as wrong, and the exit code stays 0:
 another would make the ranks start all over.
 """
 
@@ -76,7 +77,10 @@ def kill_at(steps: int) -> int:
 
 @dataclass(frozen=True)
 class CurvesConfig(Options):
-    """What to run. Raises ValueError for a value that is not allowed; `TrainConfig` checks what it takes."""
+    """What to run.
+
+    Raises ValueError for a value that is not allowed; `TrainConfig` checks what it takes.
+    """
 
     size: str = option("tiny", "model preset")
     context: int | None = option(None, "tokens per sequence [the preset's]")
@@ -129,8 +133,9 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
     """All parts, a row per run; call it on every rank.
 
     Raises:
-        OSError, ValueError: on every rank, for a text that cannot be used, or is another than that of earlier rows, and
-            for a rank that would kill itself and that nobody would start again.
+        OSError, ValueError: on every rank, for a text that cannot be used, or is another than that
+            of earlier rows, and for a rank that would kill itself and that nobody would start
+            again.
         MemoryError: a strategy with this model and batch does not fit.
     """
     place = RankEnvironment.read()
@@ -268,7 +273,10 @@ class Curves:
         }
 
     def killed_curve(self, attempt: int) -> Metrics:
-        """The reference once more. In the first attempt the last rank dies by SIGKILL; the next one resumes."""
+        """The reference once more.
+
+        In the first attempt the last rank dies by SIGKILL; the next one resumes.
+        """
         config = self.config.training(REFERENCE, checkpoint_every=kill_at(self.config.steps) // 2)
         victim = self.context.rank == self.context.world_size - 1 and attempt == 0
 

@@ -1,8 +1,11 @@
-"""Triton kernels, one operation per file. Imports none of them: take what you need from the submodules.
+"""Triton kernels, one operation per file.
 
-Hugging Face's package is also called `kernels`. Where it is installed and a clone of this repository comes before it
-on `sys.path`, this file makes way: `import kernels` is then their package, with this folder added to its path. So both
-`import kernels.rmsnorm` and `from kernels import get_kernel` work. setup.py says what happens in an installation.
+Imports none of them: take what you need from the submodules.
+
+Hugging Face's package is also called `kernels`. Where it is installed and a clone of this
+repository comes before it on `sys.path`, this file makes way: `import kernels` is then their
+package, with this folder added to its path. So both `import kernels.rmsnorm` and `from kernels
+import get_kernel` work. setup.py says what happens in an installation.
 """
 
 import importlib.metadata

@@ -63,8 +63,8 @@ def compile_for(capability: int = 90) -> Iterator[list[Any]]:
 def resources(compiled: Any) -> dict[str, int]:
     """Of a compiled kernel: registers per thread, bytes spilled, bytes of shared memory, wgmma that ptxas serialized.
 
-    On a GPU of the generation it is compiled for the driver is asked; elsewhere the kernel's PTX goes through Triton's
-    own ptxas once more.
+    On a GPU of the generation it is compiled for the driver is asked; elsewhere the kernel's PTX
+    goes through Triton's own ptxas once more.
     """
     arch = compiled.metadata.target.arch
     if torch.cuda.is_available() and torch.cuda.get_device_capability() == divmod(arch, 10):

@@ -1,21 +1,23 @@
 """How an operation reaches its kernels: at once in eager mode, as a node of the graph under torch.compile.
 
-Where they run. Triton decides when a kernel is *decorated* whether it will be compiled or interpreted, by reading the
-environment variable TRITON_INTERPRET, and its own library is decorated when Triton is imported, here. So the variable
-has to be set before this module is imported.
+Where they run. Triton decides when a kernel is *decorated* whether it will be compiled or
+interpreted, by reading the environment variable TRITON_INTERPRET, and its own library is decorated
+when Triton is imported, here. So the variable has to be set before this module is imported.
 
 - On a CUDA tensor the kernels are compiled.
-- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU. Its bfloat16
-  arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
-- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their plain-torch reference.
-  Without Triton `@triton.jit` leaves a function as it is, and nothing is ever launched.
+- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU.
+  Its bfloat16 arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
+- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their
+  plain-torch reference. Without Triton `@triton.jit` leaves a function as it is, and nothing is
+  ever launched.
 
-How they are called. An `operator` is a function of tensors and options that allocates its results and launches kernels.
-It is registered with torch, which is how torch.compile, fake tensors and dispatch modes (FLOP counters, selective
-checkpointing) meet it. Eager calls do without the dispatcher, and without most of the function: `_recorder.py` writes
-down what it does with one set of shapes, strides, dtypes, alignments and options, and repeats that. So the function
-must depend on nothing but its arguments' descriptions and the values of its options; a context that changes what it
-does calls `forget`. Where the recorder is missing, every call goes through torch's dispatcher.
+How they are called. An `operator` is a function of tensors and options that allocates its results
+and launches kernels. It is registered with torch, which is how torch.compile, fake tensors and
+dispatch modes (FLOP counters, selective checkpointing) meet it. Eager calls do without the
+dispatcher, and without most of the function: `_recorder.py` writes down what it does with one set
+of shapes, strides, dtypes, alignments and options, and repeats that. So the function must depend on
+nothing but its arguments' descriptions and the values of its options; a context that changes what
+it does calls `forget`. Where the recorder is missing, every call goes through torch's dispatcher.
 
 `_compile.py` compiles kernels without a GPU, for the compiler's report.
 """
@@ -204,7 +206,10 @@ FORCED: dict[str, Any] = {}  # kernel → launch parameters to use whatever the 
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Use these launch parameters, by kernel name, within: for tests and measurements. Calls are recorded anew."""
+    """Use these launch parameters, by kernel name, within: for tests and measurements.
+
+    Calls are recorded anew.
+    """
     before = dict(FORCED)
     FORCED.update(choices)
     forget()
@@ -274,15 +279,17 @@ def operator(
 
     Args:
         name: of the operator.
-        check: called with the arguments before anything is done with such for the first time; raises for what is wrong.
+        check: called with the arguments before anything is done with such for the first time;
+            raises for what is wrong.
         mutates_args: names of the arguments that are written to.
-        opaque: whether torch.compile calls the operator instead of launching its kernels from its own code: where the
-            function reads addresses, encodes descriptors of tensors, or measures. Calls of lengths that torch.compile
-            keeps variable are opaque too, those whose launch caps registers, and all calls on a CPU.
+        opaque: whether torch.compile calls the operator instead of launching its kernels from its
+            own code: where the function reads addresses, encodes descriptors of tensors, or
+            measures. Calls of lengths that torch.compile keeps variable are opaque too, those whose
+            launch caps registers, and all calls on a CPU.
 
-    The function is annotated as `torch.library.infer_schema` wants it and called with positional arguments. For tensors
-    without data, of simulations and torch.compile, it is called too: it then returns once the results are allocated,
-    where it asks `idle`.
+    The function is annotated as `torch.library.infer_schema` wants it and called with positional
+    arguments. For tensors without data, of simulations and torch.compile, it is called too: it then
+    returns once the results are allocated, where it asks `idle`.
     """
 
     def decorate(function: Callable) -> Callable:
@@ -361,9 +368,10 @@ def _as_launches(
 class Function(torch.autograd.Function):
     """An autograd Function whose gradients cannot be differentiated: `backward` refuses create_graph=True.
 
-    torch's `once_differentiable` returns such gradients with a graph that ends in an error, but only if the upstream
-    gradient requires one, which a loss's does not; and `torch.autograd.grad`, which walks only where a path leads
-    to its inputs, never meets that error. So this refuses at once.
+    torch's `once_differentiable` returns such gradients with a graph that ends in an error, but
+    only if the upstream gradient requires one, which a loss's does not; and `torch.autograd.grad`,
+    which walks only where a path leads to its inputs, never meets that error. So this refuses at
+    once.
 
     Raises:
         RuntimeError: from `backward`, when it is called to make a graph.

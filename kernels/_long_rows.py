@@ -1,11 +1,12 @@
 """RMSNorm and LayerNorm of rows that do not fit in one program's registers: in chunks, read twice.
 
-Forward: one program per row walks over it once for the statistics and once more, backwards, to normalise: the chunks
-that were read last are still in the cache. The variance of LayerNorm merges the moments of the chunks (Chan et al.
-1979, the parallel form of Welford's recurrence), which does not cancel as Σx² − (Σx)²/n does.
+Forward: one program per row walks over it once for the statistics and once more, backwards, to
+normalise: the chunks that were read last are still in the cache. The variance of LayerNorm merges
+the moments of the chunks (Chan et al. 1979, the parallel form of Welford's recurrence), which does
+not cancel as Σx² − (Σx)²/n does.
 
-Backward: a first kernel computes each row's two means, which `rmsnorm.backward_kernel`, whose programs own some columns
-of many rows then, reads.
+Backward: a first kernel computes each row's two means, which `rmsnorm.backward_kernel`, whose
+programs own some columns of many rows then, reads.
 """
 
 import torch

@@ -1,11 +1,12 @@
 """Eager calls without most of the host's time: what an operator does is written down once, and run from then on.
 
-What an operator of `_dispatch` does with one set of shapes, strides, dtypes, alignments and options is recorded and
-written down as a program: its allocations, its calls of torch, its launches of compiled kernels, straight on. Later
-calls run that; `_dispatch.programs()` shows them:
+What an operator of `_dispatch` does with one set of shapes, strides, dtypes, alignments and options
+is recorded and written down as a program: its allocations, its calls of torch, its launches of
+compiled kernels, straight on. Later calls run that; `_dispatch.programs()` shows them:
 
     def program(known, t0, o1, t1, o3):
-        if not (known or same(t0, t1) and o1 is c6 and (o3 is c7 or type(o3) is type(c7) and o3 == c7)):
+        if not (known or same(t0, t1) and o1 is c6 and (o3 is c7 or type(o3) is type(c7) and o3 ==
+        c7)):
             return NotImplemented
         a0 = t0.data_ptr()
         a1 = t1.data_ptr()
@@ -16,12 +17,13 @@ calls run that; `_dispatch.programs()` shows them:
         c3(2048, 1, 1, stream(0), *c4, a0, None, a1, t2.data_ptr(), None, t3.data_ptr(), …)
         return (t2, t3)
 
-Without `known` a program sees for itself whether a call is one for it. Only that which ran last is asked so, since
-most calls are like the one before; others are looked up by a description. Reading a tensor's value, and whatever else
-cannot be repeated blindly, is noticed while recording; such calls have no program and run as written every time.
+Without `known` a program sees for itself whether a call is one for it. Only that which ran last is
+asked so, since most calls are like the one before; others are looked up by a description. Reading a
+tensor's value, and whatever else cannot be repeated blindly, is noticed while recording; such calls
+have no program and run as written every time.
 
-Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch and of Triton that
-are not public.
+Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch
+and of Triton that are not public.
 """
 
 import importlib
@@ -51,9 +53,10 @@ def run(
 
     Args:
         function: the operator as written.
-        check: called with the arguments before anything is done with such for the first time, unless None.
-        kept: description of a call → its program, or None where it has none; number of arguments → the program that ran
-            last with so many, if it calls nothing of torch's; filled here.
+        check: called with the arguments before anything is done with such for the first time,
+            unless None.
+        kept: description of a call → its program, or None where it has none; number of arguments →
+            the program that ran last with so many, if it calls nothing of torch's; filled here.
         args: of the call.
         otherwise: called with them instead where a program could not read some tensor.
     """
@@ -334,7 +337,8 @@ class _Recorder(TorchDispatchMode):
 class _Encoded(dict):
     """What Triton's launcher in C is given for a TensorDescriptor: address → the encoded descriptor, shape, strides.
 
-    Encoded once per address: those of activations come back in every step, as the allocator gives them again.
+    Encoded once per address: those of activations come back in every step, as the allocator gives
+    them again.
     """
 
     def __init__(self, like: Any, encoding: Any) -> None:

@@ -1,12 +1,12 @@
 """What the kernels that treat a tensor as rows share: checks, the two-dimensional view, tiles and launch parameters.
 
-A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row, so that a row is
-read once, kept in registers, and written once. How a tile is launched depends on the row's length only, unless it is
-`forced`.
+A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row,
+so that a row is read once, kept in registers, and written once. How a tile is launched depends on
+the row's length only, unless it is `forced`.
 
-Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its own rows in fp32 and
-writes one row of a (P, columns) matrix, whose columns `sum_columns` adds. Unlike atomic additions the order is fixed,
-and so are the bits of the result.
+Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its
+own rows in fp32 and writes one row of a (P, columns) matrix, whose columns `sum_columns` adds.
+Unlike atomic additions the order is fixed, and so are the bits of the result.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,8 @@ class Launch:
         rows: rows per tile, a power of two.
         warps: of 32 threads.
         stages: tiles in flight in the loop over tiles; 1 loads a tile when it is needed.
-        per_sm: programs per multiprocessor, each of which walks over many tiles; 0 starts one program per tile.
+        per_sm: programs per multiprocessor, each of which walks over many tiles; 0 starts one
+            program per tile.
     """
 
     block: int
@@ -86,7 +87,8 @@ def row_launch(
 def pipelined_launch(cols: int, itemsize: int, device: torch.device) -> Launch:
     """Launch parameters of a norm's backward: a program per multiprocessor walks over tiles of rows, loads under way.
 
-    Few programs keep what each of them adds up over its rows small in all; several tiles in flight make up for it.
+    Few programs keep what each of them adds up over its rows small in all; several tiles in flight
+    make up for it.
 
     Args:
         cols: elements of a row.
@@ -171,7 +173,10 @@ def check_positive(name: str, value: object) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the results' dtype: autocast's where it is on, else x's. Meta knows no autocast; fp64 stays."""
+    """Return the results' dtype: autocast's where it is on, else x's.
+
+    Meta knows no autocast; fp64 stays.
+    """
     if not isinstance(x, Tensor):
         return torch.float32  # the operator's check says what is wrong
     if not torch._C._is_any_autocast_enabled():
@@ -183,7 +188,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
-    """Return the dtype of y and x, autocast's where it is on. Raise unless it is one then, on one device."""
+    """Return the dtype of y and x, autocast's where it is on.
+
+    Raise unless it is one then, on one device.
+    """
     check_device(y_name, y, x_name, x)
     if y.dtype != x.dtype and autocast_dtype(y) != autocast_dtype(x):
         raise ValueError(f"{y_name} has dtype {y.dtype}, {x_name} {x.dtype}; they must be equal")
@@ -213,7 +221,10 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = None):
-    """What lies at the pointers, in fp32; `other` where `inside` is false. The policy is a hint for the L2."""
+    """What lies at the pointers, in fp32; `other` where `inside` is false.
+
+    The policy is a hint for the L2.
+    """
     return tl.load(pointers, mask=inside, other=other, eviction_policy=policy).to(tl.float32)
 
 

@@ -1,7 +1,8 @@
 """A gradient that was made for an upstream of 1, multiplied by the actual upstream.
 
-The upstream of a loss is usually 1, but it lies in device memory: to look at it the host would have to wait. So the
-kernel looks, and leaves without touching the gradient; only other factors cost a pass over it.
+The upstream of a loss is usually 1, but it lies in device memory: to look at it the host would have
+to wait. So the kernel looks, and leaves without touching the gradient; only other factors cost a
+pass over it.
 """
 
 import torch
@@ -29,7 +30,8 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 def scale_(x: Tensor, factor: Tensor) -> None:
     """x *= factor, in place; x contiguous, of any shape, factor one element of any floating dtype on its device.
 
-    Zeros stay zeros where the factor is infinite or NaN, as loss scaling makes it: rows that are ignored have none.
+    Zeros stay zeros where the factor is infinite or NaN, as loss scaling makes it: rows that are
+    ignored have none.
     """
     if _dispatch.idle(x):
         return

@@ -4,15 +4,16 @@ Math, per element (Loshchilov & Hutter 2019, Algorithm 2), t the step:
     p ← p·(1 − lr·λ),  m ← m + (g − m)(1 − β₁),  v ← β₂·v + (1 − β₂)·g²,
     p ← p − (lr/(1 − β₁ᵗ))·m / (√v/√(1 − β₂ᵗ) + eps).
 
-Shapes: any list of parameters with their gradients and two fp32 moments. Bytes: 7 tensors (p, m, v read and written, g
-read) instead of the dozen passes of the plain form. FLOPs: about 15 per element. Nothing is saved.
-Arithmetic and moments in fp32, parameters and gradients fp32, fp16 or bf16. Of a β close to 1, fp32 keeps few digits of
-1 − β: it is formed on the host, and m moves by (1 − β)(g − m), where β does not appear. (Of a β up to 0.5 the like is
-true with g in the place of m.) Squares beyond fp32 count as its largest number.
+Shapes: any list of parameters with their gradients and two fp32 moments. Bytes: 7 tensors (p, m, v
+read and written, g read) instead of the dozen passes of the plain form. FLOPs: about 15 per
+element. Nothing is saved. Arithmetic and moments in fp32, parameters and gradients fp32, fp16 or
+bf16. Of a β close to 1, fp32 keeps few digits of 1 − β: it is formed on the host, and m moves by (1
+− β)(g − m), where β does not appear. (Of a β up to 0.5 the like is true with g in the place of m.)
+Squares beyond fp32 count as its largest number.
 
-One grid covers all parameters: a table of addresses and sizes lies in device memory, and each program looks up which
-BLOCK elements of which parameter are its own. So a model of a thousand small tensors costs one launch instead of
-thousands.
+One grid covers all parameters: a table of addresses and sizes lies in device memory, and each
+program looks up which BLOCK elements of which parameter are its own. So a model of a thousand small
+tensors costs one launch instead of thousands.
 """
 
 import math
@@ -193,8 +194,9 @@ def launch_adamw(
 ) -> None:
     """Update parameters and moments in place.
 
-    `columns` are the lists of parameters, gradients, first and second moments, all of one device and one pair of
-    dtypes, contiguous, not empty; `tables` keeps what `_tables` makes; options as for `factors`.
+    `columns` are the lists of parameters, gradients, first and second moments, all of one device
+    and one pair of dtypes, contiguous, not empty; `tables` keeps what `_tables` makes; options as
+    for `factors`.
     """
     parameters, gradients, *_ = columns
     key = tuple(p.numel() for p in parameters), parameters[0].device
@@ -242,12 +244,14 @@ class AdamW(torch.optim.Optimizer):
         params: parameters or parameter groups: fp32, fp16 or bf16, contiguous.
         lr, betas, eps, weight_decay: as for `torch.optim.AdamW`, numbers; also in a group.
 
-    The state has torch's names (`step`, `exp_avg`, `exp_avg_sq`), with moments in fp32. Where Triton cannot run the
-    plain form steps. Step number and options are numbers of the host: a CUDA graph would repeat those of its capture.
+    The state has torch's names (`step`, `exp_avg`, `exp_avg_sq`), with moments in fp32. Where
+    Triton cannot run the plain form steps. Step number and options are numbers of the host: a CUDA
+    graph would repeat those of its capture.
 
     Raises:
         TypeError: an option that is no number, such as a tensor.
-        ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another dtype.
+        ValueError: an option out of range; from `step`, a sparse gradient or a parameter of another
+            dtype.
         RuntimeError: from `step`, while a CUDA graph is being captured.
     """
 

@@ -2,8 +2,9 @@
 
 Math:  own ← (own + Σₖ others[k]) · scale, in fp32, or fp64 for tensors of it, added in the order k = 0, 1, …
 
-Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K + 2)·n·itemsize.
-FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's dtype.
+Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K +
+2)·n·itemsize. FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's
+dtype.
 """
 
 import torch
@@ -26,7 +27,10 @@ def average_kernel(
     SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of own. SCALE is a constant, since a number that is passed would be rounded to fp32."""
+    """One block of own.
+
+    SCALE is a constant, since a number that is passed would be rounded to fp32.
+    """
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     total = tl.load(own_ptr + offsets, mask=inside).to(SUM)

@@ -12,7 +12,8 @@ class Cost:
 
     Args:
         flops: floating-point operations; a multiply-add counts two.
-        bytes: bytes through device memory when each input is read once and each output written once.
+        bytes: bytes through device memory when each input is read once and each output written
+            once.
     """
 
     flops: float

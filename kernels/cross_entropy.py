@@ -2,21 +2,23 @@
 
 Math, per row with target t:  m = max z,  s = Σ_v exp(z_v − m),  loss = log s + (1 − ε)·(m − z_t) + ε·(m − mean(z)).
     dz_v = upstream·(exp(z_v − m)/s − (1 − ε)·[v = t] − ε/V), 0 in ignored rows.
-With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean is 0.
-m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s beside logits of 1e7.
+With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean
+is 0. m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s beside logits
+of 1e7.
 
-Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32.
-Bytes: three passes over the logits, whatever arrives from upstream: forward reads z, backward reads z and writes dz,
-new or over z. Nothing is rounded before the upstream has come in. FLOPs: about 5 per logit and pass.
-`loss_and_gradient` makes both in one launch where the upstream is known: each row is read for the sums and again, from
-its end, for the gradient, which hits the L2 as far as that reaches.
-Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input dtype.
+Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32. Bytes:
+three passes over the logits, whatever arrives from upstream: forward reads z, backward reads z and
+writes dz, new or over z. Nothing is rounded before the upstream has come in. FLOPs: about 5 per
+logit and pass. `loss_and_gradient` makes both in one launch where the upstream is known: each row
+is read for the sums and again, from its end, for the gradient, which hits the L2 as far as that
+reaches. Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input dtype.
 
-The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that it loads, and the
-program merges them once at the end of the row (Milakov & Gimelshein 2018).
+The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that
+it loads, and the program merges them once at the end of the row (Milakov & Gimelshein 2018).
 
-A target that is neither `ignore_index` nor within [0, V) is an error: raised where the targets are on a CPU; on a GPU,
-where a check would make the host wait, its row's loss and gradient are NaN. Nothing outside the row is read.
+A target that is neither `ignore_index` nor within [0, V) is an error: raised where the targets are
+on a CPU; on a GPU, where a check would make the host wait, its row's loss and gradient are NaN.
+Nothing outside the row is read.
 """
 
 import torch
@@ -526,16 +528,19 @@ def cross_entropy(
     Args:
         logits: (N, V), fp32, fp16 or bf16, any strides; differentiable.
         targets: (N) int64 or int32 class indices.
-        ignore_index: rows with this target count nothing; where all do, the mean is 0 (torch gives NaN).
+        ignore_index: rows with this target count nothing; where all do, the mean is 0 (torch gives
+            NaN).
         label_smoothing: ε, the weight that is spread evenly over all classes.
         reduction: "mean" over the rows that count, "sum", or "none" for (N).
-        inplace_backward: backward writes the gradient over the logits, which saves as much memory as they take. They
-            are then gone: a second backward, and any other that has saved them, raises torch's error about tensors
-            modified in place. Compiled code, whose memory the compiler plans, does not.
+        inplace_backward: backward writes the gradient over the logits, which saves as much memory
+            as they take. They are then gone: a second backward, and any other that has saved them,
+            raises torch's error about tensors modified in place. Compiled code, whose memory the
+            compiler plans, does not.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on a CPU also a target
-            outside [0, V). On a GPU nobody looks, and such a row's loss and gradient are NaN.
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on
+            a CPU also a target outside [0, V). On a GPU nobody looks, and such a row's loss and
+            gradient are NaN.
     """
     if not torch.is_grad_enabled() and isinstance(logits, Tensor):
         logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted

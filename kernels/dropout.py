@@ -1,14 +1,17 @@
 """Dropout whose mask is never stored, alone and after GeLU.
 
 Math:  y = a·k/(1 − q),  k_i = [u_i ≥ q], a = x or GeLU(x + b);   dx = dy·k/(1 − q)·a′.
-q is p rounded to a multiple of 2⁻¹⁶, u_i a 16-bit random number from the counter-based generator Philox4x32 keyed by
-the seed, with the element's index as the counter: forward and backward draw the same u_i without keeping them. One
-counter gives eight elements their numbers: a generator call per element would cost more than the memory traffic.
+q is p rounded to a multiple of 2⁻¹⁶, u_i a 16-bit random number from the counter-based generator
+Philox4x32 keyed by the seed, with the element's index as the counter: forward and backward draw the
+same u_i without keeping them. One counter gives eight elements their numbers: a generator call per
+element would cost more than the memory traffic.
 
-Shapes: x, y any; with a bias x (…, F), b (F). Bytes: x and y once; backward dy, (x) and dx once. FLOPs: about 3 per
-element, 13 with GeLU, and the generator's integer operations. Saved for backward: the seed, and x, b with GeLU.
+Shapes: x, y any; with a bias x (…, F), b (F). Bytes: x and y once; backward dy, (x) and dx once.
+FLOPs: about 3 per element, 13 with GeLU, and the generator's integer operations. Saved for
+backward: the seed, and x, b with GeLU.
 
-Source: Srivastava et al., Dropout (2014); Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (2011).
+Source: Srivastava et al., Dropout (2014); Salmon et al., Parallel Random Numbers: As Easy as 1, 2,
+3 (2011).
 """
 
 import torch
@@ -216,7 +219,10 @@ class Dropout(Function):
 
 
 class GeLUDropout(Function):
-    """`apply(x, bias, seed, p)` → dropout(GeLU(x + bias)), bias may be None. Saved: x, bias, seed."""
+    """`apply(x, bias, seed, p)` → dropout(GeLU(x + bias)), bias may be None.
+
+    Saved: x, bias, seed.
+    """
 
     @staticmethod
     def forward(ctx, x, bias, seed, p):
@@ -268,12 +274,13 @@ def linear_gelu_dropout(
 ) -> Tensor:
     """dropout(GeLU(x weightᵀ + bias)), a feed-forward layer's first half: cuBLAS's matmul, then one pass.
 
-    Bias, GeLU and dropout read the matmul's result once and write once, where torch launches three kernels. Kept for
-    backward are that result and a seed, no mask.
+    Bias, GeLU and dropout read the matmul's result once and write once, where torch launches three
+    kernels. Kept for backward are that result and a seed, no mask.
 
     Args:
         x: (…, D); weight: (F, D) of the same dtype, fp32, fp16 or bf16; both cast under autocast.
-        bias: (F) in any of these dtypes, or None; it is added in fp32 and its gradient summed in fp32.
+        bias: (F) in any of these dtypes, or None; it is added in fp32 and its gradient summed in
+            fp32.
         p, training, seed: as for `dropout`.
 
     Raises:

@@ -3,12 +3,14 @@
 Math:  add z = x + y.   GeLU y = x·sigmoid(2u), u = √(2/π)·(x + 0.044715·x³), which is x/2·(1 + tanh u).
        dGeLU/dx = s + x·s·(1 − s)·2u′, s = sigmoid(2u), u′ = √(2/π)·(1 + 3·0.044715·x²).
 
-How a kernel is laid out: n elements are cut into blocks of BLOCK. Program i of a one-dimensional grid owns elements
-[i·BLOCK, (i + 1)·BLOCK); the mask keeps the last program within the tensor. Each thread of a program loads 16 bytes at
-a time, neighbours next to each other, so that a warp's request is a few whole lines of memory.
+How a kernel is laid out: n elements are cut into blocks of BLOCK. Program i of a one-dimensional
+grid owns elements [i·BLOCK, (i + 1)·BLOCK); the mask keeps the last program within the tensor. Each
+thread of a program loads 16 bytes at a time, neighbours next to each other, so that a warp's
+request is a few whole lines of memory.
 
-Shapes: any; x and y alike. Bytes: each input and the output once. FLOPs: 1 (add), about 10 (GeLU) per element.
-Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's dtype.
+Shapes: any; x and y alike. Bytes: each input and the output once. FLOPs: 1 (add), about 10 (GeLU)
+per element. Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's
+dtype.
 """
 
 import torch

@@ -1,20 +1,22 @@
 """A linear layer whose three products are computed in fp8.
 
 Math:  y = x wᵀ;  dx = dy w,  dw = dyᵀ x.  A factor a is cast as q = round(s·a), s = MOST ÷ max|a|, MOST the largest
-number of its format; a product of two is divided by both s. x and w are e4m3 (3 bits of mantissa, up to 448), dy, whose
-values spread wider, e5m2 (2 bits, up to 57,344).
+number of its format; a product of two is divided by both s. x and w are e4m3 (3 bits of mantissa,
+up to 448), dy, whose values spread wider, e5m2 (2 bits, up to 57,344).
 
-Shapes: x (M, K), w (N, K), y and dy (M, N), all multiples of 16. FLOPs: 2·M·N·K a product, at twice bf16's rate. Bytes
-of a factor of E elements in 16 bits: 5·E to cast it, which reads it twice, since its scale needs all of it; 2·E more in
-backward: fp8's tensor cores take both factors with the summed dimension contiguous, so that products over M and N need
-x, w and dy transposed. In eager torch amax, scaling, cast and transposition are passes with intermediates in fp32.
-Saved for backward: x and w in fp8 and their scales, of x half the bytes that a bf16 layer saves.
+Shapes: x (M, K), w (N, K), y and dy (M, N), all multiples of 16. FLOPs: 2·M·N·K a product, at twice
+bf16's rate. Bytes of a factor of E elements in 16 bits: 5·E to cast it, which reads it twice, since
+its scale needs all of it; 2·E more in backward: fp8's tensor cores take both factors with the
+summed dimension contiguous, so that products over M and N need x, w and dy transposed. In eager
+torch amax, scaling, cast and transposition are passes with intermediates in fp32. Saved for
+backward: x and w in fp8 and their scales, of x half the bytes that a bf16 layer saves.
 
-The products are cuBLAS's (`torch._scaled_mm`). Forward sums in the tensor cores' own accumulator (some 14 bits of
-mantissa), backward moves its sums into fp32 registers on the way.
+The products are cuBLAS's (`torch._scaled_mm`). Forward sums in the tensor cores' own accumulator
+(some 14 bits of mantissa), backward moves its sums into fp32 registers on the way.
 
-A kernel that writes q both as it is and transposed would read it once less, and is compiled wrongly by the ptxas that
-Triton 3.6 to 3.8 bring along (triton-lang/triton#11111): of fp32 inputs a quarter of the transposed bytes were others.
+A kernel that writes q both as it is and transposed would read it once less, and is compiled wrongly
+by the ptxas that Triton 3.6 to 3.8 bring along (triton-lang/triton#11111): of fp32 inputs a quarter
+of the transposed bytes were others.
 
 Source: Micikevicius et al., FP8 Formats for Deep Learning (2022).
 """
@@ -58,7 +60,10 @@ def cast_kernel(
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A block of q (count); the first program writes 1/s. NaN and, with all others, infinity become NaN."""
+    """A block of q (count); the first program writes 1/s.
+
+    NaN and, with all others, infinity become NaN.
+    """
     amax = tl.max(tl.load(parts_ptr + tl.arange(0, PARTS)), 0)
     amax = tl.where(amax > 0, amax, 1.0)
     if tl.program_id(0) == 0:
@@ -171,7 +176,10 @@ def backward_op(
 
 
 class Float8Linear(Function):
-    """`apply(x, w)` → x wᵀ. Under autocast x is cast to its dtype first, w from its own to fp8 at once."""
+    """`apply(x, w)` → x wᵀ.
+
+    Under autocast x is cast to its dtype first, w from its own to fp8 at once.
+    """
 
     @staticmethod
     def forward(ctx, x, w):
@@ -189,7 +197,9 @@ class Float8Linear(Function):
 
 
 def float8_linear(x: Tensor, w: Tensor) -> Tensor:
-    """x wᵀ with all three products in fp8; differentiable in both. On a CPU, rounded alike and multiplied in fp32.
+    """x wᵀ with all three products in fp8; differentiable in both.
+
+    On a CPU, rounded alike and multiplied in fp32.
 
     Args:
         x: (…, K) fp32, fp16 or bf16; all its other dimensions together a multiple of 16.

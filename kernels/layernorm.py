@@ -3,12 +3,13 @@
 Math, per row:  m = mean(x),  r = 1/√(mean((x − m)²) + eps),  x̂ = (x − m)·r,  y = x̂·w + b.
     dx = r·(w·dy − mean(w·dy) − x̂·mean(w·dy·x̂)),  dw = Σ_rows dy·x̂,  db = Σ_rows dy.
 
-Shapes: `N` rows, `D` columns: x, y (N, D); w, b (D); r and m in one tensor (2, N) fp32.
-Bytes: forward x and y once; backward dy, x and dx once. FLOPs: about 7 per element forward, 12 backward.
-Saved for backward: x, w, r, m. Statistics in fp32, the variance from deviations, never as mean(x²) − m²; y in x's
-dtype.
+Shapes: `N` rows, `D` columns: x, y (N, D); w, b (D); r and m in one tensor (2, N) fp32. Bytes:
+forward x and y once; backward dy, x and dx once. FLOPs: about 7 per element forward, 12 backward.
+Saved for backward: x, w, r, m. Statistics in fp32, the variance from deviations, never as mean(x²)
+− m²; y in x's dtype.
 
-The kernels are RMSNorm's, too: `rmsnorm.py`; of longer rows `_long_rows.py`, with Welford's update by chunks.
+The kernels are RMSNorm's, too: `rmsnorm.py`; of longer rows `_long_rows.py`, with Welford's update
+by chunks.
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -73,7 +74,10 @@ def backward_op(
 
 
 class LayerNorm(Function):
-    """`apply(x, weight, bias=None, eps=1e-5)` → y of x's shape. Saved: x, weight, 1/std and mean of each row."""
+    """`apply(x, weight, bias=None, eps=1e-5)` → y of x's shape.
+
+    Saved: x, weight, 1/std and mean of each row.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, bias=None, eps=1e-5):

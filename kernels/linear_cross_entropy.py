@@ -2,26 +2,30 @@
 
 Math:  z = x wᵀ,  loss = cross_entropy(z, targets);  dx = dz w,  dw = dzᵀ x.
 
-Shapes: `N` rows, `D` width, `V` vocabulary: x (N, D), w (V, D), targets (N). FLOPs: 2·N·D·V per matmul, one matmul
-forward and two for the gradients. Bytes: compute-bound. Memory beyond inputs and gradients: one chunk of logits, and
-during the forward 4·V·D bytes where dw is summed in fp32 but wanted in 16 bits. Where all logits take no more than
-that, they are one chunk: the sum would move 8·V·D bytes for every other.
+Shapes: `N` rows, `D` width, `V` vocabulary: x (N, D), w (V, D), targets (N). FLOPs: 2·N·D·V per
+matmul, one matmul forward and two for the gradients. Bytes: compute-bound. Memory beyond inputs and
+gradients: one chunk of logits, and during the forward 4·V·D bytes where dw is summed in fp32 but
+wanted in 16 bits. Where all logits take no more than that, they are one chunk: the sum would move
+8·V·D bytes for every other.
 
-The loss reads the logits twice and writes them once: at 8192×4096×128256 6 % of the time of the three matmuls on an
-H100 (37.0 ms beside 35.1). Begun on another stream, beside the matmul of the next of 2, 4 or 8 chunks, it hides nothing
-(37.5 to 38.4 ms): a matmul in chunks, which shares its multiprocessors, is slower by more. Maxima and sums made by the
-matmul, before it stores a tile, cost 1.2 ms and save 0.7.
+The loss reads the logits twice and writes them once: at 8192×4096×128256 6 % of the time of the
+three matmuls on an H100 (37.0 ms beside 35.1). Begun on another stream, beside the matmul of the
+next of 2, 4 or 8 chunks, it hides nothing (37.5 to 38.4 ms): a matmul in chunks, which shares its
+multiprocessors, is slower by more. Maxima and sums made by the matmul, before it stores a tile,
+cost 1.2 ms and save 0.7.
 
-The rows are treated in chunks. A chunk's logits come from one matmul; `cross_entropy.loss_and_gradient` turns
-them into their own gradient in place; two more matmuls compute dx and dw from it. So the gradients are computed in the
-*forward* and backward only multiplies them by the upstream scalar; no matmul is computed twice, and the logits of one
-chunk are all that ever exists. The matmuls are cuBLAS's: this is about memory, and nothing would be faster.
+The rows are treated in chunks. A chunk's logits come from one matmul;
+`cross_entropy.loss_and_gradient` turns them into their own gradient in place; two more matmuls
+compute dx and dw from it. So the gradients are computed in the *forward* and backward only
+multiplies them by the upstream scalar; no matmul is computed twice, and the logits of one chunk are
+all that ever exists. The matmuls are cuBLAS's: this is about memory, and nothing would be faster.
 
-Kept for backward: dx, dw (those that are needed); the first backward multiplies them in place and gives them away.
-Logits are rounded to the inputs' dtype, as by a linear layer; sums and softmax are fp32. dw is summed over the chunks
-in fp32 and rounded once: its error does not grow with the number of chunks (in bf16 0.3 % of the largest element; a sum
-in bf16 would be 1.3 % off after 32 chunks and 2.5 % after 128). A weight in fp32, cast by autocast, gets that sum as it
-is. dw exists before backward knows where gradients are wanted: a `gradient_target` of the weight is not written.
+Kept for backward: dx, dw (those that are needed); the first backward multiplies them in place and
+gives them away. Logits are rounded to the inputs' dtype, as by a linear layer; sums and softmax are
+fp32. dw is summed over the chunks in fp32 and rounded once: its error does not grow with the number
+of chunks (in bf16 0.3 % of the largest element; a sum in bf16 would be 1.3 % off after 32 chunks
+and 2.5 % after 128). A weight in fp32, cast by autocast, gets that sum as it is. dw exists before
+backward knows where gradients are wanted: a `gradient_target` of the weight is not written.
 
 Source: the idea of gradients in the forward: Liger Kernel (Hsu et al. 2024).
 """
@@ -210,16 +214,19 @@ def linear_cross_entropy(
     """cross_entropy(x weightᵀ, targets), fp32, with one chunk of logits in memory at a time; first order only.
 
     Args:
-        x: (N, D), fp32, fp16 or bf16; weight: (V, D) of the same dtype; both differentiable. Cast under autocast.
+        x: (N, D), fp32, fp16 or bf16; weight: (V, D) of the same dtype; both differentiable. Cast
+            under autocast.
         targets, ignore_index, label_smoothing: as for `cross_entropy`; reduction "mean" or "sum".
-        chunk_bytes: largest chunk of logits. Where the logits do not fit into one, weight's gradient is summed in
-            fp32, which takes 4·V·D bytes during the forward if the weight has 16 bits; where all logits take no more
-            than these, they are one chunk all the same. An fp32 weight under autocast
-            gets an fp32 gradient, kept from forward to backward, and needs nothing beside it.
+        chunk_bytes: largest chunk of logits. Where the logits do not fit into one, weight's
+            gradient is summed in fp32, which takes 4·V·D bytes during the forward if the weight has
+            16 bits; where all logits take no more than these, they are one chunk all the same. An
+            fp32 weight under autocast gets an fp32 gradient, kept from forward to backward, and
+            needs nothing beside it.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on a CPU also a target
-            outside [0, V). On a GPU nobody looks, and the loss and the gradients that such a row reaches are NaN.
+        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on
+            a CPU also a target outside [0, V). On a GPU nobody looks, and the loss and the
+            gradients that such a row reaches are NaN.
     """
     if not torch.is_grad_enabled() and isinstance(x, Tensor) and isinstance(weight, Tensor):
         # inside the Function nobody could tell that no gradient is wanted
@@ -239,8 +246,8 @@ def linear_cross_entropy(
 def cost(shape: tuple[int, int, int], dtype: torch.dtype) -> Cost:
     """Of forward and both gradients for (N, D, V): three matmuls; x, w, dx and dw once.
 
-    Not counted, since a single chunk does without: each further chunk reads and writes dw in fp32, 8·V·D bytes, and
-    rounding dw to 16 bits at the end moves 6·V·D.
+    Not counted, since a single chunk does without: each further chunk reads and writes dw in fp32,
+    8·V·D bytes, and rounding dw to 16 bits at the end moves 6·V·D.
     """
     rows, width, vocabulary = shape
     return Cost(6 * rows * width * vocabulary, 2 * (rows + vocabulary) * width * dtype.itemsize)

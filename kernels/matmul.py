@@ -2,18 +2,21 @@
 
 Math:  y = f(a b + bias);  with h = a b + bias and g = dy·f′(h):  da = g bᵀ,  db = aᵀ g,  dbias = Σ_rows g.
 
-Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of y needs a strip of
-a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is computed again where f needs it, for fp16
-in fp32, since h may exceed the range of fp16 where f(h) does not.
-Dtypes: fp32, fp16, bf16, matmuls summed in fp32, y rounded once; fp32 inputs are multiplied as three TF32 matmuls.
+Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of
+y needs a strip of a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is
+computed again where f needs it, for fp16 in fp32, since h may exceed the range of fp16 where f(h)
+does not. Dtypes: fp32, fp16, bf16, matmuls summed in fp32, y rounded once; fp32 inputs are
+multiplied as three TF32 matmuls.
 
 Two kernels, in the order in which one would write them:
-- `grouped_kernel`: a program per tile of y. With a GROUP of 1, tiles come in row order, which reads b from memory again
-  for every row of tiles once b is larger than the L2. So tiles are ordered in groups of GROUP rows that advance
-  together: programs that run at the same time share strips of a and b. Any sizes and strides. The last group may be
-  smaller than the others: a fixed group size there would visit some tiles twice and others never.
-- `persistent_kernel`: for 16-bit matrices whose rows are aligned: one program per SM walks over tiles, loads through
-  tensor descriptors (Hopper's TMA), and writes a tile while the loads of the next one are under way.
+- `grouped_kernel`: a program per tile of y. With a GROUP of 1, tiles come in row order, which reads
+  b from memory again for every row of tiles once b is larger than the L2. So tiles are ordered in
+  groups of GROUP rows that advance together: programs that run at the same time share strips of a
+  and b. Any sizes and strides. The last group may be smaller than the others: a fixed group size
+  there would visit some tiles twice and others never.
+- `persistent_kernel`: for 16-bit matrices whose rows are aligned: one program per SM walks over
+  tiles, loads through tensor descriptors (Hopper's TMA), and writes a tile while the loads of the
+  next one are under way.
 """
 
 import functools
@@ -207,16 +210,17 @@ def tile_for(
 ) -> tuple[Launch, int]:
     """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
 
-    From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in 227 KiB. Before,
-    they read registers, of which eight warps have enough, and one stage less lies in shared memory: up to 96 KiB,
-    where the smaller chips have 99 for a program.
+    From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in
+    227 KiB. Before, they read registers, of which eight warps have enough, and one stage less lies
+    in shared memory: up to 96 KiB, where the smaller chips have 99 for a program.
 
     Args:
         generation: as `_dispatch.generation` names it.
         itemsize: bytes per element of a and b.
         small: rows or columns up to 1024: small tiles, so that more programs share the work.
         norm_block: columns of a tile that must hold whole rows, or 0.
-        store_bytes: per element of y in `persistent_kernel`, which stores from shared memory; 0 for the other kernels.
+        store_bytes: per element of y in `persistent_kernel`, which stores from shared memory; 0 for
+            the other kernels.
     """
     if generation == "interpreter":
         return Launch(block=norm_block or 32, rows=32), 32
@@ -399,7 +403,9 @@ def flops(a, b, *_, out_shape=None, **__) -> int:
 
 
 class MatMul(Function):
-    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias). Saved: a, b, bias.
+    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias).
+
+    Saved: a, b, bias.
 
     Autograd casts the gradients back where autocast has cast a and b.
     """
@@ -440,10 +446,11 @@ def matmul(
     """epilogue(a b + bias); differentiable in a, b and bias.
 
     Args:
-        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same dtype; any sizes and strides. Cast under autocast.
+        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same dtype; any sizes and strides. Cast
+            under autocast.
         bias: (N) or None.
-        epilogue: None, "relu", "leaky_relu" (slope 0.01), "gelu" (tanh form), "silu", or "rms_norm" without a weight
-            (eps 1e-5), for N up to MAX_NORM_COLUMNS.
+        epilogue: None, "relu", "leaky_relu" (slope 0.01), "gelu" (tanh form), "silu", or "rms_norm"
+            without a weight (eps 1e-5), for N up to MAX_NORM_COLUMNS.
         precision: of fp32 matmuls on the GPU: "tf32x3" (three TF32 matmuls), "tf32", "ieee".
 
     Raises:

@@ -1,9 +1,11 @@
 """The operations of this package in plain torch, one kernel launch per line: what fusing saves, and what is right.
 
-Tests compare with these in float64, benchmarks time them as the naive form, and the public functions use them where
-Triton cannot run. Statistics and sums are taken in fp32 (float64 for float64 inputs); results have the input's dtype.
+Tests compare with these in float64, benchmarks time them as the naive form, and the public
+functions use them where Triton cannot run. Statistics and sums are taken in fp32 (float64 for
+float64 inputs); results have the input's dtype.
 
-Shapes: x (…, D), any shape where an operation is element-wise; weight and bias (D); logits (N, V), targets (N).
+Shapes: x (…, D), any shape where an operation is element-wise; weight and bias (D); logits (N, V),
+targets (N).
 """
 
 import math
@@ -49,7 +51,8 @@ def gelu_slope(x: Tensor) -> Tensor:
 def softmax(x: Tensor) -> Tensor:
     """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch.
 
-    Whatever is subtracted cancels, so the maximum needs no gradient, which would be half of the backward's time.
+    Whatever is subtracted cancels, so the maximum needs no gradient, which would be half of the
+    backward's time.
     """
     x32 = wide(x)
     powered = torch.exp(x32 - x32.detach().amax(-1, keepdim=True))
@@ -57,7 +60,10 @@ def softmax(x: Tensor) -> Tensor:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x − mean)/√(var + eps)·weight + bias over the last dimension (Ba et al. 2016), the biased variance."""
+    """(x − mean)/√(var + eps)·weight + bias over the last dimension (Ba et al.
+
+    2016), the biased variance.
+    """
     x32 = wide(x)
     centred = x32 - x32.mean(-1, keepdim=True)
     normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * wide(weight)
@@ -93,7 +99,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Each pair (x_i, x_{i+D/2}) turned by its position's angle (Su et al. 2021).
 
-    x (…, T, D); cos and sin (T, D): the two halves of cos are equal, those of sin have opposite signs, − first.
+    x (…, T, D); cos and sin (T, D): the two halves of cos are equal, those of sin have opposite
+    signs, − first.
     """
     return (wide(x) * cos + wide(x).roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
 
@@ -143,7 +150,8 @@ def cross_entropy(
 ) -> Tensor:
     """−Σ_v q_v·log softmax(logits)_v with q = (1 − ε)·onehot(target) + ε/V, in fp32.
 
-    Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside [0, V) give NaN.
+    Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside
+    [0, V) give NaN.
     """
     # log Σ exp is lost beside large logits
     shifted = wide(logits) - wide(logits).detach().amax(-1, keepdim=True)
@@ -161,7 +169,10 @@ def cross_entropy(
 
 
 def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Cross-entropy of the logits x weightᵀ: (N, D), (V, D), (N) → scalar. The logits stand whole in memory."""
+    """Cross-entropy of the logits x weightᵀ: (N, D), (V, D), (N) → scalar.
+
+    The logits stand whole in memory.
+    """
     return cross_entropy(x @ weight.T, targets, **options)
 
 

@@ -3,16 +3,17 @@
 Math, per row:  s = x + residual (or x),  r = 1/√(mean(s²) + eps),  y = f(s·r·w), f the identity or SiLU.
     g = dy·f′(s·r·w);  ds = r·(w·g − ŝ·mean(w·g·ŝ)) + what arrives for s itself, ŝ = s·r;  dw = Σ_rows g·ŝ.
 
-Shapes: `N` rows, `D` columns: x, residual, s, y (N, D); w (D); r (N) fp32.
-Bytes: forward x and y once (with a residual x, residual, s, y); backward dy, s and ds once.
-FLOPs: about 4 per element forward, 9 backward.
-Saved for backward: s (x itself where there is no residual), w, r. Statistics in fp32; y in x's dtype or autocast's.
+Shapes: `N` rows, `D` columns: x, residual, s, y (N, D); w (D); r (N) fp32. Bytes: forward x and y
+once (with a residual x, residual, s, y); backward dy, s and ds once. FLOPs: about 4 per element
+forward, 9 backward. Saved for backward: s (x itself where there is no residual), w, r. Statistics
+in fp32; y in x's dtype or autocast's.
 
-Rows stay in registers from their one load to their one store; longer ones are read twice, in `_long_rows.py`. CENTRE
-makes the kernels LayerNorm's, whose means follow the rows' r in one tensor. Beside a row of more than half of ONE_TILE
-columns w does not stay, so that a multiprocessor has room for two. Backward: a fixed number of programs walk over the
-rows, so that each sums its contribution to dw and db in registers and writes it once, for `sum_columns`. A few rows
-take one launch: some programs compute ds, the others read all rows of some columns once more for dw and db.
+Rows stay in registers from their one load to their one store; longer ones are read twice, in
+`_long_rows.py`. CENTRE makes the kernels LayerNorm's, whose means follow the rows' r in one tensor.
+Beside a row of more than half of ONE_TILE columns w does not stay, so that a multiprocessor has
+room for two. Backward: a fixed number of programs walk over the rows, so that each sums its
+contribution to dw and db in registers and writes it once, for `sum_columns`. A few rows take one
+launch: some programs compute ds, the others read all rows of some columns once more for dw and db.
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -69,7 +70,10 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles of ROWS rows; y and s are contiguous. WIDE: w comes from the cache, row by row, which frees registers."""
+    """Tiles of ROWS rows; y and s are contiguous.
+
+    WIDE: w comes from the cache, row by row, which frees registers.
+    """
     columns = tl.arange(0, BLOCK)
     if not WIDE:
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
@@ -387,7 +391,10 @@ def launch_backward(
     silu: bool,
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor | None]:
-    """Fill ds; r as `launch_forward` left it. Returns dw in w's dtype and db in bias_dtype, if there is one."""
+    """Fill ds; r as `launch_forward` left it.
+
+    Returns dw in w's dtype and db in bias_dtype, if there is one.
+    """
     rows, cols = s.shape
     has_bias, means = bias_dtype is not None, None
     options = {"CENTRE": r.dim() == 2, "BIAS": has_bias, "SILU": silu}
@@ -543,7 +550,10 @@ class RMSNorm(Function):
 
 
 class RMSNormPyTorch(Function):
-    """The same in plain torch, on any device; float64 too, for `gradcheck`. `apply(x, weight, eps=1e-5)`."""
+    """The same in plain torch, on any device; float64 too, for `gradcheck`.
+
+    `apply(x, weight, eps=1e-5)`.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
@@ -562,7 +572,10 @@ class RMSNormPyTorch(Function):
 
 
 class AddRMSNorm(Function):
-    """`apply(x, residual, weight, eps=1e-5, activation=None)` → (y, s). Saved: s, weight, and 1/rms of each row."""
+    """`apply(x, residual, weight, eps=1e-5, activation=None)` → (y, s).
+
+    Saved: s, weight, and 1/rms of each row.
+    """
 
     @staticmethod
     def forward(ctx, x, residual, weight, eps=1e-5, activation=None):

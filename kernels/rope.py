@@ -4,9 +4,10 @@ Math, per position and pair (x_i, x_{i+D/2}):  y = x·cos + roll(x, D/2)·sin, w
     y_i = x_i·c − x_{i+D/2}·s,   y_{i+D/2} = x_{i+D/2}·c + x_i·s.
 Backward rotates by the opposite angle: the same kernel with −s.
 
-Shapes: x, y (…, T, D), any strides over the leading dimensions (the transposed view that a fused projection gives is
-read where it lies); cos, sin (T, D) fp32. y is contiguous. Bytes: x and y once (the tables stay in the cache).
-FLOPs: 3 per element. Saved for backward: cos, sin. Arithmetic in fp32, rounded once.
+Shapes: x, y (…, T, D), any strides over the leading dimensions (the transposed view that a fused
+projection gives is read where it lies); cos, sin (T, D) fp32. y is contiguous. Bytes: x and y once
+(the tables stay in the cache). FLOPs: 3 per element. Saved for backward: cos, sin. Arithmetic in
+fp32, rounded once.
 
 Source: Su et al., RoFormer (2021); pairs are halves of a head, the form of GPT-NeoX and Llama.
 """
@@ -149,7 +150,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: (…, T, D), D even, fp32, fp16 or bf16.
-        cos, sin: (T, D) fp32; cos = (c | c), sin = (−s | s), as `distlab.model.ops.rope_tables` makes them.
+        cos, sin: (T, D) fp32; cos = (c | c), sin = (−s | s), as `distlab.model.ops.rope_tables`
+            makes them.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.

@@ -4,20 +4,22 @@ Math, per row:  y = exp(x − max x) / Σ exp(x − max x);  dx = y·(dy − Σ 
 
 Forms, by the length of a row:
 - up to ONE_TILE columns: a program reads whole rows once and keeps them in registers.
-- WIDE columns of 16 bits: the same, in 16 bits. A multiprocessor has room for two rows of 32,768, of which one is read
-  or written while the other is computed. On an H200 1024×32768 takes 37 µs, a copy 36, one row in fp32 at a time, loads
-  of the next under way, 43. Slower were: 16 warps (42 to 56, spilling), a maximum of each thread (37 to 38), parts of a
-  row one after the other (39 to 44), two meetings of the warps (37.5), reads from the L1 instead of registers (37 to
-  38; in 4,096 rows 2 % faster), hints for the L2 (39). Not slower, and wrong for large m: y = exp(x − m − log l).
-- longer: two reads, the second from the L2. Pieces of rows are programs; each finds its own maximum m_i and sum l_i of
-  exp(x − m_i), and writes a piece that lies some hundred programs behind, whose row is complete by then: M = max m_i,
-  L = Σ l_i·exp(m_i − M). One launch, and memory is read and written at the same time.
-Backward holds two tensors: up to ONE_TILE_BACKWARD columns both rows stay in registers, up to HALF_TILE_BACKWARD one of
-them, and longer rows are read twice.
+- WIDE columns of 16 bits: the same, in 16 bits. A multiprocessor has room for two rows of 32,768,
+  of which one is read or written while the other is computed. On an H200 1024×32768 takes 37 µs, a
+  copy 36, one row in fp32 at a time, loads of the next under way, 43. Slower were: 16 warps (42 to
+  56, spilling), a maximum of each thread (37 to 38), parts of a row one after the other (39 to 44),
+  two meetings of the warps (37.5), reads from the L1 instead of registers (37 to 38; in 4,096 rows
+  2 % faster), hints for the L2 (39). Not slower, and wrong for large m: y = exp(x − m − log l).
+- longer: two reads, the second from the L2. Pieces of rows are programs; each finds its own maximum
+  m_i and sum l_i of exp(x − m_i), and writes a piece that lies some hundred programs behind, whose
+  row is complete by then: M = max m_i, L = Σ l_i·exp(m_i − M). One launch, and memory is read and
+  written at the same time.
+Backward holds two tensors: up to ONE_TILE_BACKWARD columns both rows stay in registers, up to
+HALF_TILE_BACKWARD one of them, and longer rows are read twice.
 
-Shapes: x, y (N, D). Bytes: x and y once (longer rows: x once more from the L2); backward y, dy and dx once. FLOPs:
-about 5 per element.
-Saved for backward: y. Arithmetic in fp32, results in x's dtype. A row of −inf only gives NaN, as in torch.
+Shapes: x, y (N, D). Bytes: x and y once (longer rows: x once more from the L2); backward y, dy and
+dx once. FLOPs: about 5 per element. Saved for backward: y. Arithmetic in fp32, results in x's
+dtype. A row of −inf only gives NaN, as in torch.
 
 Source: Milakov & Gimelshein, Online normalizer calculation for softmax (2018).
 """
@@ -95,7 +97,8 @@ def merged(m1, l1, m2, l2):
 def wide_forward_kernel(x_ptr, y_ptr, cols, stride_x, BLOCK: tl.constexpr):
     """One row of 16-bit elements, which stay as they are in registers; in fp32 they would need twice as many.
 
-    So exp is computed twice. Each warp has a maximum m and a sum l of its own, and waits for the others once.
+    So exp is computed twice. Each warp has a maximum m and a sum l of its own, and waits for the
+    others once.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -126,8 +129,9 @@ def long_forward_kernel(
 ):
     """Program i: maximum m and sum l of piece i of all rows' pieces, and y of piece i − lag, whose row is known now.
 
-    done (rows), zeros at first, counts the pieces of each row whose m and l are there. Programs start in the order of
-    their numbers, and who waits for a row waits for smaller numbers: lag ≥ pieces.
+    done (rows), zeros at first, counts the pieces of each row whose m and l are there. Programs
+    start in the order of their numbers, and who waits for a row waits for smaller numbers: lag ≥
+    pieces.
     """
     program = tl.program_id(0)
     row, columns = program // pieces, (program % pieces) * BLOCK + tl.arange(0, BLOCK)

@@ -2,9 +2,10 @@
 
 Math:  y = silu(g)·u, silu(g) = g·σ(g);   dg = dy·u·σ(g)·(1 + g·(1 − σ(g))),  du = dy·silu(g).
 
-Shapes: gate, up, y (…, F), one dtype. gate and up may be the two halves of one fused projection: rows are addressed by
-their strides, nothing is copied. Bytes: gate, up and y once; backward dy, gate, up, dg and du. FLOPs: about 6 per
-element forward, 12 backward. Saved for backward: gate, up (silu is computed again). Arithmetic in fp32, rounded once.
+Shapes: gate, up, y (…, F), one dtype. gate and up may be the two halves of one fused projection:
+rows are addressed by their strides, nothing is copied. Bytes: gate, up and y once; backward dy,
+gate, up, dg and du. FLOPs: about 6 per element forward, 12 backward. Saved for backward: gate, up
+(silu is computed again). Arithmetic in fp32, rounded once.
 
 Source: Shazeer, GLU Variants Improve Transformer (2020).
 """
@@ -115,7 +116,10 @@ def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class SwiGLU(Function):
-    """`apply(gate, up)` → silu(gate)·up. Saved: gate, up. Under autocast both are cast to its dtype first."""
+    """`apply(gate, up)` → silu(gate)·up.
+
+    Saved: gate, up. Under autocast both are cast to its dtype first.
+    """
 
     @staticmethod
     def forward(ctx, gate, up):

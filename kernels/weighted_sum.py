@@ -2,12 +2,13 @@
 
 Math:  y_n = Σ_d x_nd·w_d;   dx_nd = dy_n·w_d,   dw_d = Σ_n dy_n·x_nd.
 
-Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. FLOPs: 2 per element forward, 3 backward.
-Saved for backward: x, w. Sums in fp32, y in x's dtype.
+Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. FLOPs: 2 per element
+forward, 3 backward. Saved for backward: x, w. Sums in fp32, y in x's dtype.
 
-A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each program writes its
-partial sum, in the second `sum_columns` adds these. The loop bound is the row's length, not a multiple of the tile: a
-column beyond the first tile that is never visited is the classic mistake here.
+A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each
+program writes its partial sum, in the second `sum_columns` adds these. The loop bound is the row's
+length, not a multiple of the tile: a column beyond the first tile that is never visited is the
+classic mistake here.
 """
 
 import torch

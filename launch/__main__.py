@@ -192,7 +192,8 @@ def run(arguments: Arguments) -> int:
 def show(arguments: Arguments) -> int:
     """Redraw table, pictures and page of saved rows, of one machine or of several, without measuring.
 
-    Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first file.
+    Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first
+    file.
     """
     parser = Parser("distlab show", description=show.__doc__)
     parser.add_argument(

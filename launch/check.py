@@ -1,10 +1,13 @@
-"""Are the gradients right? Trains two steps of a model on several ranks and in one process, and names what differs.
+"""Are the gradients right?
+
+Trains two steps of a model on several ranks and in one process, and names what differs.
 
     distlab check my_model:build --strategy fsdp
     distlab check my_model:build --wrap my_code:parallelize --nproc 4
 
-What `build` and `parallelize` return: docs/learn/check.md. Exit code 1 when something is wrong, 0 also for a wrapper
-that is right with one backward per step and does not claim to accumulate gradients.
+What `build` and `parallelize` return: docs/learn/check.md. Exit code 1 when something is wrong, 0
+also for a wrapper that is right with one backward per step and does not claim to accumulate
+gradients.
 """
 
 import argparse
@@ -110,7 +113,8 @@ def main(arguments: Sequence[str]) -> int:
 def _stderr_into(file: Path) -> Iterator[None]:
     """Write stderr of this process and of those that it starts into a file.
 
-    Ranks that lose another one print stacks of a hundred lines, in which the sentence that says what happened is lost.
+    Ranks that lose another one print stacks of a hundred lines, in which the sentence that says
+    what happened is lost.
     """
     sys.stderr.flush()
     before = os.dup(2)

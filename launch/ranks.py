@@ -46,7 +46,8 @@ def start_ranks(
         max_restarts: how often all ranks are started again after one failed.
 
     Returns:
-        0, or the exit code of the rank that failed first, after a line that says which and how; 128 + the number
+        0, or the exit code of the rank that failed first, after a line that says which and how; 128
+            + the number
         of the signal that this process was sent.
 
     Raises:
@@ -107,7 +108,8 @@ def run_on_ranks(
     """Run `work` on this rank; where this process is none, start the ranks of `distlab ARGUMENTS`.
 
     Args:
-        options: with `nproc`, `backend`, `timeout` and `max_restarts`, see `distlab.experiment.RankOptions`.
+        options: with `nproc`, `backend`, `timeout` and `max_restarts`, see
+            `distlab.experiment.RankOptions`.
         ranks: how many, where `nproc` is None; None: one per GPU, or two on a machine without.
         name: for messages.
         verdict: file for the exit code that `work` returns on rank 0; by default a temporary one.
@@ -137,8 +139,9 @@ def run_on_ranks(
 def _leave_verdict(code: int, context: RankContext) -> int:
     """Write the exit code of a rank that did its work into the file that the launching process reads; return 0.
 
-    A rank that ends with another code than 0 makes torchrun stop the others, with messages as of a crash. A result
-    that is wrong is no crash. Under a torchrun of the user's own there is no such file, and the code is returned.
+    A rank that ends with another code than 0 makes torchrun stop the others, with messages as of a
+    crash. A result that is wrong is no crash. Under a torchrun of the user's own there is no such
+    file, and the code is returned.
     """
     path = os.environ.get(VERDICT_FILE)
     if path is None or code not in (0, WRONG):

@@ -4,9 +4,9 @@
     distlab records --machine h200x2                  measure what this commit has not measured yet
     distlab records --machine h200x2 --minutes 9      begin nothing that would end later; the same command goes on
 
-A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its parts to
-records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under outputs/records/COMMIT where
-its experiment can.
+A record is copied to records/EXPERIMENT/MACHINE-CASE.json when its run has ended well, those of its
+parts to records/PART/MACHINE-CASE.json; none is ever edited. A run that was cut off resumes under
+outputs/records/COMMIT where its experiment can.
 """
 
 import argparse

@@ -2,8 +2,9 @@
 
     python -m tests.check_matrix --ranks 2 3 8 --dtypes fp32 bf16 fp16
 
-Prints per case whether a mistake was found or missed, whether a right wrapper was accused, and the name that was given.
-Exits with 1 if anything is missed or accused. `tests/test_check.py` runs one case of each kind.
+Prints per case whether a mistake was found or missed, whether a right wrapper was accused, and the
+name that was given. Exits with 1 if anything is missed or accused. `tests/test_check.py` runs one
+case of each kind.
 """
 
 import argparse

@@ -29,7 +29,8 @@ def python(
 ) -> subprocess.CompletedProcess[str]:
     """`python arguments…`, in the repository's root, which is importable; raises if it outlasts `timeout` seconds.
 
-    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter, which may have other variables.
+    There it is `forked`; elsewhere, or of code (`-c`), it is a new interpreter, which may have
+    other variables.
     """
     command = [*map(str, arguments)]
     if cwd != ROOT or command[0] == "-c":

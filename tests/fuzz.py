@@ -4,24 +4,27 @@
     python -m tests.fuzz --first 17 --seeds 1 --strategies zero1 --ranks 2      # one of them again
     python -m tests.fuzz --case "Case(body=(Part(),))" --strategies zero1 --ranks 2
 
-A seed makes a `Case`: a model (a tree of `Part`s: layers, containers, ties, frozen parts, parameters read elsewhere
-than in their owner's forward, …) and a regime (steps, micro-batches, optimizer, clipping, a backward that fails, …).
-It prints as the Python expression that makes it again. Every rank trains it under the strategy, on data of its own
-and from weights of its own, and beside that trains one replica per rank in its own process, whose gradients it sums
-in rank order (`OneProcess`).
+A seed makes a `Case`: a model (a tree of `Part`s: layers, containers, ties, frozen parts,
+parameters read elsewhere than in their owner's forward, …) and a regime (steps, micro-batches,
+optimizer, clipping, a backward that fails, …). It prints as the Python expression that makes it
+again. Every rank trains it under the strategy, on data of its own and from weights of its own, and
+beside that trains one replica per rank in its own process, whose gradients it sums in rank order
+(`OneProcess`).
 
-What must agree: the loss of every forward, which parameters have a gradient, the gradients (where ranks hold them
-whole), at the end the full parameters and the buffers; across ranks bit for bit. Models compute in fp64, where a sum in
-another order is off by so little that no layer or optimizer enlarges it to what a mistake makes (`tolerance`). In every
-other case what a collective brings becomes visible only when it is waited for (`late_arrivals`), so that a wait that is
-missing shows without luck. A case is unstable, and says nothing, if all values that differ are such as a nudge of the
-parameters (`NUDGE`) moves in one process as well.
+What must agree: the loss of every forward, which parameters have a gradient, the gradients (where
+ranks hold them whole), at the end the full parameters and the buffers; across ranks bit for bit.
+Models compute in fp64, where a sum in another order is off by so little that no layer or optimizer
+enlarges it to what a mistake makes (`tolerance`). In every other case what a collective brings
+becomes visible only when it is waited for (`late_arrivals`), so that a wait that is missing shows
+without luck. A case is unstable, and says nothing, if all values that differ are such as a nudge of
+the parameters (`NUDGE`) moves in one process as well.
 
-What a strategy documents that it refuses counts as right only where the case has the refused feature (`REFUSALS`).
-What FSDP's contract leaves out (units or orders that differ between ranks, a weight read outside its unit) is
-replaced by the nearest thing that it allows (`as_allowed`).
+What a strategy documents that it refuses counts as right only where the case has the refused
+feature (`REFUSALS`). What FSDP's contract leaves out (units or orders that differ between ranks, a
+weight read outside its unit) is replaced by the nearest thing that it allows (`as_allowed`).
 
-A case that fails is printed as the option `--case` takes it, so that parts of it can be left out by hand.
+A case that fails is printed as the option `--case` takes it, so that parts of it can be left out by
+hand.
 """
 
 import argparse
@@ -120,17 +123,19 @@ class Regime:
         forwards: forward passes whose losses one backward takes together.
         backwards: backward passes outside of `no_sync()` before one finish.
         finishes: backward and finish, this often before one optimizer step.
-        zero: when gradients are zeroed: "before" the forward, "between" forward and backward, "after" the step;
-            "never" after the first step.
+        zero: when gradients are zeroed: "before" the forward, "between" forward and backward,
+            "after" the step; "never" after the first step.
         zero_by: "optimizer" or "wrapper". to_none: or fill with zeros.
         optimizer: of `OPTIMIZERS`. groups: of `grouped`. schedule: halve the rate after every step.
         clip: largest norm, by the strategy's own clipping; 0 for none.
-        fails: step before which a backward raises, at `fails_at`, after `fails_after` good micro-batches under
-            `no_sync()`, inside `no_sync()` itself or not.
+        fails: step before which a backward raises, at `fails_at`, after `fails_after` good
+            micro-batches under `no_sync()`, inside `no_sync()` itself or not.
         freezes: step before which one more parameter is frozen, while it has a gradient.
         saves, loads: steps after which the state of module and optimizer is taken, and put back.
-        evaluates, syncs: steps after which a forward in eval mode runs, and buffers are synchronised.
-        rewraps: step after which the wrapper is closed, and the module wrapped again with a new optimizer.
+        evaluates, syncs: steps after which a forward in eval mode runs, and buffers are
+            synchronised.
+        rewraps: step after which the wrapper is closed, and the module wrapped again with a new
+            optimizer.
         skips: step that is skipped after its backward: gradients are zeroed, nobody calls finish.
         late: see `late_arrivals`.
         bucket_mb: of strategies with buckets.
@@ -175,8 +180,8 @@ class Case:
         width: of the hidden features.
         tokens: the input is tokens and goes through an embedding; else numbers.
         own: the root's own parameters: "" none, "matrix", "frozen-matrix" or "vector".
-        head: "" (the body's output is the root's), "linear", "tied" to the embedding, or "read": the embedding's
-            matrix is read by the root itself.
+        head: "" (the body's output is the root's), "linear", "tied" to the embedding, or "read":
+            the embedding's matrix is read by the root itself.
         ties: pairs (i, j): the j-th `linear` part uses the i-th's weight.
         output: what the root returns: "tensor", or see `packed`.
     """
@@ -906,7 +911,8 @@ class Late:
 
     Args:
         copies: of the tensors that it was called with, in which it runs.
-        target: where its result, the first of the copies, belongs. sent: what must not change before.
+        target: where its result, the first of the copies, belongs. sent: what must not change
+            before.
     """
 
     under_way: ClassVar[set["Late"]] = set()
@@ -937,7 +943,8 @@ def late_arrivals(*names: str) -> Iterator[None]:
     """Inside, nobody sees what collectives of these names bring before having waited for it, and what is being sent
     must not change.
 
-    Usually a small message has arrived long before anybody looks, and a wait that is missing goes unnoticed.
+    Usually a small message has arrived long before anybody looks, and a wait that is missing goes
+    unnoticed.
     """
 
     def late(collective: Callable[..., Any]) -> Callable[..., Late]:
@@ -967,8 +974,9 @@ def has(case: Case, kind: str, *forms: str) -> bool:
 def tolerance(case: Case) -> float:
     """How far a value may lie from one process's, absolutely or, above 1, relatively.
 
-    A sum in fp64 is off by 1e-16 in another order, which a norm of something small enlarges a few thousand times. Where
-    fp32 follows, and in the factor of a clipped gradient, that may flip a rounding of 1e-7.
+    A sum in fp64 is off by 1e-16 in another order, which a norm of something small enlarges a few
+    thousand times. Where fp32 follows, and in the factor of a clipped gradient, that may flip a
+    rounding of 1e-7.
     """
     return 1e-5 if case.regime.clip or has(case, "around", "float32") else 1e-9
 

@@ -1,7 +1,7 @@
 """Run every test that this machine's GPUs can show something by: `python3 -m tests.gpu`, which needs no installation.
 
-Arguments are options of pytest, such as `-k overlap`. What times a GPU or looks at its memory has it for itself, after
-the others.
+Arguments are options of pytest, such as `-k overlap`. What times a GPU or looks at its memory has
+it for itself, after the others.
 """
 
 import os

@@ -1,8 +1,9 @@
 """How much code one gradient runs through: `python -m tests.gradient_path [STRATEGY …]`.
 
-Counts, for one weight and the second step on two gloo ranks (backward, finish, step, next forward): the functions of
-ours that are entered, how often the next one lies in another file, and the code tokens of these functions. What
-`distlab.comm` does within is one function and all of it one file; `distlab.parallel.guards` is counted apart.
+Counts, for one weight and the second step on two gloo ranks (backward, finish, step, next forward):
+the functions of ours that are entered, how often the next one lies in another file, and the code
+tokens of these functions. What `distlab.comm` does within is one function and all of it one file;
+`distlab.parallel.guards` is counted apart.
 """
 
 import ast

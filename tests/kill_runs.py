@@ -2,11 +2,12 @@
 
     python -m tests.kill_runs --moments 50
 
-Each start draws a strategy and one to four ranks; every loss must lie within 1e-5. (That one strategy on two ranks
-repeats every bit is asserted by tests/launch/test_train.py.) The victim is the launcher, one rank, or all at once; the
-moment lies in the start (imports, rendezvous, reading of the checkpoint) or some steps later, at any point of a step or
-of a checkpoint. Ranks whose launcher was killed must be gone within two seconds, or, if they had not finished their
-imports, without having trained.
+Each start draws a strategy and one to four ranks; every loss must lie within 1e-5. (That one
+strategy on two ranks repeats every bit is asserted by tests/launch/test_train.py.) The victim is
+the launcher, one rank, or all at once; the moment lies in the start (imports, rendezvous, reading
+of the checkpoint) or some steps later, at any point of a step or of a checkpoint. Ranks whose
+launcher was killed must be gone within two seconds, or, if they had not finished their imports,
+without having trained.
 
 Takes five to fifteen seconds per moment, so it is no part of the suite.
 """

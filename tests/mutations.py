@@ -6,11 +6,11 @@
     python -m tests.mutations --only "fp16 clipping dropped"
     python -m tests.mutations --only "fp16 clipping dropped" --tests tests/train/test_loop.py
 
-A mutation is a text in a file and what takes its place, as `tests/mutations.toml` lists them. The text must stand
-there exactly once: who changes that code changes the entry (`tests/test_mutations.py` says so in every run of the
-suite). The tests of an entry are those that are about the fault, of those that `make test` runs; others may see it
-too. Green is a survivor, and so is a failure that is none: tests that cannot be collected end the command with an
-error.
+A mutation is a text in a file and what takes its place, as `tests/mutations.toml` lists them. The
+text must stand there exactly once: who changes that code changes the entry
+(`tests/test_mutations.py` says so in every run of the suite). The tests of an entry are those that
+are about the fault, of those that `make test` runs; others may see it too. Green is a survivor, and
+so is a failure that is none: tests that cannot be collected end the command with an error.
 """
 
 import argparse

@@ -1,9 +1,10 @@
 """Check a change within a minute: `make quick`, or `python -m tests.quick [FILE…]`.
 
-Runs lint, and of the tests those nearest to the files that differ from HEAD (or are named): the changed tests, what
-`tests/mutations.py` runs for the file, its mirror (`tests/report/test_table.py` of `distlab/report/table.py`), then
-tests that import it and the rest of its folder. In each group the cheapest come first, until the time by
-`tests/costs.json`, which `make costs` renews, is spent; what does not fit is named. It replaces no `make test`.
+Runs lint, and of the tests those nearest to the files that differ from HEAD (or are named): the
+changed tests, what `tests/mutations.py` runs for the file, its mirror (`tests/report/test_table.py`
+of `distlab/report/table.py`), then tests that import it and the rest of its folder. In each group
+the cheapest come first, until the time by `tests/costs.json`, which `make costs` renews, is spent;
+what does not fit is named. It replaces no `make test`.
 """
 
 import ast

@@ -1,7 +1,7 @@
 """Report the size and the texture of every package: `make size`.
 
-Nothing here is a limit. The figures help a reviewer to see where code is dense: many tokens per line, few comments,
-wide lines.
+Nothing here is a limit. The figures help a reviewer to see where code is dense: many tokens per
+line, few comments, wide lines.
 """
 
 import ast

@@ -2,9 +2,10 @@
 
     python -m tests.slowed [--out FOLDER]
 
-Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 20 ms after the last bucket, some four steps, with
-one of 10 µs, and as it is again. A command and no test: what two cores do beside it decides on the times, which differ
-by up to 40 % from run to run. Exit code 1 if the 20 ms are not found, or if anything else is.
+Real runs of ddp_bench on two gloo ranks: as it is, with a sleep of 20 ms after the last bucket,
+some four steps, with one of 10 µs, and as it is again. A command and no test: what two cores do
+beside it decides on the times, which differ by up to 40 % from run to run. Exit code 1 if the 20 ms
+are not found, or if anything else is.
 """
 
 import argparse

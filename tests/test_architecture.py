@@ -1,10 +1,11 @@
 """Who may import whom, held against the syntax tree of every file.
 
-The layers, outer to inner: launch → experiments → examples → distlab → kernels; a layer imports those further in.
-Experiments do not import each other; what some share begins with an underscore. Inside distlab only the edges below.
-Imports inside functions and under TYPE_CHECKING count like any other. Besides: only `STREAM_MAKERS` make CUDA streams,
-one module reads the rank's environment variables, and outside `distlab.parallel` nothing in distlab asks for a strategy
-by its name: what others must know of one is a field of its entry in `STRATEGIES`. A new package in distlab needs an
+The layers, outer to inner: launch → experiments → examples → distlab → kernels; a layer imports
+those further in. Experiments do not import each other; what some share begins with an underscore.
+Inside distlab only the edges below. Imports inside functions and under TYPE_CHECKING count like any
+other. Besides: only `STREAM_MAKERS` make CUDA streams, one module reads the rank's environment
+variables, and outside `distlab.parallel` nothing in distlab asks for a strategy by its name: what
+others must know of one is a field of its entry in `STRATEGIES`. A new package in distlab needs an
 entry in `ALLOWED`: decide there what it may know.
 """
 

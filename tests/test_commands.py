@@ -1,8 +1,9 @@
 """The shell commands of the pages, run as a person would run them (`make test-commands`).
 
-Commands run in a copy of the checkout, in the order of their page, so that what one leaves (a checkpoint, say) the next
-finds. An experiment runs in its `smoke` preset, without the page's options, whose names `test_pages` checks; other
-commands are shortened by `QUICK`, options added at their end, where the last one wins.
+Commands run in a copy of the checkout, in the order of their page, so that what one leaves (a
+checkpoint, say) the next finds. An experiment runs in its `smoke` preset, without the page's
+options, whose names `test_pages` checks; other commands are shortened by `QUICK`, options added at
+their end, where the last one wins.
 """
 
 import os

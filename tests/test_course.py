@@ -1,8 +1,8 @@
 """The adapters as a course's suite uses them: two gloo ranks as `mp.spawn` starts them, on CPUs or sharing a GPU,
 people's own layers, warnings as errors.
 
-Behaviour, not any suite's text: every form is driven through its one-line adapter module, against one process that
-trains on all data.
+Behaviour, not any suite's text: every form is driven through its one-line adapter module, against
+one process that trains on all data.
 """
 
 import multiprocessing

@@ -1,7 +1,7 @@
 """distlab in a fresh environment, with Hugging Face's package `kernels` next to it and without.
 
-A distribution of the same name with a few files stands in for theirs, so nothing is downloaded. It has what matters: a
-package with names of its own in `__init__.py`, and a list of its files for pip.
+A distribution of the same name with a few files stands in for theirs, so nothing is downloaded. It
+has what matters: a package with names of its own in `__init__.py`, and a list of its files for pip.
 """
 
 import shutil

@@ -1,8 +1,8 @@
 """Compare what is measured with a reference: a strategy with one process, a model with the simplest one.
 
-A strategy must leave the same parameters as training in one process: in fp32, with plain SGD (AdamW would turn a
-rounding error into a step of ±lr). The ranks' micro-batches run one after the other, and their gradients are summed in
-rank order.
+A strategy must leave the same parameters as training in one process: in fp32, with plain SGD (AdamW
+would turn a rounding error into a step of ±lr). The ranks' micro-batches run one after the other,
+and their gradients are summed in rank order.
 """
 
 import math
@@ -37,12 +37,14 @@ def parameter_difference(
 ) -> float:
     """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
 
-    Both are stepped by SGD in place of AdamW, otherwise by the variant's optimizer, at the task's learning rate. Ranks
-    start from different weights, so a missing broadcast shows; but for stages of a pipeline, which nobody sends.
+    Both are stepped by SGD in place of AdamW, otherwise by the variant's optimizer, at the task's
+    learning rate. Ranks start from different weights, so a missing broadcast shows; but for stages
+    of a pipeline, which nobody sends.
 
     Args:
         task: what one process trains; default: `small()`.
-        candidate: what the ranks train, if that is to be held against `task` too (another attention, other data).
+        candidate: what the ranks train, if that is to be held against `task` too (another
+            attention, other data).
         max_grad_norm: both clip to it.
 
     Returns:

@@ -1,12 +1,14 @@
 """What is trained: a model, its data and its loss; the lab's Transformer, or a user's model by its factory's name.
 
-A factory is a function without arguments, named `package.module:function`, that returns three things:
+A factory is a function without arguments, named `package.module:function`, that returns three
+things:
 
     def build():
         model = ResNet(...)                                  # any nn.Module, on the CPU
 
         def batch(size, generator):                          # a batch of `size` examples, in any form
-            return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,), generator=generator)
+            return torch.randn(size, 3, 32, 32, generator=generator), torch.randint(10, (size,),
+            generator=generator)
 
         def loss(model, batch):                              # model: the module under a strategy → a scalar, a mean
             images, labels = batch
@@ -14,8 +16,9 @@ A factory is a function without arguments, named `package.module:function`, that
 
         return model, batch, loss
 
-The lab seeds torch before it calls the factory, and `generator` by rank and step; tensors of a batch are put on the
-device. `loss` must call the model that it is given, through which gradients are synchronised.
+The lab seeds torch before it calls the factory, and `generator` by rank and step; tensors of a
+batch are put on the device. `loss` must call the model that it is given, through which gradients
+are synchronised.
 """
 
 import importlib
@@ -68,7 +71,10 @@ class Task:
 
 @dataclass(frozen=True)
 class OwnModel(Options):
-    """The option of benchmarks that can step a user's model. Raises ValueError for a name of another form."""
+    """The option of benchmarks that can step a user's model.
+
+    Raises ValueError for a name of another form.
+    """
 
     factory: str | None = option(
         None, "your own model: package.module:function, see docs/learn/own_model.md", flag="--model"
@@ -204,7 +210,8 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
         Of each batch of each rank, the parameters without a gradient.
 
     Raises:
-        ValueError: something of the user's failed, with its place, or the loss is no scalar with a gradient.
+        ValueError: something of the user's failed, with its place, or the loss is no scalar with a
+            gradient.
     """
     module = task.build(seed, context.device)
     trainable = {key: value for key, value in module.named_parameters() if value.requires_grad}

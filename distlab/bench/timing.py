@@ -1,11 +1,12 @@
 """One step of model, strategy and data, to be timed: by itself in parts, or beside other strategies in rounds.
 
-A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after the other lets the
-machine's clocks drift between them. So rounds are interleaved: in each, every variant is attached once. Attaching
-makes the model anew, from the same seed and directly on the device (a second or less): strategies that shard
-parameters or optimizer state keep none of what another left, and the peak of memory is each one's own. The same bench
-also answers what a timing must not stand without: what was sent, and what the profiler saw. Whether the result is
-right is `reference`'s to say.
+A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after
+the other lets the machine's clocks drift between them. So rounds are interleaved: in each, every
+variant is attached once. Attaching makes the model anew, from the same seed and directly on the
+device (a second or less): strategies that shard parameters or optimizer state keep none of what
+another left, and the peak of memory is each one's own. The same bench also answers what a timing
+must not stand without: what was sent, and what the profiler saw. Whether the result is right is
+`reference`'s to say.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class Variant:
         name: of the row; the strategy's, with the bucket size appended where several are compared.
         strategy: how the model is wrapped.
         bucket_size_mb: MiB; ignored by strategies without buckets.
-        shard_size: ranks of a shard group, None for those of a host; ignored by strategies without a mesh.
+        shard_size: ranks of a shard group, None for those of a host; ignored by strategies without
+            a mesh.
         options: of the model, where they are not the bench's.
         layout: how ranks share the model; those that do have the sequences of all of them.
         micro_batches: parts of a step's batch, which a pipeline has at once.
@@ -108,8 +110,8 @@ def variants(
 ) -> list[Variant]:
     """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
 
-    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`; one with a pipeline has so many
-    micro-batches.
+    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`; one with a
+    pipeline has so many micro-batches.
 
     Raises:
         ValueError: an unknown strategy.
@@ -136,7 +138,10 @@ def variants(
 
 @dataclass(frozen=True)
 class BenchOptions(ModelOptions):
-    """The model and the data that a benchmark steps. Raises ValueError for a value that is not allowed."""
+    """The model and the data that a benchmark steps.
+
+    Raises ValueError for a value that is not allowed.
+    """
 
     factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
     ops: str = option(
@@ -250,8 +255,8 @@ class CompiledRun(NamedTuple):
 class Trial:
     """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
 
-    It runs a training step, or parts of one, from a forward without gradients to the whole. It has no clock: the code
-    that times it passes in `mark`.
+    It runs a training step, or parts of one, from a forward without gradients to the whole. It has
+    no clock: the code that times it passes in `mark`.
 
     Args:
         context: this rank.
@@ -312,7 +317,8 @@ class Trial:
         self, mode: str = "step", mark: Callable[[str], None] = lambda phase: None
     ) -> None:
         """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward` (synchronisation included),
-        `optimizer` as each ends. Forward and backward of a pipeline, which alternate, are all backward.
+        `optimizer` as each ends. Forward and backward of a pipeline, which alternate, are all
+        backward.
         """
         self._mark = mark
         batch = self._batches[self._calls % len(self._batches)]
@@ -448,9 +454,9 @@ def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> l
 class Timing:
     """Samples in ms, each that of the slowest rank, in the order in which they were taken.
 
-    `phases` maps `forward`, `backward` (synchronisation included), both together as `forward_backward`, `optimizer`
-    and `step` to equally long lists. `compiled` holds what ran compiled in each round, counted after its timing; it is
-    empty for an eager model.
+    `phases` maps `forward`, `backward` (synchronisation included), both together as
+    `forward_backward`, `optimizer` and `step` to equally long lists. `compiled` holds what ran
+    compiled in each round, counted after its timing; it is empty for an eager model.
     """
 
     phases: dict[str, list[float]] = field(default_factory=lambda: {phase: [] for phase in PHASES})
@@ -497,9 +503,9 @@ class Workbench:
     ) -> dict[str, Timing]:
         """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
 
-        A variant that does not fit in memory on some rank is marked so on all, and left out from then on.
-        `inspect(variant, attached)` is called after each block of timed steps, on every rank, and `ended` after each
-        round, with the times so far.
+        A variant that does not fit in memory on some rank is marked so on all, and left out from
+        then on. `inspect(variant, attached)` is called after each block of timed steps, on every
+        rank, and `ended` after each round, with the times so far.
         """
         timings = {variant.name: Timing() for variant in rows}
         # Dynamo would compile a second shape of a block with dynamic sizes, and the ninth not at

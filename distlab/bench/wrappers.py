@@ -26,13 +26,14 @@ class UserWrapper(ParallelModel):
 
     Args:
         module: what is trained.
-        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in place or keeps it.
-            Where it returns the callable alone, `finish_gradient_synchronization()` of the callable is called, if it
-            has that method.
+        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in
+            place or keeps it. Where it returns the callable alone,
+            `finish_gradient_synchronization()` of the callable is called, if it has that method.
 
     Attributes:
         finish: words that say which function is called after the last backward of a step.
-        can_accumulate: whether the callable has `no_sync()`, and so says that it can accumulate gradients.
+        can_accumulate: whether the callable has `no_sync()`, and so says that it can accumulate
+            gradients.
 
     Raises:
         ValueError: `wrap` returned something else.

@@ -3,12 +3,14 @@
     training   │ step 50 │ copy to the host │ step 51 │ step 52 │ …                          │ step 100 │ copy …
     writer                                  │ write files │ fsync │ marker │ rename │ prune │
 
-`save()` queues copies into pinned host memory on the compute stream and returns. A thread waits for them and
-writes; it communicates with the other ranks' threads in a separate gloo group. Ranks that hold the same values write
-one part each. The next `save()` first waits for the previous one, and raises on every rank if any rank failed.
+`save()` queues copies into pinned host memory on the compute stream and returns. A thread waits for
+them and writes; it communicates with the other ranks' threads in a separate gloo group. Ranks that
+hold the same values write one part each. The next `save()` first waits for the previous one, and
+raises on every rank if any rank failed.
 
-Loading checks every file's checksum, and falls back to the previous checkpoint with a message that names the damage.
-What the files say is checked against each other and against the model before anything of the model is overwritten.
+Loading checks every file's checksum, and falls back to the previous checkpoint with a message that
+names the damage. What the files say is checked against each other and against the model before
+anything of the model is overwritten.
 """
 
 import contextlib
@@ -121,7 +123,8 @@ class Checkpointer:
         Raises:
             ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be
                 stored. Raised on every rank before anything is written; the message names it.
-            CheckpointError: the checkpoint before this one failed, on whatever rank; or this one, if not asynchronous.
+            CheckpointError: the checkpoint before this one failed, on whatever rank; or this one,
+                if not asynchronous.
         """
         self.wait()
         model.sync_buffers()  # of which each rank writes a part
@@ -278,7 +281,8 @@ class Checkpointer:
     def newest(self) -> Stored | None:
         """Return the newest checkpoint that is whole and unaltered; None if the folder has none at all.
 
-        Newer ones that are not are put aside, so that they are neither read again nor counted as kept.
+        Newer ones that are not are put aside, so that they are neither read again nor counted as
+        kept.
 
         Raises:
             CheckpointError: there are some, and none can be used.
@@ -329,10 +333,10 @@ class Checkpointer:
         """Overwrite the model, the optimizer's state and this rank's random generators.
 
         Raises:
-            ValueError: a checkpoint of another model or optimizer; it lists the tensors that differ. Nothing is
-                overwritten.
-            CheckpointError: reading failed, on whatever rank; or what the files say does not fit together, and
-                nothing is overwritten.
+            ValueError: a checkpoint of another model or optimizer; it lists the tensors that
+                differ. Nothing is overwritten.
+            CheckpointError: reading failed, on whatever rank; or what the files say does not fit
+                together, and nothing is overwritten.
         """
         model.synchronize()
         model.sync_buffers()
@@ -369,10 +373,10 @@ class Checkpointer:
     def _alike(self, action: Callable[[], Any]) -> Any:
         """Do it on every rank; if it raises on any, raise on all.
 
-        What ranks find wrong together, a ValueError or CheckpointError, is raised as it is. Anything else is the
-        trouble of single ranks, and raised as a CheckpointError that names them. Every Exception
-        counts: a rank that left by one of an unforeseen class would let the others wait until the
-        group's timeout.
+        What ranks find wrong together, a ValueError or CheckpointError, is raised as it is.
+        Anything else is the trouble of single ranks, and raised as a CheckpointError that names
+        them. Every Exception counts: a rank that left by one of an unforeseen class would let the
+        others wait until the group's timeout.
         """
         result, problem = None, None
         try:

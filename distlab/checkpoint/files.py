@@ -6,13 +6,15 @@
       .tmp-step_00000150/   being written, or left by a process that died; never read
       rejected-step_…/      found damaged when a run resumed from the one before; never read, never deleted
 
-A checkpoint is written under a temporary name, every file and the folder are flushed to the disk, and the folder
-is renamed. So a name that a reader looks at is that of a complete checkpoint, whatever killed the writer; what a
-disk does to it later shows in the SHA-256 that the marker holds for each file.
+A checkpoint is written under a temporary name, every file and the folder are flushed to the disk,
+and the folder is renamed. So a name that a reader looks at is that of a complete checkpoint,
+whatever killed the writer; what a disk does to it later shows in the SHA-256 that the marker holds
+for each file.
 
-A marker is believed nothing: it may come from anywhere, with a checksum that fits. Every field is checked for its
-form before any other file is opened, and what the fields say of each other must agree. No file is executed or
-unpickled: the marker is JSON, and everything else is the raw bytes of tensors (`distlab.checkpoint.tensors`).
+A marker is believed nothing: it may come from anywhere, with a checksum that fits. Every field is
+checked for its form before any other file is opened, and what the fields say of each other must
+agree. No file is executed or unpickled: the marker is JSON, and everything else is the raw bytes of
+tensors (`distlab.checkpoint.tensors`).
 """
 
 import hashlib
@@ -79,8 +81,9 @@ class Stored:
     Attributes:
         path: its folder.
         step: optimizer steps done.
-        content: what the marker says: `world_size`, `strategy`, `optimizer`, `groups`, `extra`, `files` (name → size
-            and SHA-256) and `tensors` (the index, see `distlab.checkpoint.tensors`).
+        content: what the marker says: `world_size`, `strategy`, `optimizer`, `groups`, `extra`,
+            `files` (name → size and SHA-256) and `tensors` (the index, see
+            `distlab.checkpoint.tensors`).
     """
 
     path: Path
@@ -165,8 +168,8 @@ class CheckpointFolder:
 
         Args:
             keep: at least one.
-            known_good: steps whose checkpoints were written, or checked in full, by this run. Others do not count:
-                one that is damaged unseen must not be what is kept.
+            known_good: steps whose checkpoints were written, or checked in full, by this run.
+                Others do not count: one that is damaged unseen must not be what is kept.
         """
         kept, deleted = 0, []
         for step in self.steps():
@@ -187,7 +190,8 @@ class CheckpointFolder:
         """Read the marker.
 
         Raises:
-            Damaged: there is none, or it is not what `commit` writes. OtherFormat: of another version.
+            Damaged: there is none, or it is not what `commit` writes. OtherFormat: of another
+                version.
         """
         path = self.path_of(step)
         marker = path / MARKER

@@ -4,12 +4,14 @@
     run.lock.after-3f2a…  made with O_EXCL by the one process that may succeed the dead holder with that digest,
                           then renamed over run.lock
 
-The holder touches its file every few seconds. A holder on this machine is looked up by process id and start time,
-so that a restart need not wait. A holder on another machine is watched: a file that is touched has a living holder,
-one that is not touched for `stale_s` a dead one. Nobody's clock is compared with anybody's, and no `flock` is needed,
-which shared file systems may not carry to other machines.
+The holder touches its file every few seconds. A holder on this machine is looked up by process id
+and start time, so that a restart need not wait. A holder on another machine is watched: a file that
+is touched has a living holder, one that is not touched for `stale_s` a dead one. Nobody's clock is
+compared with anybody's, and no `flock` is needed, which shared file systems may not carry to other
+machines.
 
-A holder that was only suspended (and so taken for dead) finds out when it next calls `check`, before it writes.
+A holder that was only suspended (and so taken for dead) finds out when it next calls `check`,
+before it writes.
 """
 
 import contextlib
@@ -218,7 +220,9 @@ class RunLock:
 def hold(
     folder: Path, context: RankContext, progress: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
-    """Hold a folder's lock, on rank 0, until the end; yields None on the others. All ranks enter, and raise alike.
+    """Hold a folder's lock, on rank 0, until the end; yields None on the others.
+
+    All ranks enter, and raise alike.
 
     A holder on another machine that shows no sign of life is waited for, `STALE_S` at most.
 

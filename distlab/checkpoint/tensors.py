@@ -3,12 +3,13 @@
     rank_0_0.bin    │ embedding [0, 1984) │ blocks.0.qkv [0, 24576) │ …      no headers, no gaps, nothing to execute
     rank_1_0.bin    │ embedding [1984, 3968) │ …
 
-The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first element, elements,
-file, offset in bytes]`, in the flattened whole. So a part that cuts through rows needs no gathering, and a reader of
-any world size reads the bytes it needs. A rank that shares matrices with others has a box of them, some columns say:
-its parts end with that box, `[[first, last + 1], …]` of each dimension, and count within it, flattened. Parts tile
-their tensor, box by box, and they tile every file: an index that leaves out a
-tensor, or reads a byte twice, cannot fit the files.
+The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first
+element, elements, file, offset in bytes]`, in the flattened whole. So a part that cuts through rows
+needs no gathering, and a reader of any world size reads the bytes it needs. A rank that shares
+matrices with others has a box of them, some columns say: its parts end with that box, `[[first,
+last + 1], …]` of each dimension, and count within it, flattened. Parts tile their tensor, box by
+box, and they tile every file: an index that leaves out a tensor, or reads a byte twice, cannot fit
+the files.
 """
 
 import hashlib
@@ -106,7 +107,8 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
     """Fill the shards' memory, on any device and of any dtype, from whatever parts hold their elements.
 
     Raises:
-        OSError: a file cannot be read. CheckpointError: it ends too early. Damaged: a NaN in the model.
+        OSError: a file cannot be read. CheckpointError: it ends too early. Damaged: a NaN in the
+            model.
     """
     for shard in shards:
         entry = stored.content["tensors"][shard.name]

@@ -1,8 +1,9 @@
 """Model and optimizer as named shards: the one form in which every strategy's state is stored.
 
-Each tensor is flattened, and this rank holds a contiguous part of it: all of it under data parallelism, a shard under
-ZeRO or FSDP. Names: `model/<parameter>` and `optimizer/<state>/<parameter>`, e.g.
-`optimizer/exp_avg/blocks.0.norm.weight`. Beside them, the random generators of each rank.
+Each tensor is flattened, and this rank holds a contiguous part of it: all of it under data
+parallelism, a shard under ZeRO or FSDP. Names: `model/<parameter>` and
+`optimizer/<state>/<parameter>`, e.g. `optimizer/exp_avg/blocks.0.norm.weight`. Beside them, the
+random generators of each rank.
 """
 
 import random
@@ -175,7 +176,8 @@ def stored_options(
             parameters, others the trained ones.
 
     Raises:
-        ValueError: groups that hold other parameters, or options that are missing or of another type.
+        ValueError: groups that hold other parameters, or options that are missing or of another
+            type.
     """
     options = []
     for number, (saved, group) in enumerate(_pair_groups(saved_groups, groups, frozen)):

@@ -1,10 +1,12 @@
 """The single seam to torch.distributed: thin collectives that every strategy uses.
 
-Each returns a `Work` at once; `wait(work, group, what)` makes what follows see the result: on gloo it blocks the host,
-on NCCL it makes the current CUDA stream wait and the host goes on. Until then neither the tensor may be changed.
+Each returns a `Work` at once; `wait(work, group, what)` makes what follows see the result: on gloo
+it blocks the host, on NCCL it makes the current CUDA stream wait and the host goes on. Until then
+neither the tensor may be changed.
 
-Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo knows only
-sums, and a sum of fp16 gradients can overflow where their mean does not, so there the sender divides first, in place.
+Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo
+knows only sums, and a sum of fp16 gradients can overflow where their mean does not, so there the
+sender divides first, in place.
 """
 
 import functools
@@ -67,7 +69,8 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
 
-    Always the same one: a GPU has few queues, and each new stream may share that of the computation.
+    Always the same one: a GPU has few queues, and each new stream may share that of the
+    computation.
     """
     return torch.cuda.Stream(device, priority=-1)
 
@@ -200,8 +203,8 @@ def receive(tensor: Tensor, group: ProcessGroup) -> Work:
 def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
     """Overwrite all tensors, of any strides, by those of the group's first rank, and wait.
 
-    Collectives do not bump a tensor's version counter: called between forward and backward, this would change
-    saved activations without autograd noticing.
+    Collectives do not bump a tensor's version counter: called between forward and backward, this
+    would change saved activations without autograd noticing.
     """
     in_flight = []
     for tensor in tensors:
@@ -219,8 +222,9 @@ def broadcast_coalesced(
 ) -> "Coalesced":
     """Overwrite all tensors by those of rank `source` through few large messages; returns at once.
 
-    Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES` (a larger tensor has its own), so
-    that hundreds of small parameters do not pay a latency each. `wait()` copies them back.
+    Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES` (a larger tensor has
+    its own), so that hundreds of small parameters do not pay a latency each. `wait()` copies them
+    back.
     """
     batches: dict[torch.dtype, list[list[Tensor]]] = {}
     for tensor in tensors:
@@ -280,7 +284,8 @@ def if_it_fits(
 ) -> T | None:
     """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
 
-    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for it in theirs.
+    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for
+    it in theirs.
     """
     result, fits = None, True
     for number in range(times):
@@ -319,8 +324,9 @@ def _prepare(
 ) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
     """Divide where the backend cannot average; returns what to send, and the reduction that then yields the mean.
 
-    On gloo what is sent is an alias with a version counter of its own, since what is written here is no edit of the
-    caller's: the division now, and the result of a CUDA tensor at any time until `wait()`, from a thread of gloo's.
+    On gloo what is sent is an alias with a version counter of its own, since what is written here
+    is no edit of the caller's: the division now, and the result of a CUDA tensor at any time until
+    `wait()`, from a thread of gloo's.
     """
     if averages_in_reduction(tensor.device, group):
         return tensor, dist.ReduceOp.AVG

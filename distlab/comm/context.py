@@ -5,8 +5,8 @@
     with rank_context(timeout_s=60) as context:
         train(context)
 
-and gives every rank its `RankContext`. It is passed on as an argument; nothing else in the package reads
-RANK, WORLD_SIZE, LOCAL_RANK or MASTER_ADDR, and there is no global "current context".
+and gives every rank its `RankContext`. It is passed on as an argument; nothing else in the package
+reads RANK, WORLD_SIZE, LOCAL_RANK or MASTER_ADDR, and there is no global "current context".
 """
 
 import gc
@@ -40,7 +40,8 @@ class RankContext:
         rank: 0 … world_size − 1, over all hosts.
         local_rank: 0 … ranks on this host − 1; picks the GPU.
         world_size: number of ranks in `group`.
-        device: where this rank computes: `cuda:<local_rank>` on NCCL, on gloo `cpu` or a GPU that ranks may share.
+        device: where this rank computes: `cuda:<local_rank>` on NCCL, on gloo `cpu` or a GPU that
+            ranks may share.
         backend: `gloo` or `nccl`.
         group: the process group of all ranks.
         timeout_s: seconds after which a collective that a peer does not join fails.
@@ -79,8 +80,8 @@ class RankEnvironment:
         """Read torchrun's variables; without them, a lone process: rank 0 of 1.
 
         Raises:
-            ValueError: a variable that is no number, a rank that is not below its world size, or one of RANK and
-                WORLD_SIZE without the other.
+            ValueError: a variable that is no number, a rank that is not below its world size, or
+                one of RANK and WORLD_SIZE without the other.
         """
         launched = "RANK" in os.environ
         if launched != ("WORLD_SIZE" in os.environ):
@@ -136,12 +137,14 @@ def choose_device(
     """Pick backend and device for one rank.
 
     Args:
-        backend: `gloo`, `nccl`, or None: NCCL where there are GPUs and no device is given, else gloo.
-        device: of a gloo rank, `cpu` or a GPU that ranks may share, such as `cuda:0`; default: `cpu`.
+        backend: `gloo`, `nccl`, or None: NCCL where there are GPUs and no device is given, else
+            gloo.
+        device: of a gloo rank, `cpu` or a GPU that ranks may share, such as `cuda:0`; default:
+            `cpu`.
 
     Raises:
-        ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, or a device that is not
-            here, or another than NCCL's.
+        ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, or a
+            device that is not here, or another than NCCL's.
     """
     gpus = torch.cuda.device_count()
     if backend is None:
@@ -183,19 +186,22 @@ def rank_context(
 ) -> Iterator[RankContext]:
     """Join the process group, yield this rank's context once all have joined, leave the group whatever happens.
 
-    A rank that torchrun's agent started ends with the agent from here on, see `distlab.comm.parent_death`.
+    A rank that torchrun's agent started ends with the agent from here on, see
+    `distlab.comm.parent_death`.
 
     Args:
         backend: `gloo`, `nccl` or None (NCCL where there are GPUs and no device is given).
-        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as `cuda:0`.
+        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as
+            `cuda:0`.
         timeout_s: seconds that any collective may take before it fails on the ranks that wait.
-        store, rank, world_size: rendezvous by hand (tests, notebooks); by default torchrun's environment is
-            read, and without torchrun the context is a world of one rank.
+        store, rank, world_size: rendezvous by hand (tests, notebooks); by default torchrun's
+            environment is read, and without torchrun the context is a world of one rank.
 
     Raises:
-        ValueError: a timeout that is no positive number, an environment that `RankEnvironment.read` refuses, or what
-            `choose_device` refuses.
-        OSError: the rendezvous failed: MASTER_PORT is in use, rank 0 was not reached, or ranks are missing.
+        ValueError: a timeout that is no positive number, an environment that `RankEnvironment.read`
+            refuses, or what `choose_device` refuses.
+        OSError: the rendezvous failed: MASTER_PORT is in use, rank 0 was not reached, or ranks are
+            missing.
     """
     if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ValueError(
@@ -272,9 +278,10 @@ def rank_context(
 def _torchrun_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
     """The store of torchrun's rendezvous, with the keys of each restart kept apart.
 
-    torchrun's agent keeps one TCPStore across restarts, and workers of a second attempt would read the dead
-    workers' addresses from it (pytorch issue 135712). A prefix per attempt cures that on one host; restart
-    counts are not the same on all hosts, so with several the store is left as it is.
+    torchrun's agent keeps one TCPStore across restarts, and workers of a second attempt would read
+    the dead workers' addresses from it (pytorch issue 135712). A prefix per attempt cures that on
+    one host; restart counts are not the same on all hosts, so with several the store is left as it
+    is.
     """
     store = _rendezvous(place, timeout)
     if _number("GROUP_WORLD_SIZE", 1) == 1:

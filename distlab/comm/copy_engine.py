@@ -1,8 +1,8 @@
 """All-reduce by copy engines: transfers between GPUs that take no multiprocessor from the computation.
 
-NCCL's kernels occupy thread blocks for as long as they send, and the matmuls beside them slow down. A GPU can also
-read and write its neighbours' memory over NVLink with its copy engines. Every tensor is cut into N equal chunks, of
-and rank r averages chunk r:
+NCCL's kernels occupy thread blocks for as long as they send, and the matmuls beside them slow down.
+A GPU can also read and write its neighbours' memory over NVLink with its copy engines. Every tensor
+is cut into N equal chunks, of and rank r averages chunk r:
 
     ready      all     every rank's tensor is complete
     pull       copies  chunk r of every peer → staging                  (N−1)/N of the bytes come in
@@ -10,11 +10,12 @@ and rank r averages chunk r:
     push       copies  chunk r → every peer                             (N−1)/N of the bytes go out
     arrived    all     once, after the last tensor
 
-These are the reduce-scatter and the all-gather of a ring's all-reduce with as many bytes per link, each in one hop,
-because the switch connects every pair of GPUs. One rank averages each chunk, so that all ranks get the same bits.
+These are the reduce-scatter and the all-gather of a ring's all-reduce with as many bytes per link,
+each in one hop, because the switch connects every pair of GPUs. One rank averages each chunk, so
+that all ranks get the same bits.
 
-The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching allocator does not
-count. Multicast is not used.
+The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching
+allocator does not count. Multicast is not used.
 """
 
 import socket
@@ -42,7 +43,10 @@ _library.define(
 
 @torch.library.impl(_library, "all_reduce_mean_by_copy", "CompositeExplicitAutograd")
 def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int) -> None:
-    """Rank `rank`'s part: chunk `rank` of the mean of all replicas `(N·n,)`, given to all. `staging`: `(N−1, ≥ n)`."""
+    """Rank `rank`'s part: chunk `rank` of the mean of all replicas `(N·n,)`, given to all.
+
+    `staging`: `(N−1, ≥ n)`.
+    """
     # imports Triton, which not every user of this package has
     from kernels.average import average_into
 
@@ -70,7 +74,8 @@ class CopyEngineAllReduce:
         num_bytes: taken on this GPU beside what the caching allocator counts.
 
     Raises:
-        ValueError: no CUDA device, several hosts, or GPUs without access to each other (on every rank).
+        ValueError: no CUDA device, several hosts, or GPUs without access to each other (on every
+            rank).
     """
 
     def __init__(
@@ -149,9 +154,10 @@ def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
 def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
     """Memory of this size on every rank, each mapped by all. A collective.
 
-    torch counts the rendezvous of a process over all of its groups, and ranks whose counts differ would look for each
-    other under different keys of the store until the timeout. A rank that is behind, because the others have had a
-    rendezvous without it, catches up first, with rendezvous of its own.
+    torch counts the rendezvous of a process over all of its groups, and ranks whose counts differ
+    would look for each other under different keys of the store until the timeout. A rank that is
+    behind, because the others have had a rendezvous without it, catches up first, with rendezvous
+    of its own.
 
     Raises:
         torch.OutOfMemoryError: on every rank, if the memory does not fit on one.

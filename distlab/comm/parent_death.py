@@ -1,9 +1,9 @@
 """Ranks end when the process that started them does.
 
-An agent that is killed with SIGKILL (by a person, or for memory) cannot end its ranks. They would train on, out of
-reach, and collide with the next run of the same name. Here the kernel ends them: on Linux it sends a process the signal
-that the process has asked for as soon as its parent dies, whatever the process is doing. Elsewhere a thread looks once
-a second.
+An agent that is killed with SIGKILL (by a person, or for memory) cannot end its ranks. They would
+train on, out of reach, and collide with the next run of the same name. Here the kernel ends them:
+on Linux it sends a process the signal that the process has asked for as soon as its parent dies,
+whatever the process is doing. Elsewhere a thread looks once a second.
 """
 
 import ctypes
@@ -20,11 +20,12 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 def end_with_parent(parent: int | None = None) -> None:
     """Have this process ended by SIGKILL when its parent dies (on Linux the thread of it that started this process).
 
-    SIGKILL, because a rank without its agent has no store and soon no peers, so that an orderly end is not to be
-    had; what is on the disk is whole at every moment.
+    SIGKILL, because a rank without its agent has no store and soon no peers, so that an orderly end
+    is not to be had; what is on the disk is whole at every moment.
 
     Args:
-        parent: its process number, which one that has died meanwhile does not show any more; default: as it is now.
+        parent: its process number, which one that has died meanwhile does not show any more;
+            default: as it is now.
     """
     parent = parent or os.getppid()
     if sys.platform == "linux":
@@ -38,8 +39,9 @@ def end_with_parent(parent: int | None = None) -> None:
 def end_with_agent() -> None:
     """`end_with_parent` for a rank whose parent is torchrun's agent, which may have died before this call.
 
-    The agent starts each rank in a session of its own. So a process that leads its session is the agent's own child
-    and no script's in between, and if its parent is no Python, it is the one that inherited it from a dead agent.
+    The agent starts each rank in a session of its own. So a process that leads its session is the
+    agent's own child and no script's in between, and if its parent is no Python, it is the one that
+    inherited it from a dead agent.
     """
     if os.getsid(0) == os.getpid() and not _is_python(os.getppid()):
         print("the agent that started this rank is gone; ending now", file=sys.stderr, flush=True)

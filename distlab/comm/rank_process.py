@@ -26,7 +26,8 @@ def run_rank(
     """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code.
 
     Returns:
-        What `work` does; 2 after an error that the user can correct, 1 after the loss of another rank, 128 + the number
+        What `work` does; 2 after an error that the user can correct, 1 after the loss of another
+            rank, 128 + the number
         of a signal that asked this rank to stop.
     """
     try:
@@ -70,8 +71,8 @@ def run_rank(
 def say_once(context: RankContext, message: str) -> None:
     """Print what all ranks have found: rank 0 says it, and the others wait until it has been said.
 
-    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose error is its
-    own waits in vain for a few seconds and then says it itself.
+    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose
+    error is its own waits in vain for a few seconds and then says it itself.
     """
     store = dist.distributed_c10d._get_default_store()
     if not context.is_main:
@@ -86,7 +87,10 @@ def say_once(context: RankContext, message: str) -> None:
 
 
 def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
-    """What `work()` returns on rank 0, on every rank; call it on all. Its OSError or ValueError is raised on all."""
+    """What `work()` returns on rank 0, on every rank; call it on all.
+
+    Its OSError or ValueError is raised on all.
+    """
     if context.group is None:
         return work()
     found = None
@@ -104,7 +108,8 @@ def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
 class Progress:
     """What a long command does now, on stderr of rank 0, with the seconds since it began.
 
-    On a terminal one line, which each call rewrites; elsewhere a line whenever ten seconds have passed.
+    On a terminal one line, which each call rewrites; elsewhere a line whenever ten seconds have
+    passed.
     """
 
     def __init__(self, context: RankContext):
@@ -141,9 +146,9 @@ class Progress:
 def leave_process(code: int) -> NoReturn:
     """End this rank with `code`, without the interpreter's shutdown.
 
-    One of gloo's threads may still be about to release the last collective's tensors. That needs Python's lock,
-    and asking for it during the shutdown aborts a process whose work was done (exit code −6), which torchrun
-    takes for a failure.
+    One of gloo's threads may still be about to release the last collective's tensors. That needs
+    Python's lock, and asking for it during the shutdown aborts a process whose work was done (exit
+    code −6), which torchrun takes for a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,15 +1,17 @@
-"""Collectives made of sends and receives: what a library does, small enough to read. All block as `Work.wait()` does.
+"""Collectives made of sends and receives: what a library does, small enough to read.
 
-Ranks stand in a ring; in every round each sends to the next and receives from the one before, so all links are busy
-in one direction. The tensor is cut into N chunks:
+All block as `Work.wait()` does.
+
+Ranks stand in a ring; in every round each sends to the next and receives from the one before, so
+all links are busy in one direction. The tensor is cut into N chunks:
 
     reduce-scatter   N−1 rounds   pass a partial sum of a chunk on, add the own contribution to what arrives
     all-gather       N−1 rounds   pass finished chunks on
     all-reduce       2(N−1)       the one after the other: (N−1)/N of the tensor per link and half
     whole tensors    N−1 rounds   forward everybody's whole tensor, add each: N/2 times the volume, half of the rounds
 
-Costs are in `distlab.theory.collective_time`. The library's collectives (`collectives`) split rings into several
-channels, pipeline chunks inside each round, and use trees where latency counts.
+Costs are in `distlab.theory.collective_time`. The library's collectives (`collectives`) split rings
+into several channels, pipeline chunks inside each round, and use trees where latency counts.
 """
 
 import torch

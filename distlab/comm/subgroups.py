@@ -30,8 +30,9 @@ def doubling_sizes(world_size: int) -> tuple[int, ...]:
 def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None]:
     """Yield this rank's context within the group of the first `ranks` ranks; None for the other ranks.
 
-    Every rank of `context` calls it, with the same number, and those left out wait at the end of the block (or
-    beyond, at their next collective), for at most the context's timeout if they have nothing to do: see `rest`.
+    Every rank of `context` calls it, with the same number, and those left out wait at the end of
+    the block (or beyond, at their next collective), for at most the context's timeout if they have
+    nothing to do: see `rest`.
 
     Raises:
         ValueError: fewer than one rank, or more than there are.
@@ -78,7 +79,8 @@ class MeshGroups:
     Args:
         world: all R·S ranks.
         replicate: the R ranks at this rank's place of every shard group.
-        shard: the S ranks of this rank's shard group; `world` itself without a mesh, and where R = 1.
+        shard: the S ranks of this rank's shard group; `world` itself without a mesh, and where R =
+            1.
     """
 
     world: ProcessGroup
@@ -139,7 +141,9 @@ _known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" 
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
-    """Make a mesh of all ranks in which each `shard_size` neighbours are a shard group. Its groups are made once.
+    """Make a mesh of all ranks in which each `shard_size` neighbours are a shard group.
+
+    Its groups are made once.
 
     Call it on every rank.
 
@@ -148,8 +152,8 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
         shard_size: ranks per shard group; None: those of a host.
 
     Raises:
-        ValueError: a size that does not divide the ranks, hosts of different numbers of ranks, or a group of some
-            ranks of the job only.
+        ValueError: a size that does not divide the ranks, hosts of different numbers of ranks, or a
+            group of some ranks of the job only.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) != dist.get_world_size():
@@ -184,7 +188,9 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
 
 
 def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Return this rank's group of a partition of all ranks of `group`; made once. Call it on every rank alike.
+    """Return this rank's group of a partition of all ranks of `group`; made once.
+
+    Call it on every rank alike.
 
     Args:
         parts: global ranks; each rank stands in one of them.
@@ -193,7 +199,9 @@ def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGro
 
 
 def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
-    """Make, once, a group of each of these parts, which may overlap; None for those without this rank. Call it on every
+    """Make, once, a group of each of these parts, which may overlap; None for those without this rank.
+
+    Call it on every
     rank alike.
 
     Args:

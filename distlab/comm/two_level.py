@@ -4,15 +4,17 @@
     between the groups              all-reduce of that 1/S: only so much crosses a rank's slow link
     inside                          all-gather
 
-A message takes these steps one after the other; messages that are started one after the other are in different steps
-at the same time, so both kinds of links are busy. Starting one moves all earlier ones a step on:
+A message takes these steps one after the other; messages that are started one after the other are
+in different steps at the same time, so both kinds of links are busy. Starting one moves all earlier
+ones a step on:
 
     inside    │ reduce-scatter 0 │ reduce-scatter 1 │ reduce-scatter 2, all-gather 0 │ all-gather 1 │ all-gather 2
     between   │                  │ all-reduce 0     │ all-reduce 1                   │ all-reduce 2 │
 
-On NCCL a side stream waits for the step before, and neither the host nor the computation does. On gloo the host does,
-for a step that began when the message before was started: there a rank waits in backward for ranks that start a message
-in `finish_gradient_synchronization()` only, because they did not use a parameter.
+On NCCL a side stream waits for the step before, and neither the host nor the computation does. On
+gloo the host does, for a step that began when the message before was started: there a rank waits in
+backward for ranks that start a message in `finish_gradient_synchronization()` only, because they
+did not use a parameter.
 """
 
 from collections.abc import Callable, Iterator
@@ -29,7 +31,8 @@ from distlab.comm.subgroups import MeshGroups
 def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], OneLevel | Message]":
     """What starts to average a tensor over all ranks of the groups; `wait()` of what it returns waits for the mean.
 
-    In two levels where there are two: with one group, or groups of one rank, all ranks are one level.
+    In two levels where there are two: with one group, or groups of one rank, all ranks are one
+    level.
     """
     if groups.replicate is None or groups.shard.size() == 1:
         return lambda tensor: OneLevel(
@@ -59,7 +62,8 @@ class TwoLevelAllReduce:
     def start(self, tensor: Tensor) -> "Message":
         """Start to replace `tensor` (contiguous, floating point) by its mean over all ranks.
 
-        It is padded, and copied for it, where the ranks of a shard group do not divide its elements.
+        It is padded, and copied for it, where the ranks of a shard group do not divide its
+        elements.
         """
         message = Message(tensor, self._groups, self.advance)
         self.advance()

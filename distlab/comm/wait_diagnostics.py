@@ -1,12 +1,12 @@
 """Which rank did not come, where a collective fails; costs nothing as long as nobody waits for long.
 
-A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's store, and removes the
-entry when the wait ends. When a wait fails, at the group's timeout or because a connection broke, the ranks without an
-entry are the missing ones.
+A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's
+store, and removes the entry when the wait ends. When a wait fails, at the group's timeout or
+because a connection broke, the ranks without an entry are the missing ones.
 
-On NCCL a wait blocks a stream. At the timeout torch's watchdog names the collective, sleeps a minute for other ranks'
-logs, and aborts, which may wait for the lost rank. So a thread asks the backends, says which ranks did not come, and
-ends this one (`end_when_lost`).
+On NCCL a wait blocks a stream. At the timeout torch's watchdog names the collective, sleeps a
+minute for other ranks' logs, and aborts, which may wait for the lost rank. So a thread asks the
+backends, says which ranks did not come, and ends this one (`end_when_lost`).
 """
 
 import json
@@ -64,10 +64,11 @@ def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
 def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event) -> None:
     """On NCCL, until `over` is set: end this rank with code 1 when another one is lost.
 
-    Which one is found in two ways. A collective that has failed or timed out is one that some ranks did not come to.
-    And each rank counts its seconds in the job's store, where the one before it looks: a process that is stopped, or
-    whose host is out of reach, does not count on (then torch's watchdog may hang where the host does, inside CUDA). Nor
-    does one that a single call keeps from running any Python for so long.
+    Which one is found in two ways. A collective that has failed or timed out is one that some ranks
+    did not come to. And each rank counts its seconds in the job's store, where the one before it
+    looks: a process that is stopped, or whose host is out of reach, does not count on (then torch's
+    watchdog may hang where the host does, inside CUDA). Nor does one that a single call keeps from
+    running any Python for so long.
 
     Args:
         device: this rank's GPU.
@@ -124,9 +125,9 @@ class _Wait(NamedTuple):
     Attributes:
         group: name of the process group.
         what: is being done.
-        number: of collectives that this rank had begun in the group on gloo. Ranks that wait for the same one have the
-            same number, because they run the same program. 0 on NCCL, where the host runs ahead, and for messages
-            between two ranks.
+        number: of collectives that this rank had begun in the group on gloo. Ranks that wait for
+            the same one have the same number, because they run the same program. 0 on NCCL, where
+            the host runs ahead, and for messages between two ranks.
     """
 
     group: str
@@ -143,7 +144,10 @@ class _Wait(NamedTuple):
 def _explained(
     error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: float = GRACE_S
 ) -> RuntimeError:
-    """Return the error of a collective with the ranks that did not come to it. Takes up to `grace_s`."""
+    """Return the error of a collective with the ranks that did not come to it.
+
+    Takes up to `grace_s`.
+    """
     _say(here)
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
     said: dict[int, _Wait] = {}

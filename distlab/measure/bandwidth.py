@@ -1,18 +1,20 @@
-"""How long does a collective take, and is its result right? The library's, and those of `distlab.comm.ring`.
+"""How long does a collective take, and is its result right?
 
-The payload S of a collective is the larger of what a rank contributes and of its result: the tensor of an all-reduce,
-broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a (reduce-)scatter. Bandwidths, as
-nccl-tests define them:
+The library's, and those of `distlab.comm.ring`.
+
+The payload S of a collective is the larger of what a rank contributes and of its result: the tensor
+of an all-reduce, broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a
+(reduce-)scatter. Bandwidths, as nccl-tests define them:
 
     algbw = S / seconds        busbw = algbw · `traffic`, the share of S that the busiest link carries
 
 How much do computation and communication slow each other down?
 
-A queue of messages is put on the wire, and computation runs beside it for t seconds, in which it does what takes
-m seconds alone: its rate is p = m/t. The queue outlasts it and is done after T seconds, instead of C alone. All that
-lies outside of t ran undisturbed, so in t the queue has done what takes C − (T − t) alone: its rate is
-q = (C − (T − t))/t. Neither a second clock nor a separate stream is needed, so gloo and NCCL are measured in the same
-way.
+A queue of messages is put on the wire, and computation runs beside it for t seconds, in which it
+does what takes m seconds alone: its rate is p = m/t. The queue outlasts it and is done after T
+seconds, instead of C alone. All that lies outside of t ran undisturbed, so in t the queue has done
+what takes C − (T − t) alone: its rate is q = (C − (T − t))/t. Neither a second clock nor a separate
+stream is needed, so gloo and NCCL are measured in the same way.
 """
 
 from collections.abc import Callable
@@ -81,7 +83,8 @@ class CollectiveTiming:
     Attributes:
         num_bytes: S, as sent: a multiple of the ranks' number of elements.
         samples_ms: each that of the slowest rank.
-        max_abs_error: of the result against the expected one, over all ranks; values are small integers, so 0.
+        max_abs_error: of the result against the expected one, over all ranks; values are small
+            integers, so 0.
     """
 
     num_bytes: int
@@ -187,14 +190,17 @@ def disturb(
     """Time `compute()` and messages, alone and together. Every rank calls it.
 
     Returns:
-        As metrics: milliseconds of one computation and of one message, alone and beside each other, with which rate
-        each runs beside the other, p and q in (0, 1] where 1 means undisturbed, and by how many per cent the
+        As metrics: milliseconds of one computation and of one message, alone and beside each other,
+            with which rate
+        each runs beside the other, p and q in (0, 1] where 1 means undisturbed, and by how many per
+            cent the
         computation's times beside messages lie around their median.
 
     Args:
         compute: queues work on the current stream; called often enough to last `least_ms`.
-        send: begins a message, of which it gets the number, and returns what to `wait()` for; as many are queued as
-            outlast twice the computation. Two that follow each other may not be one tensor: gloo runs two at a time.
+        send: begins a message, of which it gets the number, and returns what to `wait()` for; as
+            many are queued as outlast twice the computation. Two that follow each other may not be
+            one tensor: gloo runs two at a time.
         rounds: medians are taken over so many.
     """
 

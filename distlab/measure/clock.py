@@ -1,8 +1,8 @@
 """Clocks: repeated timings, phases inside a step, the slowest rank, and how sure a ratio of two timings is.
 
-On CUDA the clock is the stream's: events are recorded between kernels and read after one synchronisation at
-the end, so that timing a step adds no synchronisation to it. On the CPU it is `time.perf_counter`. All times
-are in ms.
+On CUDA the clock is the stream's: events are recorded between kernels and read after one
+synchronisation at the end, so that timing a step adds no synchronisation to it. On the CPU it is
+`time.perf_counter`. All times are in ms.
 """
 
 import itertools
@@ -43,8 +43,8 @@ def synchronize(device: Device) -> None:
 def measure(fn: Call, *, warmup: int, repeats: int, device: Device) -> list[float]:
     """Time ``repeats`` calls of ``fn`` after ``warmup`` untimed ones; one duration in ms per call.
 
-    On CUDA the calls are queued without waiting in between, as in training: a duration is the time between
-    the events before and after the call on the current stream.
+    On CUDA the calls are queued without waiting in between, as in training: a duration is the time
+    between the events before and after the call on the current stream.
 
     Raises:
         ValueError: a negative ``warmup`` or no ``repeats``.
@@ -75,8 +75,8 @@ class PhaseTimer:
             timer.mark("optimizer")
         timer.steps()  # [{"forward_backward": 9.1, "optimizer": 2.0, "step": 11.1}, …]
 
-    On CUDA a mark is an event on the *current* stream: work on another stream counts only as far as the
-    current stream waits for it, which is what delays the step.
+    On CUDA a mark is an event on the *current* stream: work on another stream counts only as far as
+    the current stream waits for it, which is what delays the step.
     """
 
     def __init__(self, device: Device) -> None:
@@ -96,7 +96,9 @@ class PhaseTimer:
         self._marks.append([("", instant(self.device))])
 
     def mark(self, phase: str) -> None:
-        """End ``phase``, which began at the previous mark. A phase marked twice in a step is summed.
+        """End ``phase``, which began at the previous mark.
+
+        A phase marked twice in a step is summed.
 
         Raises ValueError before `start()`, and for a phase named `step`.
         """
@@ -136,9 +138,9 @@ def slowest_rank(
 ) -> list[float]:
     """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
 
-    Every rank calls it with equally many samples and gets the same answer. One all-gather, not a MAX
-    reduction, because MAX may drop a NaN depending on the rank that holds it. Without a process group the
-    samples return.
+    Every rank calls it with equally many samples and gets the same answer. One all-gather, not a
+    MAX reduction, because MAX may drop a NaN depending on the rank that holds it. Without a process
+    group the samples return.
 
     Args:
         group: the group, None for the default one.
@@ -163,7 +165,8 @@ def capture(
 
     Args:
         stream: captured; None for torch's own. A backward runs on the stream of its forward.
-        beside: a living graph whose memory this one uses too: replay one at a time, and read no result.
+        beside: a living graph whose memory this one uses too: replay one at a time, and read no
+            result.
     """
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=beside and beside.pool(), stream=stream):
@@ -200,8 +203,8 @@ def replayed(
     """Capture `run` in a CUDA graph, to be timed. The L2 stays warm.
 
     Args:
-        graph_ms: the graph holds as many calls as take about so long, so that starting it weighs little. Short calls
-            take 0.2 to 0.5 ms when the host issues them.
+        graph_ms: the graph holds as many calls as take about so long, so that starting it weighs
+            little. Short calls take 0.2 to 0.5 ms when the host issues them.
         calls: least (where one takes less than `graph_ms`) and most.
         beside: see `capture`.
     """
@@ -233,8 +236,9 @@ def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, flo
 def call_ms(run: Call, repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
     """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
 
-    Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with nothing left to do:
-    until the device has finished it, and until the host is free. Where these are alike, the device waited.
+    Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with
+    nothing left to do: until the device has finished it, and until the host is free. Where these
+    are alike, the device waited.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,8 +1,8 @@
 """``CollectiveRecorder``: which collectives a step issues, with how many bytes, in which order.
 
-It stands at torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch DDP and
-FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It says nothing about time (see
-`trace`).
+It stands at torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch
+DDP and FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It says
+nothing about time (see `trace`).
 """
 
 import threading
@@ -53,8 +53,8 @@ class CollectiveCall:
 
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, …
-        bytes: payload: the full output of an all-gather, the full input of a reduce-scatter, the tensor
-            otherwise; a coalesced call is one call with the sum.
+        bytes: payload: the full output of an all-gather, the full input of a reduce-scatter, the
+            tensor otherwise; a coalesced call is one call with the sum.
         dtype: of the payload (of its first tensor).
         numel: elements of the payload.
         sequence: position among all calls of this recorder, from 0.
@@ -70,9 +70,10 @@ class CollectiveCall:
 class CollectiveRecorder(TorchDispatchMode):
     """Records the collectives issued inside ``with CollectiveRecorder() as recorder:``.
 
-    Sees those of autograd hooks too, because autograd carries the mode into its threads. A thread that the
-    program starts itself does not inherit it: there, enter the same recorder again (``with recorder:``).
-    Every torch operator inside the block takes a detour through Python, so do not time what is recorded.
+    Sees those of autograd hooks too, because autograd carries the mode into its threads. A thread
+    that the program starts itself does not inherit it: there, enter the same recorder again (``with
+    recorder:``). Every torch operator inside the block takes a detour through Python, so do not
+    time what is recorded.
 
     Attributes:
         calls: the collectives that carry data, in the order of issue.
@@ -99,8 +100,8 @@ class CollectiveRecorder(TorchDispatchMode):
     def ignore_compile_internals(cls) -> bool:
         """Let compiled code run compiled while this mode is active.
 
-        By default Dynamo refuses to run compiled code under a dispatch mode, runs it eager, and remembers that for the
-        rest of the process: every later step would run eager as well.
+        By default Dynamo refuses to run compiled code under a dispatch mode, runs it eager, and
+        remembers that for the rest of the process: every later step would run eager as well.
         """
         return True
 

@@ -1,9 +1,9 @@
 """Floating-point operations by kind of work, counted at torch's dispatcher while a step runs.
 
-Matmuls and fused attentions are counted by torch's own formulas (`torch.utils.flop_counter`, in which this
-lab's kernels are registered too): a multiply-add is two. Everything else is counted per element, an arithmetic or
-transcendental operation being one: coarse, but it shows what matters, that these are per cents of the arithmetic and
-tens of per cents of the time.
+Matmuls and fused attentions are counted by torch's own formulas (`torch.utils.flop_counter`, in
+which this lab's kernels are registered too): a multiply-add is two. Everything else is counted per
+element, an arithmetic or transcendental operation being one: coarse, but it shows what matters,
+that these are per cents of the arithmetic and tens of per cents of the time.
 """
 
 from collections import Counter
@@ -49,7 +49,8 @@ _KERNELS = "distlab_kernels"
 class FlopsByCategory(TorchDispatchMode):
     """Counts what runs inside ``with FlopsByCategory() as counted:``, backward included, into ``counted.flops``.
 
-    Compiled graphs run below the dispatcher and are not seen. They stay compiled: count the same step in eager mode.
+    Compiled graphs run below the dispatcher and are not seen. They stay compiled: count the same
+    step in eager mode.
 
     Attributes:
         flops: category (see `category`) → operations.

@@ -2,9 +2,10 @@
 
 What autograd saves for backward, block by block, and what gradients take.
 
-A saved tensor is seen as it is handed to autograd (`torch.autograd.graph.saved_tensors_hooks`): by eager operators,
-by hand-written Functions and by compiled graphs alike, which is what makes the three comparable. Parameters are left
-out (they are there anyway), and a storage that several nodes save counts once, for the block that saved it first.
+A saved tensor is seen as it is handed to autograd (`torch.autograd.graph.saved_tensors_hooks`): by
+eager operators, by hand-written Functions and by compiled graphs alike, which is what makes the
+three comparable. Parameters are left out (they are there anyway), and a storage that several nodes
+save counts once, for the block that saved it first.
 """
 
 import contextlib
@@ -22,8 +23,8 @@ from torch import Tensor, nn
 class PeakMemory:
     """``peak_alloc_bytes``: most bytes allocated at once inside the block, what lay there before included.
 
-    None while the block runs, and on devices whose allocator keeps no count (the CPU): not measured is not
-    zero.
+    None while the block runs, and on devices whose allocator keeps no count (the CPU): not measured
+    is not zero.
     """
 
     peak_alloc_bytes: int | None = None
@@ -31,9 +32,12 @@ class PeakMemory:
 
 @contextlib.contextmanager
 def peak_memory(device: torch.device | str) -> Iterator[PeakMemory]:
-    """Measure the block; the result is there afterwards, also after an exception. Blocks must not nest.
+    """Measure the block; the result is there afterwards, also after an exception.
 
-    The count is the allocator's (tensors), not the device's: CUDA's context and NCCL's buffers are not in it.
+    Blocks must not nest.
+
+    The count is the allocator's (tensors), not the device's: CUDA's context and NCCL's buffers are
+    not in it.
     """
     peak = PeakMemory()
     on_cuda = torch.device(device).type == "cuda"
@@ -54,8 +58,8 @@ def allocated_bytes(device: torch.device | str) -> int | None:
 def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None:
     """Bytes that could be allocated on a device now; None where nobody says.
 
-    On a GPU what the driver has free and what the allocator keeps in reserve. On a CPU what Linux calls available, or
-    what the control group of a container or job still allows, if that is less.
+    On a GPU what the driver has free and what the allocator keeps in reserve. On a CPU what Linux
+    calls available, or what the control group of a container or job still allows, if that is less.
 
     Args:
         root: of the file system that holds /proc and /sys.
@@ -114,9 +118,10 @@ class Saved:
     Attributes:
         shape, dtype: of the tensor; its storage may be larger.
         bytes: of its storage.
-        made_by: the autograd node that computed it (``SiluBackward0``), through views and casts, with ``(cast)`` if
-            there was one; ``leaf`` for what was given from outside or is a parameter's copy, and ``detached`` where
-            the history does not say: masks, statistics, the inside of a compiled graph.
+        made_by: the autograd node that computed it (``SiluBackward0``), through views and casts,
+            with ``(cast)`` if there was one; ``leaf`` for what was given from outside or is a
+            parameter's copy, and ``detached`` where the history does not say: masks, statistics,
+            the inside of a compiled graph.
     """
 
     shape: tuple[int, ...]
@@ -136,8 +141,10 @@ def saved_for_backward(
         blocks: name → module; modules that run one after the other and not inside each other.
 
     Returns:
-        name → its saved tensors, the largest first; `OUTSIDE` holds what was saved elsewhere: embedding, norm, head
-        and loss. Under activation checkpointing a block's input counts and what is recomputed does not.
+        name → its saved tensors, the largest first; `OUTSIDE` holds what was saved elsewhere:
+            embedding, norm, head
+        and loss. Under activation checkpointing a block's input counts and what is recomputed does
+            not.
     """
     own = {
         tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]

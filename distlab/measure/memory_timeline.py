@@ -1,8 +1,9 @@
 """Memory over time: what was allocated when, for what, and by whom.
 
-`record_memory` runs one training step under torch.profiler with its memory events, which the allocators of the CPU
-and of CUDA write alike, and notes at three moments which addresses belong to parameters, gradients and optimizer
-state. `memory_timeline` makes an account of it, in which every byte has one of these categories:
+`record_memory` runs one training step under torch.profiler with its memory events, which the
+allocators of the CPU and of CUDA write alike, and notes at three moments which addresses belong to
+parameters, gradients and optimizer state. `memory_timeline` makes an account of it, in which every
+byte has one of these categories:
 
 ``parameters``, ``optimizer state``
     held when the step begins, or found in the optimizer's state when it ends;
@@ -15,7 +16,8 @@ state. `memory_timeline` makes an account of it, in which every byte has one of 
 ``before``
     what was held when the step began and is none of these: the batch, buckets, workspaces.
 
-`allocator_history` writes torch's own snapshot besides, for the public viewer (pytorch.org/memory_viz).
+`allocator_history` writes torch's own snapshot besides, for the public viewer
+(pytorch.org/memory_viz).
 """
 
 from collections import Counter, defaultdict
@@ -55,10 +57,12 @@ class Allocation(NamedTuple):
 
     Attributes:
         bytes: of the block.
-        start_ms, end_ms: when it was allocated and freed, from the step's start; clipped to the step.
+        start_ms, end_ms: when it was allocated and freed, from the step's start; clipped to the
+            step.
         category: one of `CATEGORIES`.
         phase: in which it was allocated: forward, backward, optimizer, outside, or before.
-        origin: the innermost named range and the operator that asked for it, ``"blocks.3.attention/rope: aten::mul"``.
+        origin: the innermost named range and the operator that asked for it,
+            ``"blocks.3.attention/rope: aten::mul"``.
     """
 
     bytes: int
@@ -130,8 +134,8 @@ def record_memory(
     """Run ``step(mark)`` once under the profiler, write its trace with memory events to ``path``.
 
     Args:
-        step: one training step that begins without gradients; calls ``mark("forward")``, ``mark("backward")`` and
-            ``mark("optimizer")`` as each phase ends.
+        step: one training step that begins without gradients; calls ``mark("forward")``,
+            ``mark("backward")`` and ``mark("optimizer")`` as each phase ends.
         path: of a ``.json``.
 
     Returns:

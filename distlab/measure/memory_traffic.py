@@ -1,7 +1,7 @@
 """Which kind of memory traffic an operator makes, by the sizes and dtypes of what it reads and writes.
 
-torch's kernels for whole tensors of one dtype reach the bandwidth of a copy; those that broadcast a smaller operand,
-reduce, or widen the dtype do not (on an H100 80 %, and two thirds, of it).
+torch's kernels for whole tensors of one dtype reach the bandwidth of a copy; those that broadcast a
+smaller operand, reduce, or widen the dtype do not (on an H100 80 %, and two thirds, of it).
 """
 
 from collections.abc import Callable, Sequence

@@ -1,8 +1,9 @@
 """Named ranges around the parts of a model and the messages of a strategy, attached from outside.
 
-Neither models nor strategies contain an instrument. `named_ranges` hangs hooks on the modules, wraps the operations
-that a module keeps in its ``ops`` and the functions of `distlab.comm.collectives`, and takes all of it away again:
-when it is off, a step runs the very code that it would run if this file did not exist.
+Neither models nor strategies contain an instrument. `named_ranges` hangs hooks on the modules,
+wraps the operations that a module keeps in its ``ops`` and the functions of
+`distlab.comm.collectives`, and takes all of it away again: when it is off, a step runs the very
+code that it would run if this file did not exist.
 
 What becomes a range while the block runs:
 
@@ -11,12 +12,14 @@ What becomes a range while the block runs:
 ``blocks.3.attention/rope``, ``blocks.3.attention/attention``
     every operation of a module's ``ops`` (a dataclass of functions), by its field;
 ``blocks.3.attention/attention/scores``, ``…/softmax``, ``…/values``
-    the three parts of an attention that is written with matmuls and a softmax (a fused one has no parts);
+    the three parts of an attention that is written with matmuls and a softmax (a fused one has no
+    parts);
 ``blocks.3.attention/attention/softmax backward``
-    every node of autograd, named after the forward range in which it was made, which its sequence number tells;
+    every node of autograd, named after the forward range in which it was made, which its sequence
+    number tells;
 ``message 3: all_reduce_mean 26.2 MB``
-    every collective that a strategy of this lab issues, counted from the step's forward: the buckets, by number and
-    size (NCCL adds ranges of its own under Nsight);
+    every collective that a strategy of this lab issues, counted from the step's forward: the
+    buckets, by number and size (NCCL adds ranges of its own under Nsight);
 ``finish_gradient_synchronization`` and ``optimizer``
     what their names say.
 """
@@ -110,13 +113,14 @@ def named_ranges(
     """While the block runs, parts, backward nodes, messages and the optimizer are ranges; afterwards all is as before.
 
     Args:
-        model: a model, or a strategy's wrapper around one. A module compiled by `torch.compile(module)` is one range,
-            with nothing inside it.
+        model: a model, or a strategy's wrapper around one. A module compiled by
+            `torch.compile(module)` is one range, with nothing inside it.
         emit: see `emitter`.
         optimizer: its `step` is a range.
 
     Raises:
-        ValueError: a module compiled in place (`module.compile()`): its hooks would become part of the graph.
+        ValueError: a module compiled in place (`module.compile()`): its hooks would become part of
+            the graph.
     """
     emit = Emitter(_silent(emit.push), _silent(emit.pop))
     ranges = _Ranges(emit)
@@ -151,8 +155,8 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 class _Ranges:
     """Opens and closes the forward's ranges, and remembers between which sequence numbers each was the innermost.
 
-    Every autograd node carries the sequence number that its thread counted when the forward made it. A mark
-    ``(number, name)`` says: nodes from here on belong to ``name``.
+    Every autograd node carries the sequence number that its thread counted when the forward made
+    it. A mark ``(number, name)`` says: nodes from here on belong to ``name``.
     """
 
     def __init__(self, emit: Emitter) -> None:

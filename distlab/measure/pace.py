@@ -10,8 +10,8 @@ EVERY_S = 5.0
 class Pace:
     """Called once per repetition, says a line now and then: `small: step: 40 of 500, 0:01:32 left`.
 
-    What is left is estimated from the repetitions since the first, which compiles and allocates. A loop that is over
-    within `every_s` seconds says nothing.
+    What is left is estimated from the repetitions since the first, which compiles and allocates. A
+    loop that is over within `every_s` seconds says nothing.
 
     Args:
         total: repetitions.

@@ -1,8 +1,8 @@
 """Interleaved rounds: every variant is timed once per round, so that clock drift affects all of them alike.
 
-A GPU's clocks follow its temperature and its power limit and drift by several per cent within seconds. If variants
-are timed one after the other, the drift decides which one wins; in interleaved rounds, times of one round can be
-compared.
+A GPU's clocks follow its temperature and its power limit and drift by several per cent within
+seconds. If variants are timed one after the other, the drift decides which one wins; in interleaved
+rounds, times of one round can be compared.
 """
 
 import statistics
@@ -62,7 +62,8 @@ def sample_rounds(
     """Metrics of each of `calls`, which give the times of one round by clock, called in interleaved rounds.
 
     Returns:
-        name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80; only a `status`
+        name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80;
+            only a `status`
         where a call failed.
     """
     found = {}

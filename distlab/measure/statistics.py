@@ -38,12 +38,13 @@ def percentile_metrics(name: str, samples: Samples) -> dict[str, float]:
 def paired_ratio(a: Samples, b: Samples) -> Ratio:
     """median(a) / median(b) with its 95 % percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
 
-    Pairs (two variants timed right after each other) are resampled jointly, so that drift of the machine,
-    which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to the Bootstrap*, ch.
-    13).
+    Pairs (two variants timed right after each other) are resampled jointly, so that drift of the
+    machine, which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to
+    the Bootstrap*, ch. 13).
 
     Raises:
-        ValueError: unequal lengths, fewer than five pairs, or a sample that is not finite and positive.
+        ValueError: unequal lengths, fewer than five pairs, or a sample that is not finite and
+            positive.
     """
     first, second = (_positive(samples, "paired_ratio") for samples in (a, b))
     if len(first) != len(second):
@@ -82,7 +83,8 @@ def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: n
 def noise_floor(a: Samples, b: Samples) -> float:
     """Return the difference in % that two series of the *same* variant show: differences below it mean nothing.
 
-    The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as `paired_ratio` does.
+    The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as
+    `paired_ratio` does.
     """
     _, low, high = paired_ratio(a, b)
     return 100 * max(abs(high - 1), abs(1 - low))

@@ -1,7 +1,8 @@
 """What a timing must pass before it is believed: a clock that covers the work, work that is work, a possible speed.
 
-The usual ways to publish a wrong benchmark are a timer that reads the clock while the GPU still computes, and a model
-that computes nothing: zeros from a forgotten initialisation, NaNs, a graph that was optimised away.
+The usual ways to publish a wrong benchmark are a timer that reads the clock while the GPU still
+computes, and a model that computes nothing: zeros from a forgotten initialisation, NaNs, a graph
+that was optimised away.
 
 A measurement that fails is a row that says so, and not the end of the sweep.
 """
@@ -37,8 +38,8 @@ def check_clock(
         device: what was timed.
 
     Raises:
-        Implausible: less than 90 % on a GPU or 10 % on a CPU (a timer that does not wait for the device), or more than
-            105 % (one that counts something twice).
+        Implausible: less than 90 % on a GPU or 10 % on a CPU (a timer that does not wait for the
+            device), or more than 105 % (one that counts something twice).
     """
     covered = sum(samples_ms) / wall_ms if wall_ms > 0 else math.inf
     if not LEAST_COVERED[torch.device(device).type] <= covered <= MOST_COVERED:

@@ -1,8 +1,8 @@
 """Model sizes by name, checked when they are made, and the options of every command that runs a model.
 
-The names and (d_model, d_ff, layers, heads) come from the course handouts (Stanford CS336). They fix the
-shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has 12.8 billion parameters, so
-commands print `ModelConfig.num_parameters` instead of the name.
+The names and (d_model, d_ff, layers, heads) come from the course handouts (Stanford CS336). They
+fix the shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has 12.8
+billion parameters, so commands print `ModelConfig.num_parameters` instead of the name.
 """
 
 import re
@@ -37,8 +37,8 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
 
     Args:
         choice: an entry of `RECOMPUTATION` for all blocks; or several with their numbers of blocks,
-            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_group`) recompute every block:
-            `block`.
+            `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_group`) recompute
+            every block: `block`.
 
     Raises:
         ValueError: neither of these, or numbers that do not add up to `num_layers`.
@@ -72,9 +72,9 @@ def checkpoint_group(choice: Checkpointing) -> int:
     """How many consecutive blocks are recomputed together in backward, 0 for none.
 
     Args:
-        choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself, 1; so is it with
-            the choices that keep something of each, see `kept_levels`. `every-4` or 4: groups of four blocks, of
-            which only the input is kept.
+        choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself,
+            1; so is it with the choices that keep something of each, see `kept_levels`. `every-4`
+            or 4: groups of four blocks, of which only the input is kept.
 
     Raises:
         ValueError: anything else.
@@ -103,17 +103,21 @@ class ModelConfig:
         d_model: width of the residual stream.
         d_ff: inner width of SwiGLU (each of its three matrices is d_model × d_ff).
         num_layers: blocks.
-        num_heads: attention heads; must divide d_model into heads of even width (RoPE rotates pairs).
-        num_kv_heads: heads of keys and values, each shared by as many heads of queries (grouped-query attention,
-            Ainslie et al. 2023); must divide num_heads. None: as many as num_heads.
+        num_heads: attention heads; must divide d_model into heads of even width (RoPE rotates
+            pairs).
+        num_kv_heads: heads of keys and values, each shared by as many heads of queries
+            (grouped-query attention, Ainslie et al. 2023); must divide num_heads. None: as many as
+            num_heads.
         vocab_size: rows of the token embedding and of the head.
         context_length: the longest sequence `forward` accepts.
         rope_theta: base of the rotary frequencies (Su et al. 2021, RoFormer; 10,000 there).
         tie_embeddings: whether the head uses the embedding's matrix.
         norm_eps: added to the mean square inside RMSNorm.
-        dropout: probability of dropping an element of the embedding and of each block's two outputs.
+        dropout: probability of dropping an element of the embedding and of each block's two
+            outputs.
         attention: which implementation, see `distlab.model.ops.get_ops`.
-        ops: which implementation of the other operations: `torch`, this lab's `triton` kernels, or `auto`.
+        ops: which implementation of the other operations: `torch`, this lab's `triton` kernels, or
+            `auto`.
 
     Raises:
         ValueError: a value outside its range; says what was given, what is allowed and what to do.
@@ -177,8 +181,8 @@ class ModelConfig:
     def loss_in_head(self) -> bool:
         """Whether the loss is computed in the head, in chunks, so that not all logits exist at a time.
 
-        Torch's operations hold them anyway, and take the loss outside while they are few: in the head, FSDP would keep
-        the head's weight beside them.
+        Torch's operations hold them anyway, and take the loss outside while they are few: in the
+        head, FSDP would keep the head's weight beside them.
         """
         return self.ops != "torch" or 4 * self.context_length * self.vocab_size > LOGITS_AT_ONCE
 
@@ -204,8 +208,8 @@ class ModelConfig:
     def num_parameters(self) -> int:
         """Trainable parameters, a tied matrix counted once.
 
-        Embedding V·d; per block 2·d² + 2·d·k (fused qkv d² + 2·d·k with keys of width k, output d²), 3·d·f (SwiGLU)
-        and 2·d (norms); final norm d; head V·d unless it is tied.
+        Embedding V·d; per block 2·d² + 2·d·k (fused qkv d² + 2·d·k with keys of width k, output
+        d²), 3·d·f (SwiGLU) and 2·d (norms); final norm d; head V·d unless it is tied.
         """
         d, f, vocabulary = self.d_model, self.d_ff, self.vocab_size
         block = 2 * d * d + 2 * d * self.kv_width + 3 * d * f + 2 * d
@@ -273,7 +277,8 @@ def preset(name: str, **overrides: object) -> ModelConfig:
     """Return a preset by name, with some fields replaced: `preset("xl", context_length=1024)`; None replaces none.
 
     Raises:
-        ValueError: no such preset or no such field (the message lists them), or an override out of range.
+        ValueError: no such preset or no such field (the message lists them), or an override out of
+            range.
     """
     if name not in PRESETS:
         raise ValueError(f"model size {unknown(name, PRESETS)}")
@@ -366,9 +371,10 @@ class ModelOptions(ModelChanges):
 
     Args:
         size: preset, of which the other options replace a part.
-        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in training).
-        checkpointing: what is recomputed in backward, see `checkpoint_group` and `kept_levels`; `auto` for as little
-            as the memory allows, see `distlab.train.memory_budget`.
+        dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in
+            training).
+        checkpointing: what is recomputed in backward, see `checkpoint_group` and `kept_levels`;
+            `auto` for as little as the memory allows, see `distlab.train.memory_budget`.
 
     Raises:
         ValueError: a value that is not allowed; the message says what is.

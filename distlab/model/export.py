@@ -1,7 +1,8 @@
 """Write a model as other libraries read it: `model.safetensors` and `config.json`, under Llama's names.
 
-The model is Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU, grouped queries. So
-nothing is computed anew; queries, keys and values, which are one matrix here, become three.
+The model is Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU,
+grouped queries. So nothing is computed anew; queries, keys and values, which are one matrix here,
+become three.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Which implementation of each operation the model uses.
 
-The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes the place of
-a torch operation without a line of the model changing. The functions here are plain torch and
-double as the references that faster implementations are compared with.
+The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes
+the place of a torch operation without a line of the model changing. The functions here are plain
+torch and double as the references that faster implementations are compared with.
 
 Shapes: `B` batch, `T` sequence, `V` vocabulary, `H` heads, `D` width of a head, `d` any width.
 """
@@ -32,12 +32,15 @@ class Ops:
         rms_norm: `(x, weight_d, eps) -> y`, over the last dimension.
         add_rms_norm: `(x, residual, weight_d, eps) -> (y, x + residual)`, y the norm of that sum.
         swiglu: `(gate, up) -> silu(gate) * up`, any equal shapes.
-        rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from `rope_tables`.
+        rope: `(x, cos, sin) -> y`; x `(..., T, D)`, cos and sin `(T, D)` in fp32 from
+            `rope_tables`.
         cross_entropy: `(logits_BTV, targets_BT) -> mean loss`, a scalar.
-        linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits x Wᵀ.
+        linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits
+            x Wᵀ.
 
-    What is not local where several ranks share a model is an operation too (`distlab.parallel.tensor_parallel`,
-    `distlab.parallel.context_parallel`); by default each rank has the whole sequence and every row:
+    What is not local where several ranks share a model is an operation too
+    (`distlab.parallel.tensor_parallel`, `distlab.parallel.context_parallel`); by default each rank
+    has the whole sequence and every row:
 
         embedding: `(tokens_BT, weight_Vd) -> x_BTd`.
         logits: `(x_BTd, weight_Vd) -> logits_BTV`.
@@ -67,8 +70,8 @@ def positions(T: int, device: torch.device) -> Tensor:
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
     """Causal attention as in the formula: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
 
-    The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or autocast's. Keys and values
-    of fewer heads are repeated.
+    The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or
+    autocast's. Keys and values of fewer heads are repeated.
 
     Returns:
         `(B, H, T, D)` in the matmuls' dtype.
@@ -93,8 +96,9 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
         The shape of x, in autocast's dtype where autocast is on (matmuls follow: casting here once
         spares each of them its own cast), else in x's dtype.
 
-    On a GPU an fp32 weight beside x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype, because torch's
-    fused kernel takes one dtype; the kernels of `ops="triton"` and compiled code multiply by it as it is.
+    On a GPU an fp32 weight beside x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype,
+    because torch's fused kernel takes one dtype; the kernels of `ops="triton"` and compiled code
+    multiply by it as it is.
     """
     out_dtype = _autocast_dtype(x)
     # torch's fused kernel wants one dtype, and keeps its statistics in fp32 for bf16 and fp16
@@ -114,7 +118,8 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 class _MixedRMSNorm(torch.autograd.Function):
     """`rms_norm` of x in a narrower dtype than the weight's, by torch's fused kernels.
 
-    Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's dtype.
+    Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's
+    dtype.
     """
 
     @staticmethod
@@ -150,7 +155,10 @@ def attention_parts() -> tuple[Callable, Callable]:
 
 
 def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else x's. Meta knows no autocast; and autocast itself leaves fp64 alone."""
+    """Autocast's dtype where it is on, else x's.
+
+    Meta knows no autocast; and autocast itself leaves fp64 alone.
+    """
     kind = x.device.type
     if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
         return x.dtype
@@ -160,7 +168,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 def _refuse_create_graph(what: str) -> None:
     """For a backward whose gradients cannot be differentiated; raises RuntimeError where that is wanted.
 
-    torch's `once_differentiable` lets pass what has an upstream gradient that requires none, such as a sum's.
+    torch's `once_differentiable` lets pass what has an upstream gradient that requires none, such
+    as a sum's.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -180,9 +189,10 @@ def add_rms_norm(
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
 
-    On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's own dtype, fp32:
-    torch's form rounds it to autocast's dtype and casts it in a separate pass. It is written in place: see
-    `gradient_target`. Compiled code takes torch's form: a traced backward allocates its own results.
+    On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's
+    own dtype, fp32: torch's form rounds it to autocast's dtype and casts it in a separate pass. It
+    is written in place: see `gradient_target`. Compiled code takes torch's form: a traced backward
+    allocates its own results.
     """
     kind = x.device.type
     if on_gpu(x) and torch.is_autocast_enabled(kind) and not torch.compiler.is_compiling():
@@ -200,9 +210,9 @@ def on_gpu(x: Tensor) -> bool:
 def gradient_target(weight: Tensor) -> Tensor | None:
     """The preallocated buffer for this parameter's next gradient, such as its place in a bucket, or None.
 
-    Its owner sets `weight.gradient_target`; the caller of this must write the whole gradient to it. It is returned
-    once, so that a weight used twice in one graph does not overwrite its first gradient, and only if
-    there is no gradient to add to.
+    Its owner sets `weight.gradient_target`; the caller of this must write the whole gradient to it.
+    It is returned once, so that a weight used twice in one graph does not overwrite its first
+    gradient, and only if there is no gradient to add to.
     """
     return None if weight.grad is not None else weight.__dict__.pop("gradient_target", None)
 
@@ -210,7 +220,8 @@ def gradient_target(weight: Tensor) -> Tensor | None:
 class _CastLinear(torch.autograd.Function):
     """`linear` of an fp32 weight in another dtype; saves x and the weight in that dtype, as autocast does.
 
-    What is saved does not lead back to x and the weight: the gradient of a gradient is refused with RuntimeError.
+    What is saved does not lead back to x and the weight: the gradient of a gradient is refused with
+    RuntimeError.
     """
 
     @staticmethod
@@ -278,7 +289,8 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
     """cos and sin of the angle t·theta^(-2i/D) of position t (fp32) and pair i, laid out for `rope`.
 
     Returns:
-        Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a pair.
+        Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a
+            pair.
     """
     # Plain multiplications: a matmul would be rounded to bf16 under autocast.
     exponents = (
@@ -290,11 +302,13 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position embedding (Su et al. 2021): each pair (x_i, x_{i+D/2}) is rotated by its position's
+    """Rotary position embedding (Su et al.
+
+    2021): each pair (x_i, x_{i+D/2}) is rotated by its position's
     angle.
 
-    The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model that is
-    trained with it the two differ by a permutation of the columns of the projections.
+    The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model
+    that is trained with it the two differ by a permutation of the columns of the projections.
 
     Args:
         x: queries or keys, `(..., T, D)`.
@@ -312,8 +326,8 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
     """Mean over all tokens of −log softmax(logits)[target], in fp32 (or fp64); targets of −100 are left out.
 
-    A function and not a method of the model: data-parallel wrappers see a model's `forward` only, so a loss
-    computed by another of its methods would go around them.
+    A function and not a method of the model: data-parallel wrappers see a model's `forward` only,
+    so a loss computed by another of its methods would go around them.
     """
     logits = logits_BTV.flatten(0, -2)
     return F.cross_entropy(
@@ -355,7 +369,8 @@ def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
     """`linear_cross_entropy` that holds the logits of some rows at a time, and makes the gradients in the forward.
 
-    Not in fp16: its loss scaling comes with the upstream gradient, too late for gradients that exist already.
+    Not in fp16: its loss scaling comes with the upstream gradient, too late for gradients that
+    exist already.
     """
     from kernels.linear_cross_entropy import linear_cross_entropy as fused
 
@@ -396,8 +411,8 @@ LEAST_PAIRS = 2**28
 def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) -> str:
     """What `auto` takes for queries (B, H, T, D) in this dtype: `flash` or `sdpa`.
 
-    This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 to 256 in fp16 and bf16; see
-    docs/results/flash_attention.md.
+    This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 to 256 in fp16 and
+    bf16; see docs/results/flash_attention.md.
     """
     batch, heads, length, head_dim = shape
     served = head_dim in (64, 80, 96, 128, 192, 256) and dtype in (torch.float16, torch.bfloat16)
@@ -441,13 +456,15 @@ def get_ops(attention: str = "sdpa", ops: str = "torch") -> Ops:
 
     Args:
         attention: `naive` (plain torch, the reference), `sdpa` (torch's fused kernels), `flash`
-            (`kernels.flash_attention`; CUDA, or Triton's interpreter), or `auto`, the one known to be faster.
-        ops: `torch`, `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE and the
-            loss (fp32, fp16 and bf16; on a CPU these compute in plain torch), or `auto` for whichever is known to be
-            faster, of each operation; `sources` says which that is.
+            (`kernels.flash_attention`; CUDA, or Triton's interpreter), or `auto`, the one known to
+            be faster.
+        ops: `torch`, `triton` for the fused kernels of `kernels` in place of norms, SwiGLU, RoPE
+            and the loss (fp32, fp16 and bf16; on a CPU these compute in plain torch), or `auto` for
+            whichever is known to be faster, of each operation; `sources` says which that is.
 
     Raises:
-        ValueError: no such implementation, or one that cannot run here; the message says what to choose.
+        ValueError: no such implementation, or one that cannot run here; the message says what to
+            choose.
     """
     attentions = {
         "naive": lambda: naive_attention,

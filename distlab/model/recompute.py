@@ -1,10 +1,12 @@
 """What a recomputed block keeps beside its input, as a policy of torch's selective activation checkpointing.
 
-Backward recomputes a block's forward up to the last operation whose inputs it needs. What is kept is taken from memory
-in its place there: attention (by far the most arithmetic per byte), then matmuls (all alike: d_model multiply-adds per
-element). Everything else (norms, rotation, SwiGLU's element-wise part) costs little, and is always recomputed.
+Backward recomputes a block's forward up to the last operation whose inputs it needs. What is kept
+is taken from memory in its place there: attention (by far the most arithmetic per byte), then
+matmuls (all alike: d_model multiply-adds per element). Everything else (norms, rotation, SwiGLU's
+element-wise part) costs little, and is always recomputed.
 
-The policy sees the operators that a dispatch mode sees: torch's own, this lab's kernels by their registered names.
+The policy sees the operators that a dispatch mode sees: torch's own, this lab's kernels by their
+registered names.
 """
 
 from collections import Counter

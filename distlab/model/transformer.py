@@ -1,19 +1,21 @@
 """A decoder-only Transformer language model, written for what happens around it.
 
-    tokens_BT → embedding → N × [ x + attention(norm(x)); x + swiglu(norm(x)) ] → norm → head → logits_BTV
+    tokens_BT → embedding → N × [ x + attention(norm(x)); x + swiglu(norm(x)) ] → norm → head →
+    logits_BTV
 
 What a strategy may rely on, and tests hold:
 
 - *Registration order is execution order*, so that gradients become ready in exactly the reverse of
   `parameters()`: buckets filled backwards leave in the order in which they are complete.
-- *No buffers.* The rotary tables are computed once per forward and handed down; torch DDP broadcasts buffers
-  on every forward, which would show up as communication that no strategy asked for.
-- *Blocks are the children of one `nn.ModuleList`* named `blocks`, the unit that sharding gathers; every
-  parameter is used by the `forward` of the module that owns it.
+- *No buffers.* The rotary tables are computed once per forward and handed down; torch DDP
+  broadcasts buffers on every forward, which would show up as communication that no strategy asked
+  for.
+- *Blocks are the children of one `nn.ModuleList`* named `blocks`, the unit that sharding gathers;
+  every parameter is used by the `forward` of the module that owns it.
 - *Initialisation depends on the seed alone*, never on the rank or on what was drawn before.
 
-Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `K` heads of keys and values, `D` = d/H, `V`
-vocabulary. The model knows no ranks.
+Shapes: `B` batch, `T` sequence, `d` d_model, `f` d_ff, `H` heads, `K` heads of keys and values, `D`
+= d/H, `V` vocabulary. The model knows no ranks.
 """
 
 import math
@@ -46,8 +48,9 @@ class Split(NamedTuple):
 class Linear(nn.Linear):
     """`nn.Linear` without bias whose weight is left as it is allocated.
 
-    The model draws all parameters itself. torch's own initialisation, thrown away a moment later, would take
-    tens of seconds for 3.4 B parameters on a CPU core, and would move the global generator.
+    The model draws all parameters itself. torch's own initialisation, thrown away a moment later,
+    would take tens of seconds for 3.4 B parameters on a CPU core, and would move the global
+    generator.
     """
 
     multiply = staticmethod(linear)
@@ -158,8 +161,9 @@ class FeedForward(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`.
 
-    `keep`, an entry of `config.RECOMPUTATION`, says what is kept for backward. Recomputation begins and ends inside
-    this forward: what a strategy or torch.compile wraps around a block (gathering, casts) is not repeated.
+    `keep`, an entry of `config.RECOMPUTATION`, says what is kept for backward. Recomputation begins
+    and ends inside this forward: what a strategy or torch.compile wraps around a block (gathering,
+    casts) is not repeated.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
@@ -190,22 +194,25 @@ class TransformerLM(nn.Module):
 
     Args:
         config: its shape.
-        device: where the parameters are made (`None`: torch's default device). On `"meta"` nothing is
-            allocated; `.to_empty(device=…)` followed by `.reset_parameters(seed)` then gives what direct
-            construction gives.
+        device: where the parameters are made (`None`: torch's default device). On `"meta"` nothing
+            is allocated; `.to_empty(device=…)` followed by `.reset_parameters(seed)` then gives
+            what direct construction gives.
         dtype: of the parameters (`None`: torch's default).
         seed: of the initial parameters.
-        checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`, True or `block`
-            for each block by itself, 4 or `every-4` for groups of four; `attention` and others for what each
-            block keeps (`config.kept_levels`). May be changed later through the attribute of this name.
+        checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`,
+            True or `block` for each block by itself, 4 or `every-4` for groups of four; `attention`
+            and others for what each block keeps (`config.kept_levels`). May be changed later
+            through the attribute of this name.
 
     Dropout draws from torch's global generator: seed that one per rank.
 
     Attributes:
-        num_blocks, width: of the whole, also where a rank of a pipeline keeps some blocks (`keep_blocks`).
+        num_blocks, width: of the whole, also where a rank of a pipeline keeps some blocks
+            (`keep_blocks`).
 
     Raises:
-        ValueError: from `forward`, for tokens that are not `(B, T)` or longer than `context_length`.
+        ValueError: from `forward`, for tokens that are not `(B, T)` or longer than
+            `context_length`.
     """
 
     def __init__(
@@ -242,12 +249,13 @@ class TransformerLM(nn.Module):
     ) -> Tensor:
         """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's.
 
-        With targets `(B, T)` the mean cross-entropy instead, a scalar; the config's `ops` decide whether the logits
-        stand in memory for it.
+        With targets `(B, T)` the mean cross-entropy instead, a scalar; the config's `ops` decide
+        whether the logits stand in memory for it.
 
         Args:
             x: what the blocks before `blocks` have made, `(B, T, d)`.
-            blocks: those that run, default all; without the last of them the result is what they make, `(B, T, d)`.
+            blocks: those that run, default all; without the last of them the result is what they
+                make, `(B, T, d)`.
         """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
@@ -272,12 +280,13 @@ class TransformerLM(nn.Module):
     def reset_parameters(self, seed: int = 0) -> None:
         """Redraw every parameter from a separate generator on the parameters' device.
 
-        Matrices are normal with std 0.02, the two projections that write to the residual stream with
-        0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not truncated: beyond
-        three standard deviations lie values of 0.06, which harm nothing, while cutting them costs several
-        more passes over billions of elements. Equal seeds give equal bits on one kind of device, whatever the
-        world size or rank; CPU and CUDA generators differ from each other. On meta nothing happens. Where a rank keeps
-        some blocks, the values of the others are drawn and dropped.
+        Matrices are normal with std 0.02, the two projections that write to the residual stream
+        with 0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not
+        truncated: beyond three standard deviations lie values of 0.06, which harm nothing, while
+        cutting them costs several more passes over billions of elements. Equal seeds give equal
+        bits on one kind of device, whatever the world size or rank; CPU and CUDA generators differ
+        from each other. On meta nothing happens. Where a rank keeps some blocks, the values of the
+        others are drawn and dropped.
         """
         held = {
             name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()
@@ -348,7 +357,8 @@ class TransformerLM(nn.Module):
         """Let backward hand over each weight of the blocks with what makes its gradient, instead of making it.
 
         Raises:
-            ValueError: blocks that recompute, whose matrices' inputs would then stay longer than those that were kept.
+            ValueError: blocks that recompute, whose matrices' inputs would then stay longer than
+                those that were kept.
         """
         if checkpoint_group(self.checkpoint_blocks):
             raise ValueError(

@@ -1,7 +1,8 @@
 """The strategies, and the registry through which benchmarks and trainers find them by name.
 
-A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes `--strategies` then knows
-it. What others ask of a strategy is a field of its entry, so that none of them has a list of names.
+A new strategy is a file in this folder and an entry in `STRATEGIES`; everything that takes
+`--strategies` then knows it. What others ask of a strategy is a field of its entry, so that none of
+them has a list of names.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -77,22 +78,29 @@ class Strategy:
     Args:
         name: as on the command line and in records.
         wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
-        sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets` of them, or `units`
-            of parameters, and of their gradients; None where no closed form counts what it sends.
-        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the model's parameters,
-            or the groups of its `split(model)`, which it is given as `params`.
+        sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets`
+            of them, or `units` of parameters, and of their gradients; None where no closed form
+            counts what it sends.
+        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the
+            model's parameters, or the groups of its `split(model)`, which it is given as `params`.
         has_buckets: whether a bucket size means anything to it.
-        pads_buckets: whether buckets are padded to equal chunks for all ranks before they are all-reduced.
+        pads_buckets: whether buckets are padded to equal chunks for all ranks before they are
+            all-reduced.
         after_backward: whether gradients are sent only once backward has ended.
-        updates: what the optimizer of one rank steps: `all` parameters, `owned` ones, which it then broadcasts, or
-            `slices` of all.
-        may_leave_unused: whether some ranks may use parameters that others do not (`distlab.parallel.data_parallel`).
-        trains: whether the trainer takes it: ranks stay alike, and a checkpoint finds all of its state.
-        casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent and used; such
-            a model needs no autocast, which would keep a cast copy of every weight through the step.
+        updates: what the optimizer of one rank steps: `all` parameters, `owned` ones, which it then
+            broadcasts, or `slices` of all.
+        may_leave_unused: whether some ranks may use parameters that others do not
+            (`distlab.parallel.data_parallel`).
+        trains: whether the trainer takes it: ranks stay alike, and a checkpoint finds all of its
+            state.
+        casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent
+            and used; such a model needs no autocast, which would keep a cast copy of every weight
+            through the step.
         takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
-        takes_layout: whether ranks may share a model under it, see `Layout`; under torch's by torch's own means.
-        materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and makes it in shards.
+        takes_layout: whether ranks may share a model under it, see `Layout`; under torch's by
+            torch's own means.
+        materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and
+            makes it in shards.
         may_keep_gathered: whether `wrap` takes `keep_gathered=…`, see `FSDP`.
         synchronizes: False for `local`, whose ranks diverge.
         is_peer: True for the implementations of torch that ours are measured against.
@@ -157,22 +165,27 @@ class Strategy:
         """Wrap a module and make its optimizer: the one place where they are put together.
 
         Args:
-            module: on its device, or on meta: then its values are made on `device`, unit by unit under FSDP.
+            module: on its device, or on meta: then its values are made on `device`, unit by unit
+                under FSDP.
             group: all ranks.
             optimizer_options: keyword arguments of `optimizer_cls`.
-            init: of a module on meta: writes every parameter and buffer, in registration order; ranks must draw alike.
-                Default: `reset_parameters` of the outermost modules that have it.
+            init: of a module on meta: writes every parameter and buffer, in registration order;
+                ranks must draw alike. Default: `reset_parameters` of the outermost modules that
+                have it.
             device: for a module on meta.
-            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters' own dtype.
-            layout: how ranks share the model; the strategy averages over the others (`Layout.axes`).
+            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters'
+                own dtype.
+            layout: how ranks share the model; the strategy averages over the others
+                (`Layout.axes`).
             parts: attention over some of the keys, where ranks share sequences.
-            options: `bucket_size_mb`, MiB, by default the strategy's own; `shard_size`, ranks of a shard group, by
-                default those of a host; `keep_gathered`, see `FSDP`. Each is ignored by strategies that do not take it.
+            options: `bucket_size_mb`, MiB, by default the strategy's own; `shard_size`, ranks of a
+                shard group, by default those of a host; `keep_gathered`, see `FSDP`. Each is
+                ignored by strategies that do not take it.
 
         Raises:
-            ValueError: a `shard_size` that does not divide the ranks, a module on meta without a device, or `init` or
-                `device` for one that has its values; a layout that does not fit the ranks, the model, the strategy or
-                the optimizer.
+            ValueError: a `shard_size` that does not divide the ranks, a module on meta without a
+                device, or `init` or `device` for one that has its values; a layout that does not
+                fit the ranks, the model, the strategy or the optimizer.
         """
         if layout.tensor > 1:
             refuse_cut_matrices(optimizer_cls)
@@ -408,7 +421,8 @@ def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
 
     Args:
         given: options of the command line; `bucket_size_mb` counts.
-        strategies: names of the run's strategies. Unknown ones are refused elsewhere, with the names of all.
+        strategies: names of the run's strategies. Unknown ones are refused elsewhere, with the
+            names of all.
     """
     names = list(strategies)
     known = [STRATEGIES[name] for name in names if name in STRATEGIES]

@@ -1,7 +1,8 @@
 """The interface of every strategy, ours or torch's, to the rest of the lab; what a sharded optimizer adds.
 
-Trainer, benchmarks, checkpoints and simulation know these two classes and no strategy. `Shard`s say which elements lie
-on a rank: a model's shards are stored and stepped; `stepped()` says which of them an optimizer steps here.
+Trainer, benchmarks, checkpoints and simulation know these two classes and no strategy. `Shard`s say
+which elements lie on a rank: a model's shards are stored and stepped; `stepped()` says which of
+them an optimizer steps here.
 """
 
 from abc import ABC, abstractmethod
@@ -42,12 +43,15 @@ class ParallelModel(nn.Module, ABC):
         process_group: the ranks; None without communication.
         device: of the parameters.
         compute_dtype: what forward computes in; None: the parameters' own.
-        casts_parameters: whether the module's parameters already have that dtype, so that autocast is not needed.
+        casts_parameters: whether the module's parameters already have that dtype, so that autocast
+            is not needed.
         replicas: how many ranks hold each shard that is not on every rank.
         shards_gradients: whether each rank has the mean gradient of its shards only.
-        tensor_group: the ranks that share matrices (`distlab.parallel.tensor_parallel`); None for one alone.
+        tensor_group: the ranks that share matrices (`distlab.parallel.tensor_parallel`); None for
+            one alone.
         cuts: what this rank keeps of the parameters that they share, by plain name.
-        pipeline: runs this rank's stages (`distlab.parallel.pipeline`); None where it has all blocks.
+        pipeline: runs this rank's stages (`distlab.parallel.pipeline`); None where it has all
+            blocks.
         bytes_outside_allocator: bytes of this GPU that torch's caching allocator does not count.
     """
 
@@ -94,7 +98,10 @@ class ParallelModel(nn.Module, ABC):
         """What runs from now on is of this stage of a pipeline, of several that this rank has."""
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until the gradients are means over ranks. Call it on every rank after backward, before the step."""
+        """Wait until the gradients are means over ranks.
+
+        Call it on every rank after backward, before the step.
+        """
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Where gradients may be edited element by element, between finish and step; needed by sharded strategies."""
@@ -105,7 +112,9 @@ class ParallelModel(nn.Module, ABC):
 
     @torch.no_grad()
     def grad_norm(self) -> Tensor:
-        """Return the 2-norm of the whole mean gradient, over all ranks' shards. Call it on every rank after finish.
+        """Return the 2-norm of the whole mean gradient, over all ranks' shards.
+
+        Call it on every rank after finish.
 
         Nothing waits on the host for it.
 
@@ -217,11 +226,11 @@ class ParallelModel(nn.Module, ABC):
     def full_state_dict(self) -> dict[str, Any]:
         """Return all parameters and persistent buffers, whole, as `state_dict()` of the wrapped module would.
 
-        A collective: call it on every rank, and every rank gets the same. Names are the module's own,
-        without `module.` and without the `_orig_mod.` of compiled blocks; a tied tensor has each of its
-        names. The tensors are copies, on the wrapper's device, so this needs the memory of the whole
-        model. Parameters have the dtype that the optimizer steps (fp32 under FSDP, for a module in
-        bf16 as well). Buffers are those of rank 0.
+        A collective: call it on every rank, and every rank gets the same. Names are the module's
+        own, without `module.` and without the `_orig_mod.` of compiled blocks; a tied tensor has
+        each of its names. The tensors are copies, on the wrapper's device, so this needs the memory
+        of the whole model. Parameters have the dtype that the optimizer steps (fp32 under FSDP, for
+        a module in bf16 as well). Buffers are those of rank 0.
 
         Raises:
             RuntimeError: a rank does something else instead.
@@ -308,12 +317,17 @@ class ParallelModel(nn.Module, ABC):
         return dict(self.module.named_parameters(remove_duplicate=False))
 
     def sync_buffers(self) -> None:
-        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0. Blocks. A collective."""
+        """Overwrite all buffers (BatchNorm statistics, say) by those of rank 0.
+
+        Blocks. A collective.
+        """
         agree_on_call(self.process_group, f"{type(self).__name__}.sync_buffers()")
         collectives.broadcast_all(self.module.buffers(), self.process_group)
 
     def close(self, *, restore: bool = True) -> None:
-        """Detach every hook. With `restore` the module is as before, with whole parameters; without, it is of no use
+        """Detach every hook.
+
+        With `restore` the module is as before, with whole parameters; without, it is of no use
         any more, and nothing is sent.
         """
 
@@ -341,9 +355,10 @@ class Gradients(NamedTuple):
 class LocalOptimizer(Optimizer, ABC):
     """An optimizer to its user, and another, over this rank's share, inside: what both sharded optimizers are.
 
-    `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops see an ordinary
-    optimizer; `local` holds the same groups with this rank's share of them. A subclass says in `_mine(group)` which
-    parameters of a group that is, and may act on newly arrived parameters in `_take(parameters)`.
+    `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops
+    see an ordinary optimizer; `local` holds the same groups with this rank's share of them. A
+    subclass says in `_mine(group)` which parameters of a group that is, and may act on newly
+    arrived parameters in `_take(parameters)`.
 
     Args:
         params: parameters or groups of them.
@@ -351,7 +366,8 @@ class LocalOptimizer(Optimizer, ABC):
         options: its keyword arguments.
 
     Raises:
-        ValueError: no parameters, or one given twice. TypeError: something that is no tensor. By torch's checks.
+        ValueError: no parameters, or one given twice. TypeError: something that is no tensor. By
+            torch's checks.
     """
 
     def __init__(
@@ -436,7 +452,9 @@ def load_shards(
     groups: Sequence[Mapping[str, Any]],
     state: Mapping[Tensor, Mapping[str, Any]],
 ) -> None:
-    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps. No communication.
+    """Give an optimizer the options of each group, and state by `Shard.tensor` of what it steps.
+
+    No communication.
 
     torch casts states to the dtype and device of what is stepped.
     """

@@ -3,19 +3,21 @@
     compute        │ forward │ backward ─────────────────── │         │ optimizer │
     communication  │         │      │ bucket 0 │ bucket 1 │ … │ last │           │
 
-Few large messages (bandwidth instead of latency) that hide behind backward. What stays exposed is the last
-bucket, which can only leave when backward ends, and whatever communication backward was too short to cover.
+Few large messages (bandwidth instead of latency) that hide behind backward. What stays exposed is
+the last bucket, which can only leave when backward ends, and whatever communication backward was
+too short to cover.
 
 Each hook copies its gradient once into the bucket, and `.grad` becomes the view of it: letting
-autograd make the gradient and copying costs two passes over memory, a view set beforehand would cost four
-(zero it, read it, add, write). On a GPU our linear layers avoid even the copy: they write their weight's gradient
-directly into the bucket (`model.ops.gradient_target`). Buckets leave in plan order on every rank, whatever order the
-hooks fire in.
+autograd make the gradient and copying costs two passes over memory, a view set beforehand would
+cost four (zero it, read it, add, write). On a GPU our linear layers avoid even the copy: they write
+their weight's gradient directly into the bucket (`model.ops.gradient_target`). Buckets leave in
+plan order on every rank, whatever order the hooks fire in.
 
 torch's DistributedDataParallel differs in three things: its first bucket is small (1 MiB) so that
-communication starts early; after the first step it rebuilds the buckets in the order in which gradients were
-seen to arrive (here: reversed registration order throughout); and a parameter unused on some rank is an error
-there unless `find_unused_parameters` is given, which costs a walk through the graph in every step.
+communication starts early; after the first step it rebuilds the buckets in the order in which
+gradients were seen to arrive (here: reversed registration order throughout); and a parameter unused
+on some rank is an error there unless `find_unused_parameters` is given, which costs a walk through
+the graph in every step.
 """
 
 import torch
@@ -42,8 +44,8 @@ class BucketedDDP(DataParallel):
 
     Args:
         module: the model to wrap; see `DataParallel` for checks and errors.
-        bucket_size_mb: MiB of gradients per bucket, as torch's `bucket_cap_mb`; a parameter larger than that
-            has a bucket of its own; None means one unbounded bucket per dtype.
+        bucket_size_mb: MiB of gradients per bucket, as torch's `bucket_cap_mb`; a parameter larger
+            than that has a bucket of its own; None means one unbounded bucket per dtype.
         mesh, process_group: see `DataParallel`.
 
     Attributes:

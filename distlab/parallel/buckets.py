@@ -1,12 +1,12 @@
 """Gradients packed into buckets: the pure plan, and the buffers that execute it.
 
-A plan says which parameter lies where; it knows shapes and dtypes, not tensors, and is tested in one process.
-`GradientBucket` holds the memory of one planned bucket:
+A plan says which parameter lies where; it knows shapes and dtypes, not tensors, and is tested in
+one process. `GradientBucket` holds the memory of one planned bucket:
 
     | grad of parameter 7 | grad of parameter 6 | … | used flags, one element per parameter | padding |
 
-The flags ride along so that a parameter which some rank did not use needs no message of its own: after the
-mean, a flag above zero says "somebody used it".
+The flags ride along so that a parameter which some rank did not use needs no message of its own:
+after the mean, a flag above zero says "somebody used it".
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,8 @@ class BucketPlan(FlatLayout):
 
     Args:
         dtype: of every element.
-        indices: the parameters' positions in the list that was planned, in the order in which gradients are expected.
+        indices: the parameters' positions in the list that was planned, in the order in which
+            gradients are expected.
         numels: elements of these parameters.
         world_size: the bucket can be cut into as many equal slices.
         has_flags: False leaves the flags out, where they are sent separately.
@@ -82,14 +83,15 @@ def plan_buckets(
 ) -> tuple[BucketPlan, ...]:
     """Cut the parameters into buckets of one dtype each, of at most `bucket_size_mb` MiB of gradients.
 
-    Walks the parameters in reversed registration order, because backward visits a model's layers roughly from last to
-    first, and closes a bucket before it would exceed the limit; a parameter larger than the limit has a bucket of its
-    own. Buckets are returned in the order in which their last parameter comes, which is the order in which they can
-    leave.
+    Walks the parameters in reversed registration order, because backward visits a model's layers
+    roughly from last to first, and closes a bucket before it would exceed the limit; a parameter
+    larger than the limit has a bucket of its own. Buckets are returned in the order in which their
+    last parameter comes, which is the order in which they can leave.
 
     Args:
         numels, dtypes: of each parameter, in registration order.
-        bucket_size_mb: limit in MiB, as torch's `bucket_cap_mb`; None for one unbounded bucket per dtype.
+        bucket_size_mb: limit in MiB, as torch's `bucket_cap_mb`; None for one unbounded bucket per
+            dtype.
         world_size: every bucket's length is padded to a multiple of it.
         has_flags: whether each bucket carries its parameters' used flags.
 
@@ -130,8 +132,9 @@ def plan_of(
 class UsedFlags:
     """Which parameters some rank used: one flag for each, averaged beside the gradients.
 
-    A parameter that this rank did not use is sent as zeros. After the mean, its flag says whether another rank used it:
-    then it has a gradient here too; one that no rank used keeps `.grad = None`, and optimizers leave it alone.
+    A parameter that this rank did not use is sent as zeros. After the mean, its flag says whether
+    another rank used it: then it has a gradient here too; one that no rank used keeps `.grad =
+    None`, and optimizers leave it alone.
 
     Args:
         parameters: P of them.
@@ -159,7 +162,8 @@ class UsedFlags:
     def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
         """After the mean: give parameters unused here the mean of the others' gradients, if any rank used them.
 
-        Only a rank with an unused parameter reads a flag on the host; the usual step does not block.
+        Only a rank with an unused parameter reads a flag on the host; the usual step does not
+        block.
         """
         for index in self.unused:
             if self.flags[index].item() > 0:
@@ -219,7 +223,8 @@ class GradientBucket:
     def unpack(self) -> None:
         """After the mean has arrived: adopt gradients of parameters that only other ranks used; await the next ones.
 
-        Who computes a gradient may write it straight into the bucket, if it can (`model.ops.gradient_target`).
+        Who computes a gradient may write it straight into the bucket, if it can
+        (`model.ops.gradient_target`).
         """
         if self._used is not None and self._used.unused:
             self._used.adopt(self.views.__getitem__)

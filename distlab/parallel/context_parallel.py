@@ -8,13 +8,14 @@ With B batch, H heads, K heads of keys, D head dim, t = T/P tokens of a rank:
     gathered   every rank gathers K and V (2·K·(P − 1)·t·D elements come), and each chunk sees the keys up to its end
     ulysses    all-to-all to whole sequences of H/P heads and back ((2H + 2K)·(P − 1)/P·t·D elements each way)
     ring       K and V go round, one rank further a step, beside the attention over those that are here; partial
-               results are merged in fp32 by their log-sum-exp, and gradients of K and V travel along on the way back
+               results are merged in fp32 by their log-sum-exp, and gradients of K and V travel
+               along on the way back
 
-The mean of a rank's gradients over data × context is that of the whole sequences' mean loss, so a data strategy needs
-to know nothing of this: the backward of a gathering sums over ranks.
+The mean of a rank's gradients over data × context is that of the whole sequences' mean loss, so a
+data strategy needs to know nothing of this: the backward of a gathering sums over ranks.
 
-Source: DeepSpeed Ulysses (Jacobs et al. 2023), Ring Attention (Liu et al. 2023); zig-zag as in striped and Llama 3's
-context parallelism.
+Source: DeepSpeed Ulysses (Jacobs et al. 2023), Ring Attention (Liu et al. 2023); zig-zag as in
+striped and Llama 3's context parallelism.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,8 @@ class Parts(NamedTuple):
 
     Args:
         forward: `(q, k, v, causal) -> (o, lse)`, without autograd.
-        backward: `(q, k, v, o, lse, do, causal) -> (dq, dk, dv)`, where o and lse are those over all keys.
+        backward: `(q, k, v, o, lse, do, causal) -> (dq, dk, dv)`, where o and lse are those over
+            all keys.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -202,7 +204,8 @@ class Ring(Function):
         before     both see the first chunk   2
         behind     the second sees both       2
 
-    The next keys are on their way while the present ones are used. What is kept for backward is this rank's own.
+    The next keys are on their way while the present ones are used. What is kept for backward is
+    this rank's own.
     """
 
     @staticmethod

@@ -1,18 +1,19 @@
 """What our DDPs share: start alike, watch gradients, average them.
 
-A strategy is a subclass that decides two things: what to do when a gradient is ready (`_gradient_ready`) and
-what is left to do at the end (`_synchronize`). The life of one step:
+A strategy is a subclass that decides two things: what to do when a gradient is ready
+(`_gradient_ready`) and what is left to do at the end (`_synchronize`). The life of one step:
 
     forward ─ backward ─────────────────────── finish_gradient_synchronization() ─ optimizer.step()
               │ hook per parameter                │
               └ _gradient_ready(index)            └ _synchronize()
 
-Equality. Afterwards each trainable parameter's `.grad` is the mean over ranks of the local gradients, where a
-missing gradient (None) counts as zero; a parameter that no rank used keeps `.grad = None`.
+Equality. Afterwards each trainable parameter's `.grad` is the mean over ranks of the local
+gradients, where a missing gradient (None) counts as zero; a parameter that no rank used keeps
+`.grad = None`.
 
-Order. All ranks send the same messages in one order, that of the plan (`unsent`), whatever order their hooks fire in:
-messages in the order of hooks would mix up different parameters' gradients without any error as soon as two ranks'
-orders differ.
+Order. All ranks send the same messages in one order, that of the plan (`unsent`), whatever order
+their hooks fire in: messages in the order of hooks would mix up different parameters' gradients
+without any error as soon as two ranks' orders differ.
 """
 
 import weakref
@@ -39,26 +40,28 @@ from distlab.parallel.shard import Shard, whole
 class DataParallel(Guarded):
     """Base class of our DDPs.
 
-    Construction compares the model across ranks, then broadcasts parameters and buffers from rank 0.
-    Buffers are not synchronised in forward: call `sync_buffers()` before evaluating or saving.
+    Construction compares the model across ranks, then broadcasts parameters and buffers from rank
+    0. Buffers are not synchronised in forward: call `sync_buffers()` before evaluating or saving.
 
     Args:
         module: any `nn.Module` whose trainable parameters lie on one device.
-        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are averaged in two levels
-            (`distlab.comm.two_level`); default: in one.
+        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are
+            averaged in two levels (`distlab.comm.two_level`); default: in one.
         process_group: all ranks; default: the default group.
 
     Attributes:
-        trainable, named: the parameters that are averaged, in registration order, without and with names; a tied one
-            once.
+        trainable, named: the parameters that are averaged, in registration order, without and with
+            names; a tied one once.
         frozen: the others, with names.
-        unsent: the messages of this step that may leave before its end and have not, in the order of the plan.
+        unsent: the messages of this step that may leave before its end and have not, in the order
+            of the plan.
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
-        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train, parameters on several
-            devices, an uninitialized parameter, two parameters that share memory, a model that is wrapped already, or
-            ranks that disagree on names, shapes, dtypes, strides or `requires_grad` (then on every rank).
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train,
+            parameters on several devices, an uninitialized parameter, two parameters that share
+            memory, a model that is wrapped already, or ranks that disagree on names, shapes,
+            dtypes, strides or `requires_grad` (then on every rank).
     """
 
     def __init__(
@@ -122,13 +125,16 @@ class DataParallel(Guarded):
         return started if sent is gradient else CopiedBack(gradient, sent, started)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every `.grad` is the mean over ranks. Call it on every rank after backward, before step.
+        """Wait until every `.grad` is the mean over ranks.
 
-        Gradients that backward did not make (`parameter.grad = …`) are averaged too. Without any gradient, and without
-        a synchronised forward, since the last call it does nothing.
+        Call it on every rank after backward, before step.
+
+        Gradients that backward did not make (`parameter.grad = …`) are averaged too. Without any
+        gradient, and without a synchronised forward, since the last call it does nothing.
 
         Raises:
-            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            ValueError: the module trains a parameter now that was frozen, or not there, at
+                construction.
             RuntimeError: a gradient was changed after backward, when it may have been sent.
         """
         if not self.guard.begin_finish():

@@ -4,8 +4,8 @@
     CopyEngine     the same, moved by the GPUs' copy engines
     ReduceScatter  every rank gets its slice of the mean
 
-A strategy calls `start(bucket)` when a bucket is full and `finish(bucket)` when the mean is needed; neither it nor the
-placement of the parameters (`placement.py`) asks which exchange it has.
+A strategy calls `start(bucket)` when a bucket is full and `finish(bucket)` when the mean is needed;
+neither it nor the placement of the parameters (`placement.py`) asks which exchange it has.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +47,10 @@ class Exchange(ABC):
         """Start to average a bucket; all ranks start the same ones in the same order."""
 
     def finish(self, bucket: GradientBucket) -> None:
-        """Wait for the mean, and leave it in the bucket. An error names the ranks that did not come."""
+        """Wait for the mean, and leave it in the bucket.
+
+        An error names the ranks that did not come.
+        """
         collectives.wait(self._works.pop(bucket), self.group, "averaging gradients")
         bucket.unpack()
 

@@ -3,7 +3,8 @@
     compute        │ forward │ backward │ pack │                        │ optimizer │
     communication  │         │          │      │ p0 p1 p2 … flags       │           │
 
-One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after backward.
+One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after
+backward.
 """
 
 from torch import nn

@@ -108,7 +108,8 @@ def refuse_other_state(
         expected: names and shape of each tensor; one of several names suffices.
 
     Raises:
-        ValueError: names that are missing or unexpected, other shapes, or tensors that are not whole.
+        ValueError: names that are missing or unexpected, other shapes, or tensors that are not
+            whole.
     """
     missing = [names[0] for names, _ in expected if not any(name in given for name in names)]
     known = {name for names, _ in expected for name in names}

@@ -1,13 +1,15 @@
 """Parameters on their way: the all-gathers of ZeRO-1's flat buffers, and who waits for them.
 
-Between `start()` and `wait()` a parameter is in flight (`in_flight.py`): reading it in Python waits. Hooks wait before
-that, module by module, so that the gathers of later layers run under the forward of earlier ones:
+Between `start()` and `wait()` a parameter is in flight (`in_flight.py`): reading it in Python
+waits. Hooks wait before that, module by module, so that the gathers of later layers run under the
+forward of earlier ones:
 
-- A module waits for its own parameters, or without autograd for all: torch's modules then take shortcuts
-  that ask their children's parameters whether they are ordinary tensors.
-- `torch.compile(module)` waits for all that lies in it, since its graph may have been made without hooks.
-- The wrapper waits for all before a forward that runs other compiled code or TorchScript, and after every
-  forward, as what follows (a compiled loss over `model.head.weight`) may be compiled.
+- A module waits for its own parameters, or without autograd for all: torch's modules then take
+  shortcuts that ask their children's parameters whether they are ordinary tensors.
+- `torch.compile(module)` waits for all that lies in it, since its graph may have been made without
+  hooks.
+- The wrapper waits for all before a forward that runs other compiled code or TorchScript, and after
+  every forward, as what follows (a compiled loss over `model.head.weight`) may be compiled.
 """
 
 from collections.abc import Iterator, Sequence
@@ -64,7 +66,10 @@ class Gathering:
     def _in_flight_classes(
         self, number: int, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[nn.Parameter, type, type | None]]:
-        """Of a buffer: (parameter, its class, its class in flight). All of one class share their class in flight."""
+        """Of a buffer: (parameter, its class, its class in flight).
+
+        All of one class share their class in flight.
+        """
         arrive = partial(self.wait, {number})
         one_of_each = {type(parameter): parameter for parameter in parameters}
         made = {kind: in_flight_class(parameter, arrive) for kind, parameter in one_of_each.items()}

@@ -1,14 +1,16 @@
 """Parameters whose new values have not arrived yet: reading one in Python waits for it first.
 
 While the values of a parameter are being gathered, its class is a special subclass that overrides
-`__torch_function__`. So every operator that gets the parameter, and every method and property of it, passes through
-here, wherever it is called from: `F.linear(x, other.weight)`, `parameter.data`, `detach()`, `copy_()`, `item()`,
-`deepcopy`, pickle. It waits, restores the parameter's class, and goes on. What reads no values (`grad`, `shape`,
-`requires_grad`, …) does not wait, so that `zero_grad()` between a step and the next forward costs no overlap.
+`__torch_function__`. So every operator that gets the parameter, and every method and property of
+it, passes through here, wherever it is called from: `F.linear(x, other.weight)`, `parameter.data`,
+`detach()`, `copy_()`, `item()`, `deepcopy`, pickle. It waits, restores the parameter's class, and
+goes on. What reads no values (`grad`, `shape`, `requires_grad`, …) does not wait, so that
+`zero_grad()` between a step and the next forward costs no overlap.
 
-Compiled code is safe too: Dynamo's graphs are guarded by the classes of the parameters they read, and do not run
-while these are others. What reads a parameter's memory below Python is not seen: an alias (`parameter.data`, a view)
-taken before the step, functorch's transforms over parameters, TorchScript, replayed CUDA graphs.
+Compiled code is safe too: Dynamo's graphs are guarded by the classes of the parameters they read,
+and do not run while these are others. What reads a parameter's memory below Python is not seen: an
+alias (`parameter.data`, a view) taken before the step, functorch's transforms over parameters,
+TorchScript, replayed CUDA graphs.
 """
 
 from collections.abc import Callable
@@ -115,7 +117,8 @@ def in_flight_class(parameter: Tensor, arrive: Callable[[], None]) -> type | Non
         arrive: see `InFlight`.
 
     Returns:
-        None for a parameter whose class does something with operators itself: wait for such a one at once.
+        None for a parameter whose class does something with operators itself: wait for such a one
+            at once.
     """
     original = type(parameter)
     if original.__torch_function__ is not _no_torch_function:

@@ -8,8 +8,8 @@
     pipeline   some of the blocks                    activations travel (`pipeline.py`)
     data       other sequences                       the data strategy averages gradients over data × context
 
-Each axis knows one process group and nothing of the others. A data strategy wraps what the other axes leave on a rank,
-an ordinary module with fewer rows, and its group is data × context.
+Each axis knows one process group and nothing of the others. A data strategy wraps what the other
+axes leave on a rank, an ordinary module with fewer rows, and its group is data × context.
 """
 
 import re
@@ -94,7 +94,9 @@ class Layout:
         return self.pipeline * self.context * self.tensor
 
     def axes(self, group: ProcessGroup) -> "Axes":
-        """Return this rank's groups; call it on every rank, with all ranks of the job. They are made once.
+        """Return this rank's groups; call it on every rank, with all ranks of the job.
+
+        They are made once.
 
         Raises:
             ValueError: a number of ranks that the layout does not divide.

@@ -3,7 +3,8 @@
     compute        │ forward │ backward │ optimizer │
     communication  │
 
-Each rank trains its own copy, so the copies diverge. Exposed communication = a strategy's step − this one.
+Each rank trains its own copy, so the copies diverge. Exposed communication = a strategy's step −
+this one.
 """
 
 from torch import nn

@@ -1,9 +1,9 @@
 """Models built on meta, without memory: made on a device as a whole, or one matrix at a time (FSDP).
 
-`initialize_in_turn` runs the module's own initialisation on stand-ins: parameters of the right shape whose
-memory is allocated when an operator first touches them, and which are cut into shards and freed when the
-operator of another parameter comes. So a model larger than one device can be initialised by the code that
-would initialise it whole, and draws the same numbers.
+`initialize_in_turn` runs the module's own initialisation on stand-ins: parameters of the right
+shape whose memory is allocated when an operator first touches them, and which are cut into shards
+and freed when the operator of another parameter comes. So a model larger than one device can be
+initialised by the code that would initialise it whole, and draws the same numbers.
 """
 
 import sys
@@ -21,7 +21,10 @@ StandIn = tuple[str, nn.Parameter, Callable[[Tensor], None]]
 
 
 def materialize(module: nn.Module, device: torch.device, init: Callable[[nn.Module], Any]) -> None:
-    """Give everything on meta memory on `device`, and let `init(module)` write it. Tied parameters stay tied."""
+    """Give everything on meta memory on `device`, and let `init(module)` write it.
+
+    Tied parameters stay tied.
+    """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
@@ -70,15 +73,16 @@ def initialize_in_turn(
 ) -> None:
     """Call `init_fn(module)` with every stand-in in full, one at a time.
 
-    Every rank draws everything and keeps its shards, so ranks must draw alike (equal seeds). Buffers and
-    replicated parameters are ordinary memory all along, uninitialised when `init_fn` begins.
+    Every rank draws everything and keeps its shards, so ranks must draw alike (equal seeds).
+    Buffers and replicated parameters are ordinary memory all along, uninitialised when `init_fn`
+    begins.
 
     Args:
         stand_ins: each is made when it is asked for, and freed at once.
 
     Raises:
-        RuntimeError: `init_fn` returns to a parameter after it has gone on to another, uses two in one
-            operator, or leaves one untouched.
+        RuntimeError: `init_fn` returns to a parameter after it has gone on to another, uses two in
+            one operator, or leaves one untouched.
     """
     mode = _InTurn(stand_ins)
     with _compiled_code_runs_eager(), mode:
@@ -89,8 +93,8 @@ def initialize_in_turn(
 def _compiled_code_runs_eager() -> AbstractContextManager[Any]:
     """Let compiled functions run eager in a `with` block, and compiled again afterwards.
 
-    The mode must see every operator. Dynamo would run compiled code eager under a dispatch mode anyway, but would then
-    remember that for the rest of the process.
+    The mode must see every operator. Dynamo would run compiled code eager under a dispatch mode
+    anyway, but would then remember that for the rest of the process.
     """
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()

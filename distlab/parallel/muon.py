@@ -6,12 +6,13 @@
     gather      a part of each    all of them        the parts, to everybody
     exchange    a part of each    those it owns      the parts to their owners, and orthogonalised parts back
 
-Momentum is element by element, so that each rank has that of its parts alone. What is sent is the momentum's update, in
-bf16, the dtype in which it is orthogonalised: 2 bytes an element, whatever the parameters' dtype. Below, m is a matrix
-of |m| elements, of which rank r has |m_r|, and there are N ranks.
+Momentum is element by element, so that each rank has that of its parts alone. What is sent is the
+momentum's update, in bf16, the dtype in which it is orthogonalised: 2 bytes an element, whatever
+the parameters' dtype. Below, m is a matrix of |m| elements, of which rank r has |m_r|, and there
+are N ranks.
 
-`exchange` divides the work by the number of ranks and sends about 2/N of what `gather` sends, in two messages instead
-of one: `gather` is for small matrices, or few ranks.
+`exchange` divides the work by the number of ranks and sends about 2/N of what `gather` sends, in
+two messages instead of one: `gather` is for small matrices, or few ranks.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -36,7 +37,8 @@ def gather(
 ) -> list[Tensor]:
     """Every rank gathers all matrices and orthogonalises them.
 
-    Sends an all-gather of 2·N·max_r(Σ_m |m_r|) bytes in all: what ranks have is padded to what one of them has most.
+    Sends an all-gather of 2·N·max_r(Σ_m |m_r|) bytes in all: what ranks have is padded to what one
+    of them has most.
 
     Args:
         updates: this rank's part of each matrix, bf16, laid out like its shard.
@@ -63,8 +65,9 @@ def exchange(
 ) -> list[Tensor]:
     """Every matrix has an owner, which is sent the parts of it, orthogonalises it and sends its parts back.
 
-    Sends two all-to-alls; in each, rank r sends 2·Σ_m |m_r| bytes to the owners or gets them back, and as an owner gets
-    or sends 2·Σ_m |m| of what it owns. Of all that, 2·(|m| − |m_owner|) bytes of each matrix leave a rank, both times.
+    Sends two all-to-alls; in each, rank r sends 2·Σ_m |m_r| bytes to the owners or gets them back,
+    and as an owner gets or sends 2·Σ_m |m| of what it owns. Of all that, 2·(|m| − |m_owner|) bytes
+    of each matrix leave a rank, both times.
 
     Args, Returns: as of `gather`.
     """
@@ -85,7 +88,8 @@ PLACEMENTS = {"gather": gather, "exchange": exchange}
 def divide(spreads: Sequence[Spread], ranks: int) -> list[list[Spread]]:
     """Who owns which matrix: each rank some neighbours, with about an N-th of the work.
 
-    An iteration multiplies with matrices of the shorter side, which takes that side times |m| multiplications, or so.
+    An iteration multiplies with matrices of the shorter side, which takes that side times |m|
+    multiplications, or so.
     """
     work = [spread.like.numel() * min(spread.like.shape) for spread in spreads]
     shares: list[list[Spread]] = [[] for _ in range(ranks)]

@@ -3,8 +3,8 @@
     compute        │ forward │ backward │                          │ optimizer │
     communication  │         │          │ flags │ p0 │ p1 │ p2 │ … │           │
 
-Nothing overlaps, and each small message pays the full latency: the baseline that the others improve on. The flags say
-which parameters a rank has used (`UsedFlags`).
+Nothing overlaps, and each small message pays the full latency: the baseline that the others improve
+on. The flags say which parameters a rank has used (`UsedFlags`).
 """
 
 from distlab.parallel.data_parallel import DataParallel

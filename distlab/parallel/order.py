@@ -1,8 +1,8 @@
 """Several wrappers on one group of ranks: the order in which their messages leave.
 
-Wrappers send in the order in which backward comes to them, which ranks share, and not when their buckets fill, which
-they do not. Before anything else is sent, every wrapper that backward has come to sends all of its step: on another
-rank, which used all parameters, it has done so in backward.
+Wrappers send in the order in which backward comes to them, which ranks share, and not when their
+buckets fill, which they do not. Before anything else is sent, every wrapper that backward has come
+to sends all of its step: on another rank, which used all parameters, it has done so in backward.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     compute        │ forward │ backward ─────────────── │      │ optimizer │
     communication  │         │   │ p9 │ p8 │ p7 │ … │ p0 │flags│          │
 
-Communication hides behind the rest of backward; the cost left is the latency of many small messages. All ranks
-send in the order of one plan, reversed registration: a gradient that is early waits until those before it have left.
+Communication hides behind the rest of backward; the cost left is the latency of many small
+messages. All ranks send in the order of one plan, reversed registration: a gradient that is early
+waits until those before it have left.
 """
 
 from torch import nn

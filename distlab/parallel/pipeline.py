@@ -5,15 +5,18 @@
         B   dy from the stage behind → backward → dx to the stage before
         W   the gradients of matrices that B has put off
 
-With m micro-batches, p ranks and v stages a rank 2·m·(p·v − 1) messages of B·T·d elements go between neighbours.
-The loss exists on the last rank alone until the end of the step, which gives it to the others.
+With m micro-batches, p ranks and v stages a rank 2·m·(p·v − 1) messages of B·T·d elements go
+between neighbours. The loss exists on the last rank alone until the end of the step, which gives it
+to the others.
 
-A data strategy wraps what is left on a rank: the stages' blocks, in one module with the names of the whole. To it a
-step is one of accumulated gradients, of which the last backward of each stage synchronizes.
+A data strategy wraps what is left on a rank: the stages' blocks, in one module with the names of
+the whole. To it a step is one of accumulated gradients, of which the last backward of each stage
+synchronizes.
 
-Each direction between two ranks has a group of its own: on a GPU the messages of a group are carried out in the order
-in which they were asked for, and a send waits there until it is received. Nothing is received ahead of its action: a
-GPU that loads a kernel waits for all that runs on it, and what an earlier receive waits for may need that kernel.
+Each direction between two ranks has a group of its own: on a GPU the messages of a group are
+carried out in the order in which they were asked for, and a send waits there until it is received.
+Nothing is received ahead of its action: a GPU that loads a kernel waits for all that runs on it,
+and what an earlier receive waits for may need that kernel.
 
 Source: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubble (Qi et al. 2023).
 """
@@ -42,8 +45,9 @@ PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # a weight, and what ma
 class Staged(Protocol):
     """What a model must export, as `distlab.model.TransformerLM` does.
 
-    `forward(tokens, targets=None, x=…, blocks=…)` runs some blocks on what those before have made, `x`. It returns what
-    the last of them makes, `(B, T, width)`; behind the last block of all, the loss, or logits without targets.
+    `forward(tokens, targets=None, x=…, blocks=…)` runs some blocks on what those before have made,
+    `x`. It returns what the last of them makes, `(B, T, width)`; behind the last block of all, the
+    loss, or logits without targets.
     """
 
     num_blocks: int
@@ -177,8 +181,10 @@ class Pipeline:
 
         Args:
             model: under its strategy.
-            loss_fn: `loss_fn(model, batch)`, which calls `model(*batch)` and returns what it returns.
-            micro_batches: `(tokens, targets)` each, the same on every rank of the pipeline, but for a share of each.
+            loss_fn: `loss_fn(model, batch)`, which calls `model(*batch)` and returns what it
+                returns.
+            micro_batches: `(tokens, targets)` each, the same on every rank of the pipeline, but for
+                a share of each.
 
         Returns:
             The mean loss, on every rank, 0-dim fp64.

@@ -6,8 +6,8 @@
     bucket b    │ parameter 7 │ parameter 6        │ parameter 5 │ padding │
     slices      │ rank 0          │ rank 1          │ rank 2              │
 
-Slices end inside parameters: rank 1 above has a shard of parameter 6 and nothing else, rank 2 the rest of it and all of
-parameter 5.
+Slices end inside parameters: rank 1 above has a shard of parameter 6 and nothing else, rank 2 the
+rest of it and all of parameter 5.
 """
 
 from typing import TYPE_CHECKING
@@ -53,9 +53,10 @@ class Slices(Whole):
         ddp: the wrapper; its plan is padded to equal slices.
 
     Attributes:
-        shard_of: by parameter, this rank's shard: 1-D (0-D of a scalar, as its optimizer's state must be), a
-            view of the flat buffer, perhaps empty, and a parameter to the optimizer.
-        starts: by parameter, its shard's first element, counted in the order of the parameter's memory.
+        shard_of: by parameter, this rank's shard: 1-D (0-D of a scalar, as its optimizer's state
+            must be), a view of the flat buffer, perhaps empty, and a parameter to the optimizer.
+        starts: by parameter, its shard's first element, counted in the order of the parameter's
+            memory.
     """
 
     def __init__(self, ddp: "BucketedDDP"):

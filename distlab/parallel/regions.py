@@ -11,10 +11,11 @@
     Gather      S → R      R → S      all-gather; its own part: what follows is the same on every rank
     SwapHeads   sequence ↔ heads      all-to-all; all-to-all
 
-Whether a gradient arrives as R or P is what the five with a sum or without one differ in, and what a loss does not
-show: an all-reduce too many doubles every gradient and leaves the loss as it is.
+Whether a gradient arrives as R or P is what the five with a sum or without one differ in, and what
+a loss does not show: an all-reduce too many doubles every gradient and leaves the loss as it is.
 
-Each dimension `dim` is divided evenly by rank. Compiled code calls these as they are, in between its graphs.
+Each dimension `dim` is divided evenly by rank. Compiled code calls these as they are, in between
+its graphs.
 """
 
 from typing import Any

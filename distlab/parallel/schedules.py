@@ -1,10 +1,13 @@
-"""Pipeline schedules as data: what each rank does, in which order. The same lists are run, simulated and drawn.
+"""Pipeline schedules as data: what each rank does, in which order.
+
+The same lists are run, simulated and drawn.
 
     F s m   forward of stage s for micro-batch m
     B s m   its backward; where that is split, only the gradient of the stage's input, which the stage before waits for
     W s m   the rest of a split backward: the gradients of its matrices, which nobody waits for
 
-With p ranks, m micro-batches and v stages a rank (stage s lies on rank s mod p), times of F, B and W as their names:
+With p ranks, m micro-batches and v stages a rank (stage s lies on rank s mod p), times of F, B and
+W as their names:
 
     schedule      idle share of a rank's time, where B takes twice F's       micro-batches held by rank r
     gpipe         (p − 1)/(m + p − 1)                                        m
@@ -12,8 +15,8 @@ With p ranks, m micro-batches and v stages a rank (stage s lies on rank s mod p)
     interleaved   (p − 1)/(v·m + p − 1)                                      of 1/v of the blocks: see `held`
     zero-bubble   (p − 1)(F + B − W) instead of (p − 1)(F + B + W) idle      p, of which r wait for W only
 
-Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, PipeDream), interleaved (Narayanan et al. 2021),
-ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
+Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, PipeDream), interleaved (Narayanan
+et al. 2021), ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
 """
 
 from collections import Counter
@@ -171,9 +174,10 @@ def check(schedule: Schedule) -> None:
     """Refuse a schedule that would not end, or would not compute the gradient of the mean loss.
 
     Raises:
-        ValueError: ranks that wait for each other; an action that is missing or done twice; backwards of a stage in
-            another order than one process has, whose sum would have other bits; or messages between two ranks that one
-            sends in another order than the other takes them.
+        ValueError: ranks that wait for each other; an action that is missing or done twice;
+            backwards of a stage in another order than one process has, whose sum would have other
+            bits; or messages between two ranks that one sends in another order than the other takes
+            them.
     """
     simulate(schedule, lambda action: 1.0)
     counts = Counter(action for actions in schedule for action in actions)
@@ -240,7 +244,8 @@ def held(actions: Sequence[Action]) -> int:
 def draw(timeline: Sequence[Sequence[Step]]) -> str:
     """One line a rank, one character for a unit of time: the micro-batch, and a dot where it waits.
 
-    Forward in digits, backward in letters (a is micro-batch 0), the rest of a split one in capitals.
+    Forward in digits, backward in letters (a is micro-batch 0), the rest of a split one in
+    capitals.
     """
     end = round(max(steps[-1].end for steps in timeline))
     first = {"F": "0", "B": "a", "W": "A"}

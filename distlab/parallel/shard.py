@@ -1,9 +1,9 @@
 """Which elements of which parameter lie on this rank: the one notion that strategies, optimizers and checkpoints share.
 
-`FlatLayout` plans: parameters one after another in a flat buffer of equal slices, one for each rank.
-`Shard` says what a rank holds: a contiguous part of one parameter's elements, named by the parameter's own name and by
-where it starts in the unpadded whole. So a checkpoint of one strategy and world size can be read by another at another
-world size, without gathering.
+`FlatLayout` plans: parameters one after another in a flat buffer of equal slices, one for each
+rank. `Shard` says what a rank holds: a contiguous part of one parameter's elements, named by the
+parameter's own name and by where it starts in the unpadded whole. So a checkpoint of one strategy
+and world size can be read by another at another world size, without gathering.
 """
 
 import math
@@ -29,7 +29,8 @@ class FlatLayout:
     Args:
         numels: elements of each parameter.
         world_size: number of slices.
-        align: of each parameter, what its first element's position is a multiple of; default: no gaps.
+        align: of each parameter, what its first element's position is a multiple of; default: no
+            gaps.
         cut: a slice's length is a multiple of it.
         extra: elements behind the parameters.
 
@@ -130,8 +131,9 @@ class Cut:
 class Spread:
     """Which rank has how much of a parameter that is sharded, for an optimizer whose update takes all of it.
 
-    Sharded strategies leave it in the attribute `spread` of what their optimizer steps (`spread_of`). Rank 0 has the
-    first elements in the order of the parameter's memory, rank 1 those behind them, and so on; some have none.
+    Sharded strategies leave it in the attribute `spread` of what their optimizer steps
+    (`spread_of`). Rank 0 has the first elements in the order of the parameter's memory, rank 1
+    those behind them, and so on; some have none.
 
     Attributes:
         like: on meta, with the whole's shape and strides.
@@ -164,14 +166,17 @@ class Shard:
     """A contiguous part of a flattened parameter (or of its gradient, or of its optimizer's state) on this rank.
 
     Attributes:
-        name: the module's own name of the parameter, without what `torch.compile` of a block puts into it.
+        name: the module's own name of the parameter, without what `torch.compile` of a block puts
+            into it.
         shape: of the whole.
-        start: first element within the flattened whole; None if the elements here are no contiguous part of it.
-        tensor: what lies here, of any number of dimensions, perhaps empty. Out of `ParallelModel.shards()` it is what
-            the optimizer steps, the key of its `state`.
+        start: first element within the flattened whole; None if the elements here are no contiguous
+            part of it.
+        tensor: what lies here, of any number of dimensions, perhaps empty. Out of
+            `ParallelModel.shards()` it is what the optimizer steps, the key of its `state`.
         replicated: every rank holds these very elements.
         copies: which of how many ranks that hold them this one is, where not every rank does.
-        cut: what this rank's model has of the parameter, within which `start` counts then; None: all of it.
+        cut: what this rank's model has of the parameter, within which `start` counts then; None:
+            all of it.
     """
 
     name: str

@@ -3,11 +3,12 @@
     compute        │ forward │ backward │ step own │                               │
     communication  │  (gradients averaged)         │ broadcast from 0 │ from 1 │ …   │
 
-Every rank holds all gradients, averaged by any of the DDPs, and the optimizer's state for its own parameters
-only: with AdamW 2/N instead of 2 numbers per parameter. Against ZeRO stage 1 (Rajbhandari et al. 2020, sec. 5)
-this sends more, an all-reduce (2 volumes around the ring) plus a broadcast (1 volume), where a reduce-scatter and
-an all-gather (1 volume each) would do; that form is `ZeroOptimizer`. In exchange it works with *any* optimizer,
-that takes parameters one by one, because they stay whole.
+Every rank holds all gradients, averaged by any of the DDPs, and the optimizer's state for its own
+parameters only: with AdamW 2/N instead of 2 numbers per parameter. Against ZeRO stage 1
+(Rajbhandari et al. 2020, sec. 5) this sends more, an all-reduce (2 volumes around the ring) plus a
+broadcast (1 volume), where a reduce-scatter and an all-gather (1 volume each) would do; that form
+is `ZeroOptimizer`. In exchange it works with *any* optimizer, that takes parameters one by one,
+because they stay whole.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,13 +35,16 @@ class ShardedOptimizer(LocalOptimizer):
     `param_groups` holds all parameters, `state` that of this rank's.
 
     Args:
-        params: parameters or groups of them, the same on every rank; gradients are averaged by the caller.
+        params: parameters or groups of them, the same on every rank; gradients are averaged by the
+            caller.
         optimizer_cls: such as `torch.optim.AdamW`.
-        process_group: default: that of the wrapper which averages the parameters' gradients, else the default group.
+        process_group: default: that of the wrapper which averages the parameters' gradients, else
+            the default group.
         kwargs: for `optimizer_cls`.
 
     Raises:
-        ValueError: no parameters, another group than their wrapper's, or L-BFGS, which couples them.
+        ValueError: no parameters, another group than their wrapper's, or L-BFGS, which couples
+            them.
         TypeError: something that is no tensor.
     """
 
@@ -63,7 +67,8 @@ class ShardedOptimizer(LocalOptimizer):
         """Update this rank's parameters, then exchange: afterwards all parameters are equal on all ranks.
 
         Args:
-            closure: evaluated by the local optimizer, once on every rank (as often as the optimizer asks).
+            closure: evaluated by the local optimizer, once on every rank (as often as the optimizer
+                asks).
             kwargs: for the local optimizer's `step`.
 
         Returns:
@@ -102,7 +107,8 @@ class ShardedOptimizer(LocalOptimizer):
         """Take over a state saved by the unsharded optimizer, or by a sharded one at any world size.
 
         Raises:
-            ValueError: other groups, groups of other sizes, state of other shapes, or one rank's shards.
+            ValueError: other groups, groups of other sizes, state of other shapes, or one rank's
+                shards.
         """
         refuse_shards(state_dict)
         saved = state_dict["param_groups"]

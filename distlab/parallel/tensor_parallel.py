@@ -1,17 +1,20 @@
 """Tensor and sequence parallelism: P ranks share every matrix of a model, and the sequence between them.
 
-    x (B, T/P, d) ─ norm ─ Enter ─ (B, T, d) ─ qkv: H/P heads ─ attention ─ output: its columns ─ Leave ─ + x …
+    x (B, T/P, d) ─ norm ─ Enter ─ (B, T, d) ─ qkv: H/P heads ─ attention ─ output: its columns ─
+    Leave ─ + x …
 
     matrix            a rank keeps            so its result is
     qkv, w1, w3       rows: heads, columns    its heads, its columns
     output, w2        columns                 a part of a sum: `Leave` sums, and keeps a part of the sequence
     embedding, head   rows of the vocabulary  partial sums; logits of its words, which nobody gathers for the loss
 
-Norms act on a part of the sequence with a weight that all ranks have: `Share` sums its gradients. Per block 4 transfers
-of B·T·d elements forward and 4 backward, × (P − 1)/P each (Enter and Leave, twice).
+Norms act on a part of the sequence with a weight that all ranks have: `Share` sums its gradients.
+Per block 4 transfers of B·T·d elements forward and 4 backward, × (P − 1)/P each (Enter and Leave,
+twice).
 
-What is left on a rank is an ordinary, smaller module, which any data strategy wraps. The model says how it can be
-shared (`splits()`) and takes other operations (`replace_ops()`), so that nothing here knows its layers.
+What is left on a rank is an ordinary, smaller module, which any data strategy wraps. The model says
+how it can be shared (`splits()`) and takes other operations (`replace_ops()`), so that nothing here
+knows its layers.
 
 Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
 """
@@ -187,7 +190,8 @@ def vocabulary_cross_entropy(
 ) -> Tensor:
     """Mean cross-entropy, the logits of a rank's words on that rank alone; in fp32, or fp64.
 
-    Three all-reduces of B·T numbers: the largest logit, the sum of exponentials, the target's logit.
+    Three all-reduces of B·T numbers: the largest logit, the sum of exponentials, the target's
+    logit.
     """
     logits = local(Enter.apply(x, group, SEQUENCE), weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))

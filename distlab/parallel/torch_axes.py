@@ -1,8 +1,8 @@
 """torch's own tensor and pipeline parallelism for the lab's Transformer: what ours are measured beside.
 
-As torch's users would write them: `parallelize_module` with sequence and loss parallelism under `fsdp2`; and a schedule
-of `torch.distributed.pipelining`, where one rank has each stage. They take torch's operations, because a Triton kernel
-takes no DTensor.
+As torch's users would write them: `parallelize_module` with sequence and loss parallelism under
+`fsdp2`; and a schedule of `torch.distributed.pipelining`, where one rank has each stage. They take
+torch's operations, because a Triton kernel takes no DTensor.
 """
 
 from collections.abc import Callable, Sequence

@@ -31,8 +31,9 @@ class TorchDDP(ParallelModel):
     Args:
         module: the model to wrap.
         process_group: default: the default group.
-        options: torch's own, e.g. `bucket_cap_mb=100.0, gradient_as_bucket_view=True, static_graph=True`. With
-            none, torch's defaults: buckets of 25 MiB after a first one of 1 MiB.
+        options: torch's own, e.g. `bucket_cap_mb=100.0, gradient_as_bucket_view=True,
+            static_graph=True`. With none, torch's defaults: buckets of 25 MiB after a first one of
+            1 MiB.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class TorchDDP(ParallelModel):
     def no_sync(self) -> AbstractContextManager:
         """Backward passes inside accumulate locally, as in torch, but the first of all does not under a static graph.
 
-        From it torch learns the graph, and only where it synchronizes. What it averages early is averaged again with
-        the rest, which changes nothing.
+        From it torch learns the graph, and only where it synchronizes. What it averages early is
+        averaged again with the rest, which changes nothing.
         """
         learned = getattr(self.ddp, "_static_graph_delay_allreduce_enqueued", True)
         return self.ddp.no_sync() if learned else nullcontext()
@@ -71,9 +72,9 @@ def tuned_torch_ddp(
 ) -> TorchDDP:
     """torch DDP as its documentation advises where the graph never changes.
 
-    Gradients are views of the buckets (no copy back) and the graph is declared static (no search for unused
-    parameters, and buckets rebuilt in observed order). Giving `bucket_cap_mb`, even torch's own 25, makes the
-    first bucket as large as the others.
+    Gradients are views of the buckets (no copy back) and the graph is declared static (no search
+    for unused parameters, and buckets rebuilt in observed order). Giving `bucket_cap_mb`, even
+    torch's own 25, makes the first bucket as large as the others.
 
     Args:
         bucket_size_mb: torch's `bucket_cap_mb`, MiB; None for one unbounded bucket.
@@ -104,16 +105,18 @@ def torch_zero(
 class TorchFSDP2(ParallelModel):
     """The production peer of `FSDP`: `fully_shard` on the same units, gradients reduced in the masters' dtype.
 
-    The one difference in what is sharded: FSDP2 also shards norms and biases, with their unit or with the root,
-    where `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
+    The one difference in what is sharded: FSDP2 also shards norms and biases, with their unit or
+    with the root, where `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
 
     Args:
         module: the model, on its device; it is changed in place, and `close()` cannot undo that.
         compute_dtype: as `FSDP`'s.
         mesh: as `FSDP`'s.
         process_group: default: the default group.
-        data_mesh: of its ranks, where parameters are DTensors of another dimension of the same mesh already.
-        moved: of parameters whose rows stand in another order, where each of them is; `full_parameters` undoes that.
+        data_mesh: of its ranks, where parameters are DTensors of another dimension of the same mesh
+            already.
+        moved: of parameters whose rows stand in another order, where each of them is;
+            `full_parameters` undoes that.
         contexts: what stays entered until `close()`.
 
     Raises:

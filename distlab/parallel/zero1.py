@@ -3,14 +3,15 @@
     compute        │ forward ─────── │ backward ───────────────── │   │ step 1/N │ forward ─────── …
     communication  │                 │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather bn │ … │ b0 │
 
-The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing is sent twice:
-a reduce-scatter and an all-gather are the two halves of the all-reduce they replace (Rajbhandari et al. 2020,
-"ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", sec. 5.1 and 7.1). The all-gather of the
-updated parameters runs under the next forward, in the order in which forward needs them; see `gathering.py`.
+The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing
+is sent twice: a reduce-scatter and an all-gather are the two halves of the all-reduce they replace
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sec. 5.1 and 7.1). The all-gather of the updated parameters runs under the next forward, in the
+order in which forward needs them; see `gathering.py`.
 
-Parameters live in flat buffers laid out like the gradient buckets; a rank has the same slice of both. Its local
-optimizer sees 1-D shards of the parameters in its slices, which is why it must be element-wise, or know what to do
-with shards (`muon.py`).
+Parameters live in flat buffers laid out like the gradient buckets; a rank has the same slice of
+both. Its local optimizer sees 1-D shards of the parameters in its slices, which is why it must be
+element-wise, or know what to do with shards (`muon.py`).
 """
 
 from collections.abc import Callable, Iterable
@@ -36,29 +37,33 @@ from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
 class ZeroOptimizer(LocalOptimizer):
     """An element-wise optimizer, or `distlab.optim.Muon`, over this rank's slices of a `BucketedDDP`'s parameters.
 
-    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in this rank's shard and
-    leftovers elsewhere. So it must be zeroed before every step's first backward, the norm is clipped by
-    `clip_grad_norm_` here, and other edits belong inside `elementwise_gradient_edits()`; everything else raises.
+    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in this rank's
+    shard and leftovers elsewhere. So it must be zeroed before every step's first backward, the norm
+    is clipped by `clip_grad_norm_` here, and other edits belong inside
+    `elementwise_gradient_edits()`; everything else raises.
 
-    Parameters. `step()` returns while they are being gathered, and the next forward waits module by module. None
-    is read before it has arrived: any read in Python waits for it (`in_flight.py`), and code
-    compiled by `torch.compile` runs when all that it may read has arrived. To keep the overlap, compile blocks
-    (`torch.compile(block)`) before building this optimizer; after `block.compile()`, the wrapper's forward waits for
-    all parameters at once. Call `synchronize()` before parameters are read below Python (`docs/learn/limits.md`).
+    Parameters. `step()` returns while they are being gathered, and the next forward waits module by
+    module. None is read before it has arrived: any read in Python waits for it (`in_flight.py`),
+    and code compiled by `torch.compile` runs when all that it may read has arrived. To keep the
+    overlap, compile blocks (`torch.compile(block)`) before building this optimizer; after
+    `block.compile()`, the wrapper's forward waits for all parameters at once. Call `synchronize()`
+    before parameters are read below Python (`docs/learn/limits.md`).
 
     Args:
         ddp: its bucket plan is taken over; from now on it reduce-scatters.
-        optimizer_cls: such as `torch.optim.AdamW`. Where its body says `takes_shards = True`, it is given this rank's
-            shards of all parameters, empty ones too, and reads in their attribute `spread` where the rest lies.
-        params: parameters or groups of the wrapped module; default: all that are trainable, in one group.
+        optimizer_cls: such as `torch.optim.AdamW`. Where its body says `takes_shards = True`, it is
+            given this rank's shards of all parameters, empty ones too, and reads in their attribute
+            `spread` where the rest lies.
+        params: parameters or groups of the wrapped module; default: all that are trainable, in one
+            group.
         elementwise: a class that is none of torch's treats every element by itself, too; so says
             `elementwise = True` in its body.
         kwargs: for `optimizer_cls`.
 
     Raises:
         TypeError: `ddp` is no `BucketedDDP`.
-        ValueError: an optimizer that is not known to be element-wise, a parameter that the wrapper does not train, or
-            one given twice.
+        ValueError: an optimizer that is not known to be element-wise, a parameter that the wrapper
+            does not train, or one given twice.
     """
 
     def __init__(
@@ -85,14 +90,16 @@ class ZeroOptimizer(LocalOptimizer):
         """Step this rank's shards and start the all-gathers; reading a parameter waits for it.
 
         Args:
-            closure: evaluated once, before the step, with gradients enabled; it must finish the synchronisation.
+            closure: evaluated once, before the step, with gradients enabled; it must finish the
+                synchronisation.
             kwargs: for the local optimizer's `step`.
 
         Returns:
             The closure's value, or None.
 
         Raises:
-            RuntimeError: gradients were not finished, or edited since outside of `elementwise_gradient_edits()`.
+            RuntimeError: gradients were not finished, or edited since outside of
+                `elementwise_gradient_edits()`.
         """
         loss = None
         if closure is not None:
@@ -117,8 +124,9 @@ class ZeroOptimizer(LocalOptimizer):
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Inside, between `finish_gradient_synchronization()` and `step()`, gradients may be edited element by element.
 
-        For example `torch.nn.utils.clip_grad_value_` or a multiplication. What needs all of a gradient at once gets
-        another answer on each rank, as only this rank's part is the mean: for the norm there is `clip_grad_norm_`.
+        For example `torch.nn.utils.clip_grad_value_` or a multiplication. What needs all of a
+        gradient at once gets another answer on each rank, as only this rank's part is the mean: for
+        the norm there is `clip_grad_norm_`.
 
         Raises:
             RuntimeError: a gradient was edited before.

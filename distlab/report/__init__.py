@@ -1,4 +1,6 @@
-"""From measurements to something a person reads: records, tables, pictures, a page. Knows nothing of what was
+"""From measurements to something a person reads: records, tables, pictures, a page.
+
+Knows nothing of what was
 measured.
 """
 

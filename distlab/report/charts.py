@@ -40,13 +40,15 @@ class Series:
 
     Args:
         label: for the legend; equal labels share an entry, a colour and a marker.
-        x, y: of equal length; a y that is not finite leaves a gap, and a series without a finite one says so.
+        x, y: of equal length; a y that is not finite leaves a gap, and a series without a finite
+            one says so.
         low, high: ends of error bars.
         line: how its points are joined, `-`, `--`, `-.` or `:`; empty for points alone.
         marked: points on a line too.
         hollow: empty points, for a second kind (a peer, another implementation).
         width: of the line, in points.
-        like: the label whose colour and marker it takes, such as the measured points of a predicted line.
+        like: the label whose colour and marker it takes, such as the measured points of a predicted
+            line.
     """
 
     label: str
@@ -216,13 +218,14 @@ def stacked_bars(
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
         labels: one per bar, top to bottom.
-        parts: part's name → one value per bar in ``unit``. A bar whose parts are all None says ``n/a``, one
-            with a text (``"OOM"``) says that text, and one that lacks only some parts is drawn with ``≥``
-            before its total. A negative value (a difference below the noise) counts in the total and is not
-            drawn.
-        whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no whisker.
-        totals: per bar the number that is written and that the whisker is around, in ``unit``, where that is not
-            the sum of the parts; None for the sum.
+        parts: part's name → one value per bar in ``unit``. A bar whose parts are all None says
+            ``n/a``, one with a text (``"OOM"``) says that text, and one that lacks only some parts
+            is drawn with ``≥`` before its total. A negative value (a difference below the noise)
+            counts in the total and is not drawn.
+        whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no
+            whisker.
+        totals: per bar the number that is written and that the whisker is around, in ``unit``,
+            where that is not the sum of the parts; None for the sum.
     """
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
@@ -325,9 +328,9 @@ def timeline(
 
     Args:
         path: a ``.png`` (or ``.svg``, ``.pdf``).
-        rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the step. Lanes:
-            ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a strong colour,
-            ``exposed``, the part that no compute covers (lower row).
+        rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the
+            step. Lanes: ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a
+            strong colour, ``exposed``, the part that no compute covers (lower row).
     """
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()

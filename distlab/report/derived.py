@@ -1,13 +1,17 @@
-"""Columns that are derived from others: noise, ratios with their interval, errors of predictions. Nothing that measures
+"""Columns that are derived from others: noise, ratios with their interval, errors of predictions.
+
+Nothing that measures
 computes one.
 
-Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20 %. An experiment
-that knows it better writes it as `noise_pct`; otherwise it is the larger of two figures: the noise floor, what the
-row's samples measure against themselves (even against odd ones), and half of what they spread from p20 to p80.
+Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
+%. An experiment that knows it better writes it as `noise_pct`; otherwise it is the larger of two
+figures: the noise floor, what the row's samples measure against themselves (even against odd ones),
+and half of what they spread from p20 to p80.
 
-A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples or more by the
-bootstrap, of two to four by Student's t, otherwise the noise of the worse row to both sides. Two rows are a tie where
-that contains 1. A ratio of rows whose noise is unknown has no interval.
+A ratio is *ours ÷ the other*, below 1 is faster. It has a 95 % interval: of five pairs of samples
+or more by the bootstrap, of two to four by Student's t, otherwise the noise of the worse row to
+both sides. Two rows are a tie where that contains 1. A ratio of rows whose noise is unknown has no
+interval.
 """
 
 import math
@@ -69,7 +73,8 @@ class Ratio:
     Attributes:
         name: of the ratio; `NAME_low` and `NAME_high` are the ends of its interval.
         baseline: the rows that are compared with each other → the one that all are divided by.
-        quantity: of which `QUANTITY_p50_ms` is divided, and `QUANTITY_samples_ms` holds the paired samples.
+        quantity: of which `QUANTITY_p50_ms` is divided, and `QUANTITY_samples_ms` holds the paired
+            samples.
     """
 
     name: str
@@ -100,8 +105,8 @@ class Ratio:
     def of(self, row: Record, base: Record) -> Sequence[float] | None:
         """Return the ratio of one row to another, and the two ends of its interval.
 
-        Without paired samples the interval is the noise of the worse row. Where the noise of one is unknown, the ratio
-        comes alone. Where either row was not timed, the answer is None.
+        Without paired samples the interval is the noise of the worse row. Where the noise of one is
+        unknown, the ratio comes alone. Where either row was not timed, the answer is None.
         """
         samples = [each.metrics.get(f"{self.quantity}_samples_ms") or () for each in (row, base)]
         pairs = min(map(len, samples))  # one that ran out of memory has fewer
@@ -135,8 +140,9 @@ class Ratio:
 def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
     """Return median(a) / median(b) of two to four pairs with a 95 % interval by Student's t.
 
-    A bootstrap of so few pairs hardly varies, and what they spread covers the ratio of equal rows in about half of the
-    runs. The interval is of the mean of the pairs' logarithms: timings are closer to lognormal than to normal.
+    A bootstrap of so few pairs hardly varies, and what they spread covers the ratio of equal rows
+    in about half of the runs. The interval is of the mean of the pairs' logarithms: timings are
+    closer to lognormal than to normal.
     """
     logs = [math.log(mine / other) for mine, other in zip(a, b, strict=True)]
     mean = statistics.mean(logs)
@@ -170,7 +176,8 @@ def noise_by_row(records: Records) -> str:
 def clearly_longer(metrics: Mapping[str, Any], clock: str, other: str) -> bool:
     """Return True where most times of a row by one clock are longer than most by another.
 
-    That is p20 of the one above p80 of the other. Of records that hold medians only, the medians are compared.
+    That is p20 of the one above p80 of the other. Of records that hold medians only, the medians
+    are compared.
     """
     for longer, shorter in (("p20", "p80"), ("p50", "p50")):
         first, second = metrics.get(f"{clock}_{longer}_ms"), metrics.get(f"{other}_{shorter}_ms")

@@ -1,6 +1,7 @@
 """Tables, pictures and code of Markdown pages, made from committed records and the source, so that pages stay correct.
 
-A page holds a pair of markers, and what lies between them is made; of a picture, the file that it names:
+A page holds a pair of markers, and what lies between them is made; of a picture, the file that it
+names:
 
     <!-- table records/ddp_bench/cpu-tiny.json -->
     …
@@ -35,7 +36,8 @@ def redraw_pages(
     """Write the pages that are out of date, or with `check` only name them; 1 if any was only named.
 
     Args:
-        view_of: name of an experiment → how its records are shown; raises ValueError where there is none.
+        view_of: name of an experiment → how its records are shown; raises ValueError where there is
+            none.
         root: the folder that paths in markers start from.
     """
     stale = False
@@ -63,8 +65,8 @@ def pictures_of(page: str) -> list[tuple[str, str, str]]:
 def records_of(source: str, root: Path) -> list[Record]:
     """Read the rows of a file of records, or those of some variants: `records/….json#naive,flat`.
 
-    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After them some values of
-    what was varied can be named, too: `#ours?size=64,4096`.
+    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After
+    them some values of what was varied can be named, too: `#ours?size=64,4096`.
 
     Raises:
         ValueError: records of uncommitted code, or a variant or a value that the file lacks.

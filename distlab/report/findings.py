@@ -1,7 +1,10 @@
-"""Sentences that compare timings. One says faster or slower only where the whole 95 % interval of a ratio does.
+"""Sentences that compare timings.
 
-A ratio is *ours ÷ the other*, as in `distlab.report.derived`, which also writes the interval. Where the interval
-contains 1 or is missing, a sentence says that this run cannot tell, how wide the interval is, and what would help.
+One says faster or slower only where the whole 95 % interval of a ratio does.
+
+A ratio is *ours ÷ the other*, as in `distlab.report.derived`, which also writes the interval. Where
+the interval contains 1 or is missing, a sentence says that this run cannot tell, how wide the
+interval is, and what would help.
 """
 
 from distlab.measure.statistics import Ratio as Measured

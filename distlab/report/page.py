@@ -1,7 +1,8 @@
 """`report.html`: an experiment's question, set-up, results, predictions, noise and how to read them, on one page.
 
-The page needs no network and no other file: pictures are inside it, its content security policy forbids the rest, and
-links lead to files beside it. It prints what the records hold and computes nothing that its tables do not have.
+The page needs no network and no other file: pictures are inside it, its content security policy
+forbids the rest, and links lead to files beside it. It prints what the records hold and computes
+nothing that its tables do not have.
 """
 
 from __future__ import annotations

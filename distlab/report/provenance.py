@@ -53,7 +53,8 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
 def command() -> str:
     """Return a command that repeats this run: `distlab …`, or the script that was started, under torchrun if on ranks.
 
-    Paths inside the checkout become relative to it, and of other absolute paths only the last part is kept.
+    Paths inside the checkout become relative to it, and of other absolute paths only the last part
+    is kept.
     """
     root = Path(__file__).resolve().parents[2]
     words = [word for word in sys.orig_argv[1:] if word != "-u"]  # which torchrun adds
@@ -92,11 +93,13 @@ def _without_folders(path: str, root: Path) -> str:
 def commit(default: str | None = None) -> str | None:
     """Return the git commit of the checkout that holds this file, with ``-dirty`` if it differs from it.
 
-    Dirty means: a tracked file outside of records/ changed, or an untracked ``.py`` file lies in the tree (results and
-    notes beside the code do not make a measurement irreproducible, nor do the records measured before it).
+    Dirty means: a tracked file outside of records/ changed, or an untracked ``.py`` file lies in
+    the tree (results and notes beside the code do not make a measurement irreproducible, nor do the
+    records measured before it).
 
     Args:
-        default: returned where git or the checkout is missing, such as a copied tree (``--commit``).
+        default: returned where git or the checkout is missing, such as a copied tree
+            (``--commit``).
     """
     here = Path(__file__).resolve().parent
     # An installed copy may lie inside somebody else's repository: only a tracked file tells that
@@ -117,8 +120,8 @@ def date_of_commit(commit: str) -> str | None:
     """Return when a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here.
 
     Args:
-        commit: text of a record, which may come from anywhere. Only the digits of a hash are handed to git, because
-            git would take `--output=FILE` for an option and write that file.
+        commit: text of a record, which may come from anywhere. Only the digits of a hash are handed
+            to git, because git would take `--output=FILE` for an option and write that file.
     """
     if not re.fullmatch(r"[0-9a-f]{7,64}", commit):
         return None

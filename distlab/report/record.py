@@ -1,9 +1,12 @@
-"""``Record``: what one variant of one experiment measured. Every table, plot and README row is drawn from
+"""``Record``: what one variant of one experiment measured.
+
+Every table, plot and README row is drawn from
 records.
 
-A metric's name carries its unit (``step_p50_ms``, ``peak_alloc_bytes``, ``algbw_gb_per_s``). A metric that
-was not measured is None, never a default; a metric that came out as NaN stays NaN, because that is a result.
-Text such as ``"OOM"`` is allowed where a number could not be had for a reason worth showing.
+A metric's name carries its unit (``step_p50_ms``, ``peak_alloc_bytes``, ``algbw_gb_per_s``). A
+metric that was not measured is None, never a default; a metric that came out as NaN stays NaN,
+because that is a result. Text such as ``"OOM"`` is allowed where a number could not be had for a
+reason worth showing.
 """
 
 import contextlib
@@ -108,7 +111,10 @@ Records = Sequence[Record]
 
 
 def from_fields(cls: type, data: Any, source: Any = "file") -> Any:
-    """Make a dataclass of plain fields. Raises ValueError if fields are missing, unknown or of the wrong kind."""
+    """Make a dataclass of plain fields.
+
+    Raises ValueError if fields are missing, unknown or of the wrong kind.
+    """
     kinds = typing.get_type_hints(cls)
     if not isinstance(data, Mapping) or set(data) != set(kinds):
         raise ValueError(
@@ -241,8 +247,8 @@ def write_csv(records: Records, path: Path) -> None:
     """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
     columns.
 
-    Columns are the union over all records in order of first appearance; None and absent values are empty, NaN
-    is ``nan``. Nested dictionaries become dotted columns, lists become JSON.
+    Columns are the union over all records in order of first appearance; None and absent values are
+    empty, NaN is ``nan``. Nested dictionaries become dotted columns, lists become JSON.
     """
     rows = []
     for record in records:
@@ -268,8 +274,8 @@ def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> st
     """Return the compact last line of a measuring command, valid JSON whatever was measured (NaN, inf →
     null).
 
-    ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the results'
-    folder. Curves (lists) are in its `records.json` only.
+    ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the
+    results' folder. Curves (lists) are in its `records.json` only.
     """
     rows = [
         {

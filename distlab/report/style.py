@@ -1,7 +1,7 @@
 """How every picture of the lab looks: width, palette, fonts, axes; and how it is written.
 
-matplotlib is imported inside the functions only, without pyplot: no global figures, no display, and the same numbers
-give the same picture.
+matplotlib is imported inside the functions only, without pyplot: no global figures, no display, and
+the same numbers give the same picture.
 """
 
 from __future__ import annotations

@@ -21,13 +21,14 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: where the value stands in the record: ``"variant"``, ``"commit"``, ``"metrics.step_p50_ms"``,
-            ``"config.batch"``; dots walk into nested dictionaries.
+        key: where the value stands in the record: ``"variant"``, ``"commit"``,
+            ``"metrics.step_p50_ms"``, ``"config.batch"``; dots walk into nested dictionaries.
         title: the heading, with the unit.
         format: a format specification for numbers (``".1f"``, ``",d"``) or a function value → text.
         scale: numbers are multiplied by it first; ``1 / 2**30`` shows bytes as GiB.
         missing: shown for None and for an entry that the record lacks.
-        derived: record → value for a record that lacks it, such as one written before there was such a metric.
+        derived: record → value for a record that lacks it, such as one written before there was
+            such a metric.
         note: record → text behind a number, such as `` tie``; empty for none.
         optional: left out of a table in which no record has it.
         about: what it says, in a sentence; a page shows it.
@@ -110,8 +111,9 @@ def render(records: Records, columns: Sequence[Column], style: str = "text") -> 
 def render_for_terminal(records: Records, columns: Sequence[Column], width: int = 100) -> str:
     """Render a text table at most `width` characters wide.
 
-    Where it does not fit, headings are broken into lines; then columns are left out, from the right, where the least
-    important ones stand, and a line below says how many. Cells longer than 40 characters are cut.
+    Where it does not fit, headings are broken into lines; then columns are left out, from the
+    right, where the least important ones stand, and a line below says how many. Cells longer than
+    40 characters are cut.
 
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).

@@ -64,7 +64,8 @@ def say(
     Args:
         table: whether headline and table are still to be printed.
         quiet: the line of JSON alone.
-        line: whether the line of JSON is printed at all. Without `quiet` it is only where stdout is a file.
+        line: whether the line of JSON is printed at all. Without `quiet` it is only where stdout is
+            a file.
     """
     if table and not quiet:
         say_table(view, records)

@@ -30,19 +30,23 @@ class View:
 
     Args:
         columns: of its table.
-        derive: writes what is derived from several rows, such as a `Ratio`, into their metrics, once they are measured.
+        derive: writes what is derived from several rows, such as a `Ratio`, into their metrics,
+            once they are measured.
         headline: records → one line that says what they were measured on.
-        result: records → what was found, in a few words for the list of runs; None for the best row.
+        result: records → what was found, in a few words for the list of runs; None for the best
+            row.
         reading: how to read table and pictures; paragraphs are parted by an empty line.
-        pictures: file name → function that draws it from records to a path. One that has nothing to draw writes no
-            file. Pictures that only the run itself can draw lie in the folder already, and are shown too.
-        findings: records → sentences that follow from them, at most five. One that begins with `WRONG:` is red on a
-            terminal, one in parentheses grey.
+        pictures: file name → function that draws it from records to a path. One that has nothing to
+            draw writes no file. Pictures that only the run itself can draw lie in the folder
+            already, and are shown too.
+        findings: records → sentences that follow from them, at most five. One that begins with
+            `WRONG:` is red on a terminal, one in parentheses grey.
         prediction: how predictions are made, or why there are none.
         noise: what to know of the noise, beside what the records say of it.
-        parted_by: a column's key, such as `config.part`: a table for each of its values, without the columns in which
-            that part has nothing. None for one table.
-        terminal: columns of the short table in a terminal, by the last part of their keys; () for as many as fit.
+        parted_by: a column's key, such as `config.part`: a table for each of its values, without
+            the columns in which that part has nothing. None for one table.
+        terminal: columns of the short table in a terminal, by the last part of their keys; () for
+            as many as fit.
         name: as the records have it; an `Experiment` fills in its own.
         question: what it asks; an `Experiment` fills in the first line of its module's docstring.
     """
@@ -112,7 +116,8 @@ class View:
 
 def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[Records], str]:
     """Fill a view's headline: `template` with the environment and configuration of the first record, and with what
-    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in what suits.
+    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in
+    what suits.
     """
 
     def headline(records: Records) -> str:

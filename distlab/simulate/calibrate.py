@@ -4,11 +4,13 @@ Five numbers are fitted, each to one measurement, in this order:
 
     bytes per second     the optimizer's phase of `local`: a pass over parameters, gradients and states
     FLOP per second      forward and backward of `local`; with those of a second model, whose operators do less
-                         arithmetic per byte, also the bytes per second of the operators of forward and backward
+                         arithmetic per byte, also the bytes per second of the operators of forward
+                         and backward
     latency, bandwidth   communication time of `naive` (many messages) and of `flat` (one), which nothing disturbs
     contention           communication time and step of `overlap`, where nearly all communication is covered
 
-Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of ranks.
+Everything else is then a prediction: other strategies, bucket sizes, batches, models and numbers of
+ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,14 +39,16 @@ def calibrate(
     """Fit the cost model.
 
     Args:
-        measured: per strategy `forward_backward_p50_ms`, `optimizer_p50_ms`, `step_p50_ms` and `comm_ms`, as
-            ddp_bench records them; `local`, `naive`, `flat` and `overlap` are read.
+        measured: per strategy `forward_backward_p50_ms`, `optimizer_p50_ms`, `step_p50_ms` and
+            `comm_ms`, as ddp_bench records them; `local`, `naive`, `flat` and `overlap` are read.
         steps: the same steps simulated, on the same number of ranks, two or more.
-        second: `local` of another model or batch simulated, and the measured seconds of its forward and backward.
+        second: `local` of another model or batch simulated, and the measured seconds of its forward
+            and backward.
 
     Raises:
-        ValueError: a strategy or a figure is missing, or the figures contradict the model (more messages took
-            no longer than one; no memory bandwidth explains the second `local` beside the first).
+        ValueError: a strategy or a figure is missing, or the figures contradict the model (more
+            messages took no longer than one; no memory bandwidth explains the second `local` beside
+            the first).
     """
     for name in NEEDED:
         missing = name not in steps or any(

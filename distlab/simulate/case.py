@@ -2,10 +2,11 @@
 
     {"model": {"d_model": 4096, "d_ff": 14336, "num_layers": 32, "num_heads": 32, "num_kv_heads": 8,
                "vocab_size": 128256, "context": 8192},
-     "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective", "compiled": true}
+     "cluster": "grand-teton:8", "strategy": "fsdp2", "batch": 2, "recompute": "selective",
+     "compiled": true}
 
-`model` may be the name of a preset (`distlab.model.config`); fields and defaults are those of `Case`. What decides
-such a prediction, and where each constant comes from: docs/learn/scale.md.
+`model` may be the name of a preset (`distlab.model.config`); fields and defaults are those of
+`Case`. What decides such a prediction, and where each constant comes from: docs/learn/scale.md.
 """
 
 from collections.abc import Mapping
@@ -44,24 +45,27 @@ class Case:
         batch: sequences at once on a GPU, or on all GPUs that share a model.
         micro_batches: accumulated in a step.
         group: with a mesh, GPUs that share a copy of the parameters; None for a host.
-        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,pp2`; there `stages` are the
-            blocks of each stage of a pipeline, unless equally many.
-        recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v count as one, as in
-            this lab's model), `full` or `block` (every block), or another of `distlab.model.config.RECOMPUTATION`.
+        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,pp2`; there
+            `stages` are the blocks of each stage of a pipeline, unless equally many.
+        recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v
+            count as one, as in this lab's model), `full` or `block` (every block), or another of
+            `distlab.model.config.RECOMPUTATION`.
         recompute_every: of so many blocks one is recomputed.
         compiled: by torch.compile, or fused kernels.
-        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`; None for what
-            `compiled` says.
+        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`;
+            None for what `compiled` says.
         attention: `cudnn` or `flash` (FlashAttention-2, torch's choice on every GPU before 2.9).
         fused_loss: the logits never stand in memory.
         dtype: `bf16` computation over fp32 parameters, or `fp32`.
         reduce: in which gradients are sent, `fp32` or `bf16`.
         optimizer: `adamw`, or `muon` for the matrices of blocks.
         name, source, known, assumed, why: texts for a table.
-        published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or `reserved`.
+        published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or
+            `reserved`.
 
     Raises:
-        ValueError: a value that is not allowed, or a group or a layout that does not divide the GPUs.
+        ValueError: a value that is not allowed, or a group or a layout that does not divide the
+            GPUs.
     """
 
     model: ModelConfig
@@ -199,7 +203,8 @@ class Prediction:
         reserved: bytes that the allocator then holds.
         phase: the fullest moment.
         tokens_per_s: of one GPU.
-        mfu: share of the datasheet's peak, attention counted in full and recomputation not at all; None without peak.
+        mfu: share of the datasheet's peak, attention counted in full and recomputation not at all;
+            None without peak.
     """
 
     time: StepTime

@@ -40,8 +40,8 @@ class Choice:
         recompute: what blocks keep, see `distlab.model.kept_levels`.
         group: with a mesh, ranks that share a copy of the parameters.
         bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
-        layout: how ranks share a model; `micro_batch` then counts the sequences of all that do, and `group` the ranks
-            that have equal parts of its matrices.
+        layout: how ranks share a model; `micro_batch` then counts the sequences of all that do, and
+            `group` the ranks that have equal parts of its matrices.
         optimizer: `adamw` or `muon`.
     """
 
@@ -73,10 +73,12 @@ def choices(
     layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
     """Every strategy with every micro-batch that divides a rank's sequences, of a pipeline into a multiple of its ranks
-    (so interleaved schedules take them, and others need as many to be busy); with small and large buckets where it has
-    any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that divide the ranks and are fewer.
+    (so interleaved schedules take them, and others need as many to be busy); with small and large
+    buckets where it has any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that
+    divide the ranks and are fewer.
 
-    `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the sequences of a model.
+    `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the
+    sequences of a model.
     """
     groups = [devices_per_node * 2**k for k in range(ranks.bit_length())]
     groups = [group for group in groups if group < ranks and ranks % group == 0]

@@ -1,7 +1,8 @@
 """The step of a model on a machine in milliseconds: operators in closed form, and two streams in closed form.
 
-The operators are those of `distlab.theory.operators`, which a test holds against the ones that the simulated model
-runs; their times are those of `timeline.DeviceModel`, and `distlab.theory.step_time` says what runs beside what.
+The operators are those of `distlab.theory.operators`, which a test holds against the ones that the
+simulated model runs; their times are those of `timeline.DeviceModel`, and
+`distlab.theory.step_time` says what runs beside what.
 """
 
 import json
@@ -151,14 +152,16 @@ def estimate_step(
         checkpointing: what blocks keep, see `model.kept_levels`.
         micro_batches: accumulated in a step.
         group: with a mesh, ranks that share a copy of the parameters; default a node.
-        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own `ops` do.
+        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own
+            `ops` do.
         reduced_bytes: per element of the gradients that are sent.
         layout: how ranks share a model.
-        optimizer: `adamw`, or `muon`, which sends parts of matrices to their owners and back where they are sharded.
+        optimizer: `adamw`, or `muon`, which sends parts of matrices to their owners and back where
+            they are sharded.
 
     Raises:
-        ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the ranks, or a number
-            of micro-batches that the schedule does not take.
+        ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the
+            ranks, or a number of micro-batches that the schedule does not take.
     """
     strategy, averaging = get_strategy(name), ranks // (layout.tensor * layout.pipeline)
     network = machine.network.across(layout.tensor) if layout.tensor > 1 else machine.network
@@ -247,7 +250,8 @@ def _stages(
 ) -> tuple[tuple[Stage, ...], float]:
     """Return the time of each stage, and the bytes of the activations that a stage hands on.
 
-    Strategies that compute alike share an entry of the cache: a plan asks for a stage a hundred times.
+    Strategies that compute alike share an entry of the cache: a plan asks for a stage a hundred
+    times.
     """
     stages = []
     every_stage = replace(layout, pipeline=stages_of(layout), schedule="1f1b")
@@ -311,7 +315,8 @@ def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[fl
     """Seconds and number of the messages between ranks that share matrices or sequences, forward and backward of a
     micro-batch.
 
-    Compute waits for each, and copies it once; a recomputed block sends those of its forward, half of them, again.
+    Compute waits for each, and copies it once; a recomputed block sends those of its forward, half
+    of them, again.
     """
     sizes = {"batch": work.batch, "itemsize": work.precision.compute}
     tensor = tensor_volume(work.shape, context=work.context, **sizes)
@@ -347,7 +352,8 @@ def messages(
     the computation.
 
     Args:
-        shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole rows.
+        shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole
+            rows.
     """
     compute, numels = DTYPES[dtype], shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
@@ -466,7 +472,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class MachineOptions(ModelChanges):
-    """A model in one dtype on one kind of device, as options. Raises ValueError for an unknown name of any of them, and
+    """A model in one dtype on one kind of device, as options.
+
+    Raises ValueError for an unknown name of any of them, and
     for sizes that do not go together.
     """
 

@@ -31,7 +31,8 @@ _BORN = {
 class GroupCall(CollectiveCall):
     """A collective among `ranks` of all ranks, whose numbers are `stride` apart.
 
-    Of neighbours that is 1; of those that hold the same shard in different groups the size of a group.
+    Of neighbours that is 1; of those that hold the same shard in different groups the size of a
+    group.
     """
 
     ranks: int = 1
@@ -49,9 +50,9 @@ class Wait:
 class MemoryMoment:
     """Bytes alive after an item of this phase, by category (`CATEGORIES`).
 
-    `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and refilled) are
-    told apart by what they are; `activations`, `backward` (gradients and temporaries) and `optimizer` by when they
-    were made.
+    `parameters`, `buckets` (made at construction) and `gathered` (made at construction, freed and
+    refilled) are told apart by what they are; `activations`, `backward` (gradients and temporaries)
+    and `optimizer` by when they were made.
     """
 
     phase: str
@@ -67,7 +68,8 @@ class EventLog(CollectiveRecorder):
     """Records the events of everything that runs inside `with log.recording():`.
 
     Attributes:
-        phase: `construction`, `forward` or `optimizer`, set by the caller; `backward` shows by itself.
+        phase: `construction`, `forward` or `optimizer`, set by the caller; `backward` shows by
+            itself.
         items: `Compute`, `CollectiveCall` (handed to the communication stream) and `Wait` in order.
         memory: a moment per item after which memory had changed.
     """

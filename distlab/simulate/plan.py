@@ -22,7 +22,8 @@ class Plan:
         step: of which `checkpointing` is settled.
         memory: of a rank.
         free_bytes: that a rank may take now; None where nobody says.
-        time: None where the device's speed is not known, or the strategy's or attention's time has no closed form.
+        time: None where the device's speed is not known, or the strategy's or attention's time has
+            no closed form.
     """
 
     step: PlannedStep

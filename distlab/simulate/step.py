@@ -1,6 +1,7 @@
 """Run a few training steps of a real strategy in a fake world, and keep what the last ones did.
 
-`simulate_step` takes any model and step; `simulate_training` is the lab's own: the Transformer, `TrainStep` and AdamW.
+`simulate_step` takes any model and step; `simulate_training` is the lab's own: the Transformer,
+`TrainStep` and AdamW.
 """
 
 import gc
@@ -38,7 +39,8 @@ class SimulatedStep:
     Args:
         world_size: ranks.
         calls: the collectives of the step, in order.
-        items: events of two consecutive settled steps (what the first leaves in flight, the second waits for).
+        items: events of two consecutive settled steps (what the first leaves in flight, the second
+            waits for).
         boundary: number of items in the first of the two.
         memory: the moments of the last step.
         after_init: bytes by category once wrapped and before any step.
@@ -82,10 +84,11 @@ def simulate_step(
     Args:
         strategy: a name of `distlab.parallel.STRATEGIES`, or an entry; torch's peers are refused.
         build: the lab's Transformer, or what makes another module; called where tensors are fake.
-        make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and calls
-            `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
+        make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and
+            calls `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
         like_nccl: see `fake_world`.
-        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size`, see `build_training`.
+        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size`, see
+            `build_training`.
 
     Raises:
         ValueError: torch's strategies, whose C++ reads the parameters' memory; an impossible rank.
@@ -151,9 +154,9 @@ def simulate_training(
 ) -> SimulatedStep:
     """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
 
-    All is as on GPUs: NCCL's answers (see `fake_world`), linear layers that write their weights' gradients in fp32
-    straight to where they are wanted (see `model.ops.linear`), what `auto` takes there, and torch's fused attention for
-    this lab's, which keeps the same.
+    All is as on GPUs: NCCL's answers (see `fake_world`), linear layers that write their weights'
+    gradients in fp32 straight to where they are wanted (see `model.ops.linear`), what `auto` takes
+    there, and torch's fused attention for this lab's, which keeps the same.
 
     Args:
         config: the model; sequences have its context length.
@@ -161,8 +164,8 @@ def simulate_training(
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
         micro_batches: accumulated in a step, of `batch` sequences each.
         layout: how ranks share the model; those that do have `batch` sequences for each of them.
-        options: `rank`, whose step it is (those of a pipeline differ), `checkpointing`, `bucket_size_mb` and
-            `shard_size`, see `simulate_step`.
+        options: `rank`, whose step it is (those of a pipeline differ), `checkpointing`,
+            `bucket_size_mb` and `shard_size`, see `simulate_step`.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.
@@ -196,7 +199,9 @@ def simulate_training(
 
 @contextmanager
 def _collecting_only_what_is_new() -> Iterator[None]:
-    """Whole collections are cheap within: they leave out what exists already. One more at the end, because finalizers
+    """Whole collections are cheap within: they leave out what exists already.
+
+    One more at the end, because finalizers
     of fake storages write into the log: let them do it now.
     """
     gc.freeze()

@@ -1,9 +1,9 @@
 """From events to time: what operators and collectives take on a machine, and two streams, one that computes and one
 that communicates, which wait for and disturb each other.
 
-The computing stream runs operators in order. A collective is ready when that stream reaches its issue, runs when those
-issued before it are done, and the stream stops at a wait until the collective is. While both streams run, each
-runs at its rate of the machine's contention.
+The computing stream runs operators in order. A collective is ready when that stream reaches its
+issue, runs when those issued before it are done, and the stream stops at a wait until the
+collective is. While both streams run, each runs at its rate of the machine's contention.
 """
 
 from collections import deque
@@ -24,8 +24,10 @@ class DeviceModel:
     Args:
         flops_per_s: what matmuls reach (peak × efficiency).
         bytes_per_s: what memory-bound operators reach.
-        launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its tail.
-        update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as `bytes_per_s`.
+        launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its
+            tail.
+        update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as
+            `bytes_per_s`.
         attention_flops_per_s: of fused attention; None: as `flops_per_s`.
     """
 
@@ -51,8 +53,8 @@ class Machine:
     Args:
         device: what one computes.
         network: what they send.
-        contention: rates of computation and of communication while both run, relative to each alone (1: no
-            disturbance); both use SMs and memory bandwidth.
+        contention: rates of computation and of communication while both run, relative to each alone
+            (1: no disturbance); both use SMs and memory bandwidth.
 
     Raises:
         ValueError: a rate outside (0, 1].
@@ -79,7 +81,8 @@ class Timeline:
         overhead_ms: what the step takes longer than the same operators without any communication.
         overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
         phases: time of the computing stream in `forward`, `backward`, `optimizer`, waits included.
-        lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the step.
+        lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the
+            step.
     """
 
     step_ms: float

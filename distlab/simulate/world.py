@@ -1,15 +1,18 @@
 """A world of any size in one process: torch's fake process group and fake tensors, as if it were NCCL on GPUs.
 
-Fake tensors have shapes, dtypes and storages of the right size, and no memory; collectives on the fake group return
-at once. The strategies are the real ones. Some things they do need real values or real peers, and are answered here
-for the time of the simulation:
+Fake tensors have shapes, dtypes and storages of the right size, and no memory; collectives on the
+fake group return at once. The strategies are the real ones. Some things they do need real values or
+real peers, and are answered here for the time of the simulation:
 
-- objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one says;
-- which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where asked for;
+- objects that ranks exchange (`gather_objects`, to compare models): every rank says what this one
+  says;
+- which backend serves the group: NCCL's answers (averages in the reduction, shards in place), where
+  asked for;
 - groups of other ranks, which are not made;
 - whether a message has left, which the fake group never says: it has, and its memory is free.
 
-On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one kernel.
+On a CPU torch takes RMSNorm apart; on a GPU it is one kernel that keeps less. Here it is the one
+kernel.
 """
 
 import sys
@@ -35,7 +38,8 @@ def fake_world(
     """Be rank `rank` of `world_size`; tensors made inside are fake. Yields the process group.
 
     Args:
-        like_nccl: answer as NCCL would; False as gloo (gradients divided beforehand, shards copied).
+        like_nccl: answer as NCCL would; False as gloo (gradients divided beforehand, shards
+            copied).
 
     Raises:
         ValueError: a world size below one or a rank outside it.
@@ -98,7 +102,10 @@ def _rms_norm(
 
 
 class _OneKernelRMSNorm(torch.autograd.Function):
-    """Moves and keeps what the fused kernel does. The values are fake anyway, so other operators may stand for it."""
+    """Moves and keeps what the fused kernel does.
+
+    The values are fake anyway, so other operators may stand for it.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

@@ -1,9 +1,10 @@
 """What tensor, context and pipeline parallelism send, forward and backward, in closed form.
 
-Bytes are payload as in `volume`: the full output of an all-gather, the full input of a reduce-scatter, what one rank
-contributes to an all-to-all; a message between neighbours counts where it leaves and where it arrives. B sequences of
-T tokens are those of one micro-batch of the ranks that share a model. A recomputed block sends what its forward sent
-once more, but for the reduce-scatter at the end of it, or of its group: no gradient needs its result.
+Bytes are payload as in `volume`: the full output of an all-gather, the full input of a
+reduce-scatter, what one rank contributes to an all-to-all; a message between neighbours counts
+where it leaves and where it arrives. B sequences of T tokens are those of one micro-batch of the
+ranks that share a model. A recomputed block sends what its forward sent once more, but for the
+reduce-scatter at the end of it, or of its group: no gradient needs its result.
 """
 
 from typing import Any
@@ -38,10 +39,12 @@ def layout_volume(
 
     Args:
         shape: of what this rank has of the model.
-        batch, context: B sequences of a group of ranks that share a model, and T tokens of each, whole.
+        batch, context: B sequences of a group of ranks that share a model, and T tokens of each,
+            whole.
         world_size: all ranks.
         sharing: ranks that share sequences; `how` as in `context_volume`.
-        itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters arrive in it (FSDP).
+        itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters
+            arrive in it (FSDP).
         micro_batches: of a step.
         pipeline: ranks that have the stages.
         keeps: what recomputation does, as `checkpointing` of `theory.memory`.
@@ -103,15 +106,17 @@ def tensor_volume(
 ) -> CommunicationVolume:
     """Of the ranks that share every matrix of `shape`, the loss in the head.
 
-    Forward a reduce-scatter behind the embedding, per block two all-gathers and two reduce-scatters, an all-gather
-    before the head, all of B·T·d elements, and three all-reduces of B·T fp32 numbers for the loss; backward the same
-    transfers the other way, and an all-reduce of d fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever
-    the logits come in, and norms keep fp32 weights under every strategy, so that neither depends on `itemsize`. A rank
-    of a pipeline without the embedding, or without the head, sends nothing of it.
+    Forward a reduce-scatter behind the embedding, per block two all-gathers and two
+    reduce-scatters, an all-gather before the head, all of B·T·d elements, and three all-reduces of
+    B·T fp32 numbers for the loss; backward the same transfers the other way, and an all-reduce of d
+    fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever the logits come in, and
+    norms keep fp32 weights under every strategy, so that neither depends on `itemsize`. A rank of a
+    pipeline without the embedding, or without the head, sends nothing of it.
 
     Args:
         context: T, of this rank: a part of the sequence where ranks share sequences, too.
-        itemsize: bytes of an element between blocks; `embedding_itemsize` of the embedding's result.
+        itemsize: bytes of an element between blocks; `embedding_itemsize` of the embedding's
+            result.
         again: transfers of blocks that recomputation repeats.
     """
     at_least_one(batch=batch, context=context)

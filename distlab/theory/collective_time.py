@@ -1,8 +1,9 @@
 """What a collective costs under the α–β model: every message of S bytes takes α + S/W seconds.
 
-`S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's output, a
-reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's latency, `N` the ranks; every
-rank sends and receives at once. The reduction itself costs nothing here.
+`S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's
+output, a reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's
+latency, `N` the ranks; every rank sends and receives at once. The reduction itself costs nothing
+here.
 
     algorithm                          rounds         seconds
     ring reduce-scatter, all-gather    N−1            (N−1)·α + (N−1)/N · S/W
@@ -10,15 +11,17 @@ rank sends and receives at once. The reduction itself costs nothing here.
     ring that forwards whole tensors   N−1            (N−1)·(α + S/W)
     binomial tree all-reduce           2⌈log₂N⌉       2⌈log₂N⌉·(α + S/W)
 
-Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations". Trees: Thakur,
-Rabenseifner & Gropp 2005, "Optimization of collective communication operations in MPICH".
+Rings: Patarasuk & Yuan 2009, "Bandwidth optimal all-reduce algorithms for clusters of
+workstations". Trees: Thakur, Rabenseifner & Gropp 2005, "Optimization of collective communication
+operations in MPICH".
 
 α–β from measured times: seconds(S) = α + S/W, in one range of sizes or several (`Piece`).
 
-Libraries change their algorithm with the size (low-latency protocols, trees, more channels), so one line does not
-fit 4 KB and 1 GB; and a least-squares fit of the seconds would only look at the largest. So the *relative* error is
-minimised, Σ (fit/measured − 1)², which is linear in α and 1/W, and sizes are divided into as few ranges as reach the
-tolerance, at the borders that make that sum smallest. α and 1/W are not negative.
+Libraries change their algorithm with the size (low-latency protocols, trees, more channels), so one
+line does not fit 4 KB and 1 GB; and a least-squares fit of the seconds would only look at the
+largest. So the *relative* error is minimised, Σ (fit/measured − 1)², which is linear in α and 1/W,
+and sizes are divided into as few ranges as reach the tolerance, at the borders that make that sum
+smallest. α and 1/W are not negative.
 """
 
 import functools
@@ -142,8 +145,8 @@ class CollectiveFit:
 def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveFit:
     """The fewest pieces whose largest relative error is within the tolerance; `MAX_PIECES` where none are.
 
-    The cuts minimise the sum of squared errors, not the largest: one measurement that nothing explains (short calls
-    beside other jobs) would otherwise leave no reason to fit the rest.
+    The cuts minimise the sum of squared errors, not the largest: one measurement that nothing
+    explains (short calls beside other jobs) would otherwise leave no reason to fit the rest.
 
     Args:
         sizes: payload bytes, all different.

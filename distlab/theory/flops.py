@@ -1,15 +1,17 @@
 """Floating-point operations of a training step of the Transformer, by part, and MFU.
 
-A multiply-add counts two. Only matmuls count: norms, softmax, SwiGLU's element-wise part and RoPE are
-below one per cent, and the embedding is a look-up. The backward of a matmul Y = X W is two matmuls of the
-same size, dX = dY Wᵀ and dW = Xᵀ dY, hence twice the forward.
+A multiply-add counts two. Only matmuls count: norms, softmax, SwiGLU's element-wise part and RoPE
+are below one per cent, and the embedding is a look-up. The backward of a matmul Y = X W is two
+matmuls of the same size, dX = dY Wᵀ and dW = Xᵀ dY, hence twice the forward.
 
-Convention: that of PaLM (Chowdhery et al. 2022, appendix B), the one most MFU figures use: attention counts
-in full, although a causal kernel skips the masked half, and recomputation under activation checkpointing does
-not count. The usual 6·N FLOPs per token is the part of it without the scores. `causal=True` halves scores and
-values, which is the work a good causal kernel really does; say which one a table uses.
+Convention: that of PaLM (Chowdhery et al. 2022, appendix B), the one most MFU figures use:
+attention counts in full, although a causal kernel skips the masked half, and recomputation under
+activation checkpointing does not count. The usual 6·N FLOPs per token is the part of it without the
+scores. `causal=True` halves scores and values, which is the work a good causal kernel really does;
+say which one a table uses.
 
-Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `k` width of the keys, `V` vocabulary.
+Shapes: `B` batch, `T` context, `L` layers, `d` d_model, `f` d_ff, `k` width of the keys, `V`
+vocabulary.
 """
 
 from dataclasses import dataclass
@@ -22,7 +24,8 @@ class TransformerFlops:
     """FLOPs of one pass over a batch, by part of the model.
 
     Args:
-        attention_projections: queries, keys, values and output, 4·B·T·d·(d + k) per layer; 8·B·T·d² where k = d.
+        attention_projections: queries, keys, values and output, 4·B·T·d·(d + k) per layer; 8·B·T·d²
+            where k = d.
         attention_scores: scores and weighted values, 4·B·T²·d per layer (2·B·T²·d if causal).
         feed_forward: SwiGLU's three matrices, 6·B·T·d·f per layer.
         head: logits, 2·B·T·d·V.
@@ -52,8 +55,9 @@ def forward_flops(
 ) -> TransformerFlops:
     """FLOPs of one forward pass over `batch` sequences of `context` tokens.
 
-    The number of heads plays no part: H heads of width d/H cost what one of width d costs. Where heads share keys and
-    values, these are of `kv_width` (default d) and their projections cost less; scores cost the same.
+    The number of heads plays no part: H heads of width d/H cost what one of width d costs. Where
+    heads share keys and values, these are of `kv_width` (default d) and their projections cost
+    less; scores cost the same.
 
     Raises:
         ValueError: a size below one.
@@ -78,7 +82,8 @@ def forward_flops(
 def step_flops(**sizes: int) -> int:
     """FLOPs of forward and backward together, per rank and micro-batch; arguments as `forward_flops`.
 
-    The optimizer is left out: some ten operations per parameter, against six per parameter *and token*.
+    The optimizer is left out: some ten operations per parameter, against six per parameter *and
+    token*.
     """
     return 3 * forward_flops(**sizes).total
 
@@ -93,8 +98,8 @@ def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
     Args:
         flops: on one device.
         seconds: they took.
-        peak: dense FLOP/s of that device in the dtype of the matmuls (`distlab.hardware.peak_flops`); None
-            where the device is unknown.
+        peak: dense FLOP/s of that device in the dtype of the matmuls
+            (`distlab.hardware.peak_flops`); None where the device is unknown.
 
     Returns:
         None without a peak: a guessed one gives figures above 100 %.

@@ -8,7 +8,8 @@ class Form(Protocol):
 
     Args:
         name: for messages.
-        sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: see `distlab.parallel.Strategy`.
+        sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: see
+            `distlab.parallel.Strategy`.
     """
 
     name: str

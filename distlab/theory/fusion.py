@@ -1,26 +1,31 @@
-"""Should two operators be one kernel? The decision, step by step, over a chain or a Transformer block.
+"""Should two operators be one kernel?
+
+The decision, step by step, over a chain or a Transformer block.
 
 For each operator and the group before it, in this order:
 
-1. *Memory-bound?* A matmul gains nothing from a neighbour that saves it bytes it does not wait for; an element-wise
-   operation behind one may join it as its epilogue, though, because it is the neighbour that is saved: if 4 holds,
-   and if it would not save more together with what follows it (a residual addition with the norm behind it).
-2. *Does it fit?* What the fused kernel keeps on the chip must stay within 0.6 of an SM's shared memory and registers,
-   or too few warps are left to hide latency, and values spill.
-3. *Same parallel pattern?* Programs that own elements and programs that own rows go together (rows decide); two
-   matmuls, or a matmul and a whole row, do not.
-4. *Is it worth it?* The group, with what can join it next, must take at least 1.5 times as long one by one as in one
-   kernel, by the roofline: where all of it waits for memory, 1.5 times the bytes. An epilogue is a small part of a
-   compute-bound matmul's time.
+1. *Memory-bound?* A matmul gains nothing from a neighbour that saves it bytes it does not wait for;
+   an element-wise operation behind one may join it as its epilogue, though, because it is the
+   neighbour that is saved: if 4 holds, and if it would not save more together with what follows it
+   (a residual addition with the norm behind it).
+2. *Does it fit?* What the fused kernel keeps on the chip must stay within 0.6 of an SM's shared
+   memory and registers, or too few warps are left to hide latency, and values spill.
+3. *Same parallel pattern?* Programs that own elements and programs that own rows go together (rows
+   decide); two matmuls, or a matmul and a whole row, do not.
+4. *Is it worth it?* The group, with what can join it next, must take at least 1.5 times as long one
+   by one as in one kernel, by the roofline: where all of it waits for memory, 1.5 times the bytes.
+   An epilogue is a small part of a compute-bound matmul's time.
 5. *Is an intermediate used elsewhere?* Then it is written all the same, which counts in 4.
 
-The answers: "fuse" with the group before; "split", a new group begins here because the two cannot be one; "leave", they
-could, but it would not pay.
+The answers: "fuse" with the group before; "split", a new group begins here because the two cannot
+be one; "leave", they could, but it would not pay.
 
-Bytes through device memory of a chain of operators, launched one by one and fused, and the speed-up that predicts.
+Bytes through device memory of a chain of operators, launched one by one and fused, and the speed-up
+that predicts.
 
-Unfused, every operator reads its inputs and writes its outputs. Fused, a value that only the chain uses stays in
-registers: what remains are the tensors that come from outside, once each, and those that leave.
+Unfused, every operator reads its inputs and writes its outputs. Fused, a value that only the chain
+uses stays in registers: what remains are the tensors that come from outside, once each, and those
+that leave.
 """
 
 import itertools
@@ -43,8 +48,9 @@ class Operator:
         name: of the operation, unique in its graph.
         reads, writes: names of tensors.
         flops: it does.
-        pattern: how its programs divide the work: POINTWISE (each element alone), ROWS (whole rows, such as a norm),
-            MATMUL (tiles of a matmul), OPAQUE (a library's kernel, attention say, that takes no neighbour).
+        pattern: how its programs divide the work: POINTWISE (each element alone), ROWS (whole rows,
+            such as a norm), MATMUL (tiles of a matmul), OPAQUE (a library's kernel, attention say,
+            that takes no neighbour).
         row_bytes: of one row that has to stay on the chip, in fp32; for ROWS.
         eager_kernels: launches of its plain eager form.
     """
@@ -241,7 +247,8 @@ def transformer_block(
     Args:
         batch, context: sequences, and tokens in each.
         itemsize: bytes per element of the computation.
-        autocast: parameters, the residual stream and norms are fp32: each matrix is cast, and each norm's result.
+        autocast: parameters, the residual stream and norms are fp32: each matrix is cast, and each
+            norm's result.
 
     Raises:
         ValueError: a size below one, or heads that do not divide d_model.
@@ -311,7 +318,8 @@ OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "mul
 
 def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str, int]:
     """Launches of a `transformer_block`: eager; compiled, where everything that is no library call is merged with what
-    it reads along the order, as Inductor does; with `--ops triton`, whose kernels are in OURS; and by the advice.
+    it reads along the order, as Inductor does; with `--ops triton`, whose kernels are in OURS; and
+    by the advice.
     """
     rest, compiled = graph.operators, 0
     while rest:

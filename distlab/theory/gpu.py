@@ -2,16 +2,19 @@
 
     time ≥ max(FLOPs / peak, bytes / bandwidth)
 
-An operation whose intensity (FLOPs per byte) lies below the ridge, peak / bandwidth, is bound by memory: doing less
-arithmetic does not help it, moving fewer bytes does. Source: Williams, Waterman & Patterson, Roofline (2009).
+An operation whose intensity (FLOPs per byte) lies below the ridge, peak / bandwidth, is bound by
+memory: doing less arithmetic does not help it, moving fewer bytes does. Source: Williams, Waterman
+& Patterson, Roofline (2009).
 
 How many blocks of threads share an SM, what limits them, and what a partly filled last wave costs.
 
-An SM has registers, shared memory, and places for warps and blocks; the scarcest decides how many blocks are resident.
-Resident warps are what hides latency: while one waits for memory, another computes.
+An SM has registers, shared memory, and places for warps and blocks; the scarcest decides how many
+blocks are resident. Resident warps are what hides latency: while one waits for memory, another
+computes.
 
-Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; CUDA Occupancy Calculator): registers
-per warp in units of 256, warps in groups of 4, shared memory in units of 128 bytes plus 1 KiB per block for the system.
+Allocation rules of compute capability 8.0 to 10.0 (CUDA C++ Programming Guide; CUDA Occupancy
+Calculator): registers per warp in units of 256, warps in groups of 4, shared memory in units of 128
+bytes plus 1 KiB per block for the system.
 """
 
 from dataclasses import dataclass
@@ -81,7 +84,8 @@ class Occupancy:
     Args:
         blocks, warps: resident.
         fraction: warps over those the SM has places for.
-        limiter: "registers", "shared memory", "warps" or "blocks"; the first of these where several limit alike.
+        limiter: "registers", "shared memory", "warps" or "blocks"; the first of these where several
+            limit alike.
     """
 
     blocks: int

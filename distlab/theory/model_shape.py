@@ -1,7 +1,7 @@
 """The numbers of a decoder-only Transformer that every formula of this folder starts from.
 
-Theory is given numbers, not models: `ModelShape` holds the widths, and `ModelShape.of(config)` copies them from
-anything that has attributes of these names.
+Theory is given numbers, not models: `ModelShape` holds the widths, and `ModelShape.of(config)`
+copies them from anything that has attributes of these names.
 """
 
 import math
@@ -25,17 +25,19 @@ class ModelShape:
         num_heads: H; must divide d.
         vocab_size: V, rows of the embedding and of the head.
         tie_embeddings: whether the head uses the embedding's matrix.
-        num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie et al. 2023,
-            "GQA"); None for one each. Must divide H.
-        tensor: T ranks that share every matrix and the sequence between blocks; then all that follows from the widths
-            is what one of them has: its heads, columns and words, and whole norms. The widths above stay the model's.
-        stages: of a pipeline that this rank has; `num_layers` then counts their blocks (`of_pipeline`).
-        has_embedding, has_head: of a rank of a pipeline, whether the first stage is its, and the last, which has the
-            final norm too.
+        num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie
+            et al. 2023, "GQA"); None for one each. Must divide H.
+        tensor: T ranks that share every matrix and the sequence between blocks; then all that
+            follows from the widths is what one of them has: its heads, columns and words, and whole
+            norms. The widths above stay the model's.
+        stages: of a pipeline that this rank has; `num_layers` then counts their blocks
+            (`of_pipeline`).
+        has_embedding, has_head: of a rank of a pipeline, whether the first stage is its, and the
+            last, which has the final norm too.
 
     Raises:
-        ValueError: a size below one, heads that do not divide the width (with the nearest that do), or ranks that do
-            not divide the heads, columns or words.
+        ValueError: a size below one, heads that do not divide the width (with the nearest that do),
+            or ranks that do not divide the heads, columns or words.
     """
 
     d_model: int

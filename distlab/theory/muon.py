@@ -1,7 +1,7 @@
 """What orthogonalising the matrices of sharded parameters sends and computes, in closed form: see `distlab.optim`.
 
-An iteration of Newton–Schulz on a matrix of sides s ≤ l multiplies it with its transpose, squares that, and multiplies
-the matrix by the polynomial: 4·s²·l + 2·s³ FLOPs.
+An iteration of Newton–Schulz on a matrix of sides s ≤ l multiplies it with its transpose, squares
+that, and multiplies the matrix by the polynomial: 4·s²·l + 2·s³ FLOPs.
 """
 
 from collections.abc import Sequence

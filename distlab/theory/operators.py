@@ -1,14 +1,16 @@
 """What a training step launches, operator by operator: FLOPs and bytes of each, from the model's numbers alone.
 
-The lab's Transformer as it runs with torch's operators (`eager`), counted as `distlab.simulate.events` counts the real
-one (a test holds both against each other); the same after torch.compile or with fused kernels (`fused`), where each
-chain of element-wise operations reads its inputs once and writes its outputs once; and `composite`: eager with an
-RMSNorm taken apart in fp32, as torch before 2.8 ran it.
+The lab's Transformer as it runs with torch's operators (`eager`), counted as
+`distlab.simulate.events` counts the real one (a test holds both against each other); the same after
+torch.compile or with fused kernels (`fused`), where each chain of element-wise operations reads its
+inputs once and writes its outputs once; and `composite`: eager with an RMSNorm taken apart in fp32,
+as torch before 2.8 ran it.
 
-Letters: n tokens at once, d d_model, f d_ff, k width of all keys, V vocabulary; c bytes of the computation, r of the
-residual stream. Attention is causal: it counts half of the scores; its backward makes five matmuls where forward makes
-two. Of ranks that share matrices (`ModelShape.tensor`), d of attention, f, k and V are a rank's, and norms and the
-residual stream have its part of the tokens.
+Letters: n tokens at once, d d_model, f d_ff, k width of all keys, V vocabulary; c bytes of the
+computation, r of the residual stream. Attention is causal: it counts half of the scores; its
+backward makes five matmuls where forward makes two. Of ranks that share matrices
+(`ModelShape.tensor`), d of attention, f, k and V are a rank's, and norms and the residual stream
+have its part of the tokens.
 """
 
 import math
@@ -67,10 +69,10 @@ class Workload:
         batch, context: sequences, and this rank's tokens in each.
         precision: bytes per element; `copies_weights` for autocast.
         kernels: `eager`, `composite` or `fused`, see above.
-        keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`; the rest runs again
-            in backward. `none`: all is kept.
-        fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and forward makes the
-            gradients.
+        keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`;
+            the rest runs again in backward. `none`: all is kept.
+        fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and
+            forward makes the gradients.
         shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
         optimizer: `adamw`, or `muon` for the matrices of blocks.
         sharing: ranks that share sequences: a query sees so many times the keys.
@@ -317,7 +319,9 @@ class Workload:
         yield from (Compute(*each, "backward") for each in ends)
 
     def _update(self) -> Iterator[Compute]:
-        """AdamW reads and writes parameters, gradients and both moments, in fp32. Muon has one moment of a matrix, and
+        """AdamW reads and writes parameters, gradients and both moments, in fp32.
+
+        Muon has one moment of a matrix, and
         its update in fp32 and bf16 besides.
         """
         blocks, by_muon = self.shape.num_layers, 0

@@ -1,8 +1,8 @@
 """What failures and checkpoints cost a synchronous run, in closed form.
 
-Failures come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R. With τ seconds
-of work between checkpoints, τ of work take on average (Daly 2006, "A higher order estimate of the optimum checkpoint
-interval for restart dumps")
+Failures come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R.
+With τ seconds of work between checkpoints, τ of work take on average (Daly 2006, "A higher order
+estimate of the optimum checkpoint interval for restart dumps")
 
     M·exp(R/M)·(exp((τ + δ)/M) − 1)
 

@@ -1,7 +1,8 @@
 """Floating-point formats as arithmetic on integers: what rounds to what, when a sum stalls, what underflows.
 
-A format with m stored bits of mantissa has numbers 2^(e−m) apart between 2^e and 2^(e+1); below its smallest normal
-number the distance stays what it is there (subnormal numbers). Rounding is to the nearest, ties to even (IEEE 754).
+A format with m stored bits of mantissa has numbers 2^(e−m) apart between 2^e and 2^(e+1); below its
+smallest normal number the distance stays what it is there (subnormal numbers). Rounding is to the
+nearest, ties to even (IEEE 754).
 """
 
 import math
@@ -13,7 +14,8 @@ class FloatFormat:
     """One sign bit, `exponent_bits` and `mantissa_bits` stored ones.
 
     Raises:
-        ValueError: fewer than two exponent bits or no mantissa, or more than Python's floats can stand for.
+        ValueError: fewer than two exponent bits or no mantissa, or more than Python's floats can
+            stand for.
     """
 
     name: str
@@ -84,8 +86,9 @@ def overflow_share(sigma: float, width: int, limit: float) -> float:
 def safe_loss_scales(vocab_size: int, tokens: int) -> tuple[float, float]:
     """(smallest, largest) loss scale that keeps the logits' gradients within fp16, at initialisation.
 
-    The mean cross-entropy over `tokens` has gradients (p − target)/tokens; an untrained model has p ≈ 1/vocab_size.
-    The small ones must not round to zero, and those of the targets, −1/tokens, not overflow.
+    The mean cross-entropy over `tokens` has gradients (p − target)/tokens; an untrained model has p
+    ≈ 1/vocab_size. The small ones must not round to zero, and those of the targets, −1/tokens, not
+    overflow.
     """
     low = FORMATS["fp16"]
     return vocab_size * tokens * low.smallest / 2, tokens * low.largest

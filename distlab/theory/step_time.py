@@ -1,7 +1,8 @@
 """The time of a step in closed form: compute, what communication adds to it under each strategy, and the optimizer.
 
-Two streams run work of A (compute) and B (communication) seconds, each alone. While both run, compute proceeds at the
-rate p and communication at q (both in (0, 1], 1 without contention). They share
+Two streams run work of A (compute) and B (communication) seconds, each alone. While both run,
+compute proceeds at the rate p and communication at q (both in (0, 1], 1 without contention). They
+share
 
     min(A/p, B/q)   seconds; then the rest of the longer one runs alone, and both are done after
 
@@ -62,9 +63,9 @@ class Network:
     ) -> float:
         """`messages` collectives of together `num_bytes`; 0 for a single rank.
 
-        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead, 2·log₂N hops. Several
-        rings run side by side, each leaving a node through another device's link, so a node's links add up and meet
-        those inside; the slowest place decides.
+        Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead,
+        2·log₂N hops. Several rings run side by side, each leaving a node through another device's
+        link, so a node's links add up and meet those inside; the slowest place decides.
         """
         if ranks < 1 or num_bytes < 0:
             raise ValueError(
@@ -184,7 +185,8 @@ def step_time(
     Args:
         compute: see `ComputeTime`; of all micro-batches together.
         contention: p and q.
-        micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP gathers in each.
+        micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP
+            gathers in each.
         group: with a mesh, ranks that share a copy of the parameters; default a node.
 
     Raises:
@@ -271,11 +273,13 @@ def pipeline(
 ) -> float:
     """Seconds from the start of backward until all buckets are sent, without the closed form's assumptions.
 
-    Buckets are complete when they are and cost what they cost; they leave in order, and while one is under way
-    backward runs at p = `compute_rate` and the message at q = `communication_rate` of their speed alone.
+    Buckets are complete when they are and cost what they cost; they leave in order, and while one
+    is under way backward runs at p = `compute_rate` and the message at q = `communication_rate` of
+    their speed alone.
 
     Args:
-        ready_s: seconds of undisturbed backward after which each bucket is complete; later ones wait for earlier.
+        ready_s: seconds of undisturbed backward after which each bucket is complete; later ones
+            wait for earlier.
         message_s: seconds of each message alone.
         backward_s: T, undisturbed.
 

@@ -1,15 +1,16 @@
 """What one training step sends, in closed form: collectives and their bytes.
 
-Benchmarks assert these numbers against the recorded collectives, so each function states one strategy's rule
-again, independently of the code that executes it, so that agreement of the two means something.
+Benchmarks assert these numbers against the recorded collectives, so each function states one
+strategy's rule again, independently of the code that executes it, so that agreement of the two
+means something.
 
-Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses the wires
-depends on the algorithm, and so does the time it takes (`collective_time`).
+Bytes are payload, the size of the tensor handed to the collective on one rank. What then crosses
+the wires depends on the algorithm, and so does the time it takes (`collective_time`).
 
-All functions take the trainable parameters of one model in registration order, a tied parameter once:
-`numels` are their elements and `itemsizes` the bytes per element of their gradients. Gradients share a buffer
-only with gradients of the same dtype; where two dtypes have one size (fp16 and bf16), tell them apart through
-`dtypes`, any hashable labels.
+All functions take the trainable parameters of one model in registration order, a tied parameter
+once: `numels` are their elements and `itemsizes` the bytes per element of their gradients.
+Gradients share a buffer only with gradients of the same dtype; where two dtypes have one size (fp16
+and bf16), tell them apart through `dtypes`, any hashable labels.
 """
 
 import math
@@ -52,8 +53,9 @@ Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs
 def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> CommunicationVolume:
     """One all-reduce for each message; in two levels a reduce-scatter, an all-reduce of a slice and an all-gather.
 
-    In two levels a message of n elements is padded to p, a multiple of the shard group's S ranks. The reduce-scatter
-    and the all-gather carry p elements, the all-reduce between the groups p/S: 3 calls of (2 + 1/S)·p elements.
+    In two levels a message of n elements is padded to p, a multiple of the shard group's S ranks.
+    The reduce-scatter and the all-gather carry p elements, the all-reduce between the groups p/S: 3
+    calls of (2 + 1/S)·p elements.
 
     Args:
         messages: (elements, bytes per element) of each.
@@ -105,16 +107,16 @@ def bucketed(
 ) -> CommunicationVolume:
     """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
 
-    A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a bucket to
-    itself. Each bucket carries one flag element per parameter behind the gradients, which do not count
-    towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the bucket size; the number of
-    calls does.
+    A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a
+    bucket to itself. Each bucket carries one flag element per parameter behind the gradients, which
+    do not count towards the limit. So the bytes, Σ (numel + 1)·itemsize, do not depend on the
+    bucket size; the number of calls does.
 
     Args:
-        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype: all gradients in one message, with a flag
-            for each parameter.
-        world_size: each bucket with its flags is padded to a multiple of it: copy engines need equal chunks,
-            other collectives do not.
+        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype: all gradients in one
+            message, with a flag for each parameter.
+        world_size: each bucket with its flags is padded to a multiple of it: copy engines need
+            equal chunks, other collectives do not.
         mesh: see `all_reduced`.
 
     Raises:
@@ -136,17 +138,19 @@ def torch_ddp(
 ) -> CommunicationVolume:
     """What torch's DistributedDataParallel sends once it has settled, all parameters used, no buffers.
 
-    torch rebuilds its buckets in the order in which gradients became ready, here reverse registration order.
-    A bucket closes *with* the gradient that brings it to its limit (so it may exceed it), and per dtype the
-    first bucket's limit differs from the others'. Settled means from the third step on, with `static_graph`
-    from the fourth: until then there is one bucket per dtype, the rebuilding step also broadcasts the new
-    order, and the first step of a static graph also all-reduces which parameters are used. Source:
-    `torch/nn/parallel/distributed.py` (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
+    torch rebuilds its buckets in the order in which gradients became ready, here reverse
+    registration order. A bucket closes *with* the gradient that brings it to its limit (so it may
+    exceed it), and per dtype the first bucket's limit differs from the others'. Settled means from
+    the third step on, with `static_graph` from the fourth: until then there is one bucket per
+    dtype, the rebuilding step also broadcasts the new order, and the first step of a static graph
+    also all-reduces which parameters are used. Source: `torch/nn/parallel/distributed.py`
+    (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
     `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
 
     Args:
-        first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was left to
-            its default; where it was given, even as 25, the first limit is `bucket_cap_mb` too.
+        first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was
+            left to its default; where it was given, even as 25, the first limit is `bucket_cap_mb`
+            too.
         bucket_cap_mb: limit of the other buckets, MiB.
 
     Raises:
@@ -175,8 +179,8 @@ def zero1(
 ) -> CommunicationVolume:
     """Per bucket a reduce-scatter of the gradients and an all-gather of the parameters; one message of flags.
 
-    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size; the flags go in
-    an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
+    Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size;
+    the flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
 
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
@@ -197,8 +201,8 @@ def sharded_optimizer(
 ) -> CommunicationVolume:
     """What `bucketed` sends, and every parameter once more: broadcast by its owner in messages of one dtype.
 
-    Parameters go to the rank that owns least, largest first; an owner's, in that order of assignment, share
-    messages of at most `message_mb` MiB (a larger one has its own).
+    Parameters go to the rank that owns least, largest first; an owner's, in that order of
+    assignment, share messages of at most `message_mb` MiB (a larger one has its own).
 
     Raises:
         ValueError: as `bucketed`, or fewer than one rank.
@@ -233,19 +237,22 @@ def fsdp(
 ) -> CommunicationVolume:
     """Per buffer two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
 
-    A unit's parameters lie one after another in one buffer, or in one for each length of rows (`sharded_buffers`),
-    padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes per element, reductions the masters'
-    `itemsizes`. Replicated parameters (norms, biases) travel in one all-reduce with a flag each. For U buffers:
-    3·U + 1 calls. Hybrid sharding all-reduces each buffer's slice between the replicas: U calls more. Every further
-    micro-batch of a step gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
+    A unit's parameters lie one after another in one buffer, or in one for each length of rows
+    (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes
+    per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases) travel
+    in one all-reduce with a flag each. For U buffers: 3·U + 1 calls. Hybrid sharding all-reduces
+    each buffer's slice between the replicas: U calls more. Every further micro-batch of a step
+    gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
 
     Args:
         units: of each parameter, the unit that it is gathered with; None for a replicated one.
-        world_size: ranks that a buffer is divided among: all, or those of a shard group in hybrid sharding.
+        world_size: ranks that a buffer is divided among: all, or those of a shard group in hybrid
+            sharding.
         replicas: of a shard group, in hybrid sharding.
         compute_itemsize: bytes per element in which parameters are sent.
         micro_batches: accumulated in a step.
-        shapes: of each parameter, in row-major order; None: of one column, which may be cut anywhere.
+        shapes: of each parameter, in row-major order; None: of one column, which may be cut
+            anywhere.
 
     Raises:
         ValueError: as `each_gradient`, or fewer than one rank.
@@ -288,7 +295,8 @@ def step_volume(
         bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
         shard_size: ranks of a shard group, for strategies with a mesh; None: all.
-        units, shapes, compute_itemsize, micro_batches: see `fsdp`, which has no closed form without units.
+        units, shapes, compute_itemsize, micro_batches: see `fsdp`, which has no closed form without
+            units.
 
     Raises:
         ValueError: as `each_gradient`, or a `shard_size` that does not divide the ranks.
@@ -362,7 +370,10 @@ def payload(numels: Sizes, itemsizes: Sizes) -> int:
 
 
 def padded(numel: int, world_size: int) -> int:
-    """Elements, padded to a multiple of the world size. Raises ValueError for fewer than one rank."""
+    """Elements, padded to a multiple of the world size.
+
+    Raises ValueError for fewer than one rank.
+    """
     at_least_one(world_size=world_size)
     return -(-numel // world_size) * world_size
 
@@ -370,13 +381,15 @@ def padded(numel: int, world_size: int) -> int:
 def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     """Elements, padding included, of the flat buffers of one of FSDP's units.
 
-    A parameter may be cut between rows: those of its first dimension if it has as many as there are ranks, else those
-    of the first two dimensions together, and so on; past the last, between elements. It begins at a multiple of its
-    row and of 8 elements. The buffer has a multiple of every row for each rank. Parameters with rows of different
-    length share one buffer, unless one for each length saves more than 1/64 of the elements and more than 2¹⁸.
+    A parameter may be cut between rows: those of its first dimension if it has as many as there are
+    ranks, else those of the first two dimensions together, and so on; past the last, between
+    elements. It begins at a multiple of its row and of 8 elements. The buffer has a multiple of
+    every row for each rank. Parameters with rows of different length share one buffer, unless one
+    for each length saves more than 1/64 of the elements and more than 2¹⁸.
 
     Args:
-        shapes: of the unit's matrices in registration order, each from the outermost stride to the innermost.
+        shapes: of the unit's matrices in registration order, each from the outermost stride to the
+            innermost.
 
     Raises ValueError for fewer than one rank.
     """

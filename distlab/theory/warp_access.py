@@ -1,7 +1,7 @@
 """What one warp's instruction costs: bank conflicts and divergent branches.
 
-Shared memory has 32 banks of 4 bytes; requests to different words of one bank wait for each other (CUDA C++
-Programming Guide, "Shared Memory").
+Shared memory has 32 banks of 4 bytes; requests to different words of one bank wait for each other
+(CUDA C++ Programming Guide, "Shared Memory").
 """
 
 from collections.abc import Sequence

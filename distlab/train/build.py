@@ -53,10 +53,13 @@ def build_training(
     """Build a model under its strategy, with its optimizer.
 
     Args:
-        source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module that has its values.
-        checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s `checkpoint_blocks`.
+        source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module
+            that has its values.
+        checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s
+            `checkpoint_blocks`.
         compile: see `distlab.train.step.compiled`.
-        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout`, see `Strategy.build`.
+        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout`, see
+            `Strategy.build`.
 
     Raises:
         ValueError: see `Strategy.build` and `TransformerLM`.
@@ -98,8 +101,8 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
 def check_shared_model(model: ModelConfig, layout: Layout) -> None:
     """Raise ValueError for a model whose sizes the ranks of a layout cannot share, before any rank is started.
 
-    Ranks of a pipeline need this before: where one stage refuses, the others only see that its messages do not come.
-    The vocabulary is left out, because a text's bytes may still replace it.
+    Ranks of a pipeline need this before: where one stage refuses, the others only see that its
+    messages do not come. The vocabulary is left out, because a text's bytes may still replace it.
     """
     if layout.pipeline > 1:
         stage_sizes(model.num_layers, layout.pipeline, layout.schedule, layout.stages)

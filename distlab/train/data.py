@@ -3,12 +3,14 @@
     tokens      │ 0 1 2 3 4 5 6 7 8 9 …          a window of T tokens, and the same shifted by one as targets
     windows     │ window 0   │ window 1   │ …    every token is a target in one window; fewer than T are left over
 
-The order is that of one global sequence: epoch after epoch, each a permutation that depends on (seed, epoch) alone.
-Position p of the sequence belongs to step p // batch; ranks take equal, disjoint parts of a step. So the data of a
-step is the same at every world size, each window is read once per epoch, and the position *is* the sampler's state.
+The order is that of one global sequence: epoch after epoch, each a permutation that depends on
+(seed, epoch) alone. Position p of the sequence belongs to step p // batch; ranks take equal,
+disjoint parts of a step. So the data of a step is the same at every world size, each window is read
+once per epoch, and the position *is* the sampler's state.
 
-Synthetic tokens are generated locally, nothing is downloaded: random walks over the vocabulary, a pure function of a
-few numbers, so that every rank reads other data and a restarted run sees what it would have seen.
+Synthetic tokens are generated locally, nothing is downloaded: random walks over the vocabulary, a
+pure function of a few numbers, so that every rank reads other data and a restarted run sees what it
+would have seen.
 """
 
 import hashlib
@@ -37,8 +39,9 @@ def random_walks(
 ) -> np.ndarray:
     """`(batch, length + 1)` int64: each token is its predecessor plus one of 1 … `branching`, modulo the size.
 
-    Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known floor ln(branching)
-    nats per token, so a loss curve shows whether training works. All tokens are equally frequent.
+    Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known
+    floor ln(branching) nats per token, so a loss curve shows whether training works. All tokens are
+    equally frequent.
     """
     # numpy hashes the whole key into 128 bits; torch's CPU generator keeps only 32 bits of its
     # seed.
@@ -128,7 +131,8 @@ class SyntheticTokens:
         """Return the batch of a step, whatever was drawn before.
 
         Returns:
-            `(tokens_BT, targets_BT)`, int64 on the device; `targets[:, t]` is the token after `tokens[:, t]`.
+            `(tokens_BT, targets_BT)`, int64 on the device; `targets[:, t]` is the token after
+                `tokens[:, t]`.
 
         Raises:
             ValueError: a negative step.
@@ -148,7 +152,8 @@ class TokenWindows:
         context_length: tokens per window.
         ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
         source: what the tokens are, for the message.
-        file: that they are mapped from, and its `stamp` before anything was read of it; None for tokens in memory.
+        file: that they are mapped from, and its `stamp` before anything was read of it; None for
+            tokens in memory.
 
     Raises:
         ValueError: too few tokens for one window.
@@ -289,8 +294,9 @@ def load(
 ) -> tuple[Sequences, Sequences, dict[str, Any]]:
     """Training data, validation data, and what identifies both: a run that is resumed must find them as they were.
 
-    Every token is read once before training, each rank reading a share: ids are compared with the vocabulary, and the
-    same pass hashes all of both files. So no byte can change unseen, at the price of the hash alone.
+    Every token is read once before training, each rank reading a share: ids are compared with the
+    vocabulary, and the same pass hashes all of both files. So no byte can change unseen, at the
+    price of the hash alone.
 
     Raises:
         OSError, ValueError: on every rank, for a file that cannot be used.

@@ -23,7 +23,8 @@ def validation_loss(
 ) -> float:
     """Mean cross-entropy in nats per token over the first `sequences` sequences; the same on every rank.
 
-    Ranks share the sequences. All run equally many forwards (sharded models need that), some on nothing.
+    Ranks share the sequences. All run equally many forwards (sharded models need that), some on
+    nothing.
 
     Args:
         batch: sequences per forward.

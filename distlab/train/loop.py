@@ -1,9 +1,10 @@
 """The training loop: resume, step, report one step late, validate, checkpoint, stop when asked.
 
-    set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ checkpoint? ─ validate? ─ stop?
+    set the rate ─ batch ─ TrainStep ─ gathered metrics (of the step before) ─ checkpoint? ─
+    validate? ─ stop?
 
-Whatever is written has been checked first: before a checkpoint the loop waits for the step's own loss, so no
-checkpoint holds weights that a NaN has reached.
+Whatever is written has been checked first: before a checkpoint the loop waits for the step's own
+loss, so no checkpoint holds weights that a NaN has reached.
 """
 
 import time
@@ -153,7 +154,8 @@ class Trainer:
         """Continue from the newest usable checkpoint, or from this one; False if there is none.
 
         Raises:
-            ValueError: it belongs to another run, model or format. CheckpointError: none can be used.
+            ValueError: it belongs to another run, model or format. CheckpointError: none can be
+                used.
         """
         stored = stored or (self.checkpoints.newest() if self.checkpoints else None)
         if stored is None:
@@ -193,8 +195,10 @@ class Trainer:
         """Train up to the last step, or until a signal stops it; then write a checkpoint.
 
         Raises:
-            NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before it.
-            DataChanged: on every rank; the last checkpoint is of the last step that read what the file was.
+            NonFiniteLoss: on every rank, with the step and rank; the last checkpoint is from before
+                it.
+            DataChanged: on every rank; the last checkpoint is of the last step that read what the
+                file was.
             CheckpointError: a checkpoint could not be written.
         """
         config, outcome = self.config, Outcome(self.step, self.step, None, [])

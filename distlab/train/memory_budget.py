@@ -1,8 +1,9 @@
 """What a run needs of the machine, looked at on every rank before anything is built: GPUs, and memory.
 
-Without this a model that cannot fit is built for minutes, and on a CPU, where the kernel promises memory that it does
-not have, the machine ends a process that nobody chose. Memory is the closed form of `distlab.theory.memory`, of which
-some share counts as certainly needed: a run that might fit is tried.
+Without this a model that cannot fit is built for minutes, and on a CPU, where the kernel promises
+memory that it does not have, the machine ends a process that nobody chose. Memory is the closed
+form of `distlab.theory.memory`, of which some share counts as certainly needed: a run that might
+fit is tried.
 """
 
 import itertools
@@ -220,8 +221,9 @@ def require(
 
     Args:
         planned: everything that the run steps, one after the other.
-        some: whether it is enough that one of them fits, because a row that does not says so and the others go on.
-            That is so on a GPU; on a CPU the machine ends a process, unless such a row is left out.
+        some: whether it is enough that one of them fits, because a row that does not says so and
+            the others go on. That is so on a GPU; on a CPU the machine ends a process, unless such
+            a row is left out.
 
     Raises:
         ValueError: a strategy that needs a GPU, without one.
@@ -264,7 +266,10 @@ def shortage(
 
 
 def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int | None:
-    """Bytes that every rank may take of what is free where it computes; None where nobody says. Collective."""
+    """Bytes that every rank may take of what is free where it computes; None where nobody says.
+
+    Collective.
+    """
     mine = (
         f"{socket.gethostname()} {device if device.type == 'cuda' else 'cpu'}",
         free_bytes(device),
@@ -280,8 +285,8 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
 def settled(plan: PlannedStep, context: RankContext) -> str:
     """Return a plan's `checkpointing`, `auto` replaced by what recomputes least in free memory; on all ranks alike.
 
-    What is kept first is what costs most to recompute per byte, see `distlab.model.recompute`. The last blocks keep
-    most, because backward frees them first.
+    What is kept first is what costs most to recompute per byte, see `distlab.model.recompute`. The
+    last blocks keep most, because backward frees them first.
     """
     if plan.checkpointing != "auto":
         return plan.checkpointing

@@ -3,9 +3,10 @@
     device   │ step n      │ step n+1      │ step n+2
     host     │ launch n+1 … read the loss of n, exchange it │ launch n+2 …
 
-The host reads the loss of a step only after it has launched the next, and the exchange uses a separate gloo
-group: a GPU's queue never becomes empty. Every rank gets every rank's message, so all make the same decision
-at the same step: to stop because one was asked to, or because one has a NaN loss.
+The host reads the loss of a step only after it has launched the next, and the exchange uses a
+separate gloo group: a GPU's queue never becomes empty. Every rank gets every rank's message, so all
+make the same decision at the same step: to stop because one was asked to, or because one has a NaN
+loss.
 """
 
 import contextlib
@@ -42,7 +43,8 @@ class StepMetrics:
         loss: mean over all tokens of the step, nats: the ranks' means, summed in rank order.
         lr: of this step.
         grad_norm: before clipping; None in a step that the loss scaler skipped.
-        step_ms: from the end of the step before to the end of this one on this rank's device, validation left out.
+        step_ms: from the end of the step before to the end of this one on this rank's device,
+            validation left out.
         checkpoint_ms: what `Checkpointer.save` kept the host between the two.
     """
 

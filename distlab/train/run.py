@@ -1,8 +1,8 @@
 """A training run in its folder, from top to bottom: memory, lock, data, model, resume, train, results.
 
-The folder holds `config.json`, `metrics.jsonl` (a line per step), `checkpoints/`, and at the end what the caller
-writes of the results. The same run started again continues from its newest usable checkpoint, at whatever world size
-and under whatever strategy.
+The folder holds `config.json`, `metrics.jsonl` (a line per step), `checkpoints/`, and at the end
+what the caller writes of the results. The same run started again continues from its newest usable
+checkpoint, at whatever world size and under whatever strategy.
 """
 
 import json
@@ -45,9 +45,11 @@ def train(
         config, data: what to train on what.
         context: this rank.
         folder: of the run; all ranks and machines see it. It is this run's own until the end.
-        write_results: called on the main rank while the folder is still held, with the configuration as it was run, how
-            the run ended, its metrics, and the lines of `metrics.jsonl`. Not for a run that had its results.
-        has_results: whether the results of so many steps were written, to the last file; asked on the main rank.
+        write_results: called on the main rank while the folder is still held, with the
+            configuration as it was run, how the run ended, its metrics, and the lines of
+            `metrics.jsonl`. Not for a run that had its results.
+        has_results: whether the results of so many steps were written, to the last file; asked on
+            the main rank.
         log_every: steps between progress lines.
         progress: called with a line now and then.
 

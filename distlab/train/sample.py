@@ -84,8 +84,8 @@ def generate(
         tokens_T: `(T,)` int64 on the model's device, at least one.
 
     Raises:
-        ValueError: nothing to continue, a negative count, or a temperature that is no number or neither 0 nor at least
-            1e-4, below which logits overflow.
+        ValueError: nothing to continue, a negative count, or a temperature that is no number or
+            neither 0 nor at least 1e-4, below which logits overflow.
     """
     if len(tokens_T) == 0 or count < 0:
         raise ValueError(

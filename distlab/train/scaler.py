@@ -1,7 +1,8 @@
 """Loss scaling for fp16 on which all ranks agree, whichever rank's shard of the gradient overflowed.
 
-`torch.amp.GradScaler` looks at a rank's own gradients. Under ZeRO and FSDP ranks hold different shards, so one
-would skip a step that another takes. Here the finite flag is reduced over the ranks before anybody decides.
+`torch.amp.GradScaler` looks at a rank's own gradients. Under ZeRO and FSDP ranks hold different
+shards, so one would skip a step that another takes. Here the finite flag is reduced over the ranks
+before anybody decides.
 """
 
 import math
@@ -15,7 +16,8 @@ class LossScaler:
 
     Args:
         scale: the loss is multiplied by it, the gradients divided.
-        growth_interval: steps without an overflow until the scale is doubled; an overflow halves it.
+        growth_interval: steps without an overflow until the scale is doubled; an overflow halves
+            it.
     """
 
     scale: float = 2.0**16

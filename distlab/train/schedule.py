@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Linear warm-up to `peak`, then half a cosine down to `floor · peak` (Loshchilov & Hutter 2017, SGDR, eq. 5).
+    """Linear warm-up to `peak`, then half a cosine down to `floor · peak` (Loshchilov & Hutter 2017, SGDR, eq.
+
+    5).
 
     Args:
         peak: the largest learning rate.

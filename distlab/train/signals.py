@@ -16,12 +16,12 @@ GRACE_S = 5.0  # until the main thread must have noticed
 class StopSignals:
     """Remembers such a signal instead of dying of it.
 
-    A main thread that waits in a collective for a dead rank never gets to see a signal; then the process ends
-    after `GRACE_S`, and the agent need not wait 30 s before it kills it.
+    A main thread that waits in a collective for a dead rank never gets to see a signal; then the
+    process ends after `GRACE_S`, and the agent need not wait 30 s before it kills it.
 
     Args:
-        answers: whether a line says at once that the signal has come, since a step may take long; of several ranks
-            one does.
+        answers: whether a line says at once that the signal has come, since a step may take long;
+            of several ranks one does.
     """
 
     def __init__(self, *, answers: bool = False) -> None:
@@ -30,7 +30,9 @@ class StopSignals:
 
     @contextmanager
     def caught(self) -> Iterator["StopSignals"]:
-        """Catch them inside; the handlers before come back afterwards. In threads other than the main one,
+        """Catch them inside; the handlers before come back afterwards.
+
+        In threads other than the main one,
         which get no signals, nothing happens.
         """
         with answered(self._note, self._hear):

@@ -39,8 +39,8 @@ def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
     """Return the loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
 
-    Ranks that share the vocabulary compute it in the head, where nobody needs all logits; so do those of a pipeline, of
-    which the others have no logits.
+    Ranks that share the vocabulary compute it in the head, where nobody needs all logits; so do
+    those of a pipeline, of which the others have no logits.
     """
     in_head = model.loss_in_head or layout.tensor > 1 or layout.pipeline > 1
     return loss_in_head if in_head else next_token_loss
@@ -66,8 +66,8 @@ def split(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
     """AdamW's class for a choice of operations, and options it is given besides the usual ones.
 
-    Both update all parameters in a few launches; the state has the same names, so that a checkpoint of one is
-    loaded by the other.
+    Both update all parameters in a few launches; the state has the same names, so that a checkpoint
+    of one is loaded by the other.
     """
     if ops != "triton":
         return torch.optim.AdamW, {"fused": True}
@@ -101,12 +101,13 @@ class TrainStep:
         model: under a strategy of `distlab.parallel`; forward and loss run under its `autocast()`.
         optimizer: over the wrapped model's parameters.
         loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
-        max_grad_norm: clip the averaged gradients, over all ranks' shards, to this L2 norm; the norm before is
-            left in `grad_norm`.
-        scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is skipped on all
-            (reads a flag on the host).
+        max_grad_norm: clip the averaged gradients, over all ranks' shards, to this L2 norm; the
+            norm before is left in `grad_norm`.
+        scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is
+            skipped on all (reads a flag on the host).
         context: this rank's; needed with a scaler only, because all ranks must decide alike.
-        mark: called with "forward_backward" and "optimizer" as each phase ends (see `measure.clock`).
+        mark: called with "forward_backward" and "optimizer" as each phase ends (see
+            `measure.clock`).
 
     Raises:
         ValueError: a scaler without a context.

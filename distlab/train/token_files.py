@@ -4,8 +4,8 @@
     .bin       raw little-endian uint16, or uint32 if `--token-dtype` says so
     others     text: the bytes are the tokens
 
-Archives, checkpoints and tables are refused: their bytes are those of a container, and a model would learn to predict
-these. Imports no torch.
+Archives, checkpoints and tables are refused: their bytes are those of a container, and a model
+would learn to predict these. Imports no torch.
 """
 
 import os
@@ -103,8 +103,9 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
         dtype: type of a `.bin`: `uint16` (default) or `uint32`.
 
     Raises:
-        OSError: it cannot be read. ValueError: no file of tokens, a size that is not a multiple of the dtype's, a
-            dtype that is not allowed, a `.bin` that seems to hold uint32 where no dtype is given, or no tokens.
+        OSError: it cannot be read. ValueError: no file of tokens, a size that is not a multiple of
+            the dtype's, a dtype that is not allowed, a `.bin` that seems to hold uint32 where no
+            dtype is given, or no tokens.
     """
     path = Path(path)
     kind = kind_of(path)

@@ -3,10 +3,10 @@
     distlab run ddp_bench --quick
     distlab run ddp_bench --nproc 2 --size medium --batch 8 --dtype bf16
 
-Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in interleaved rounds
-so that clock drift affects all equally, and explains each: what it sent (checked against the closed form), how long
-communication ran and how much of that compute covered (from the profiler), and whether its result equals
-training in one process.
+Times no communication at all (`local`), the hand-written strategies and torch's DDP in one run, in
+interleaved rounds so that clock drift affects all equally, and explains each: what it sent (checked
+against the closed form), how long communication ran and how much of that compute covered (from the
+profiler), and whether its result equals training in one process.
 """
 
 import time

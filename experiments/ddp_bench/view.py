@@ -171,9 +171,9 @@ class Overhead:
 def what_communication_costs(records: Records) -> list[str]:
     """Say whether the fastest of our strategies that overlap hides its communication.
 
-    There are three verdicts. *Hidden* needs an interval that ends below 10 % of the step and a trace in which compute
-    covers at least half of the communication. *In the way* needs an interval that begins above 10 %. Everything else
-    is *cannot tell*, with the reason and what would help.
+    There are three verdicts. *Hidden* needs an interval that ends below 10 % of the step and a
+    trace in which compute covers at least half of the communication. *In the way* needs an interval
+    that begins above 10 %. Everything else is *cannot tell*, with the reason and what would help.
     """
     overlapping = [
         r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
@@ -255,9 +255,10 @@ def ours(records: Records, metric: str) -> list[Record]:
 def draw_step_times(records: Records, path: Path) -> None:
     """Draw a bar per row: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
 
-    Compute is `local`'s step without its optimizer. Causes have the length that the trace gives them. The overhead of a
-    row without a trace, or whose account does not close, is one grey part, `not explained`. The number is the median
-    step. A bar may reach beyond it, where a cause is offset by a negative one, such as compute that is faster.
+    Compute is `local`'s step without its optimizer. Causes have the length that the trace gives
+    them. The overhead of a row without a trace, or whose account does not close, is one grey part,
+    `not explained`. The number is the median step. A bar may reach beyond it, where a cause is
+    offset by a negative one, such as compute that is faster.
     """
     timed = [record for record in records if is_number(record.metrics.get("step_p50_ms"))]
     local = LOCAL(timed)

@@ -6,20 +6,22 @@
     distlab run kernel_roofline --chain bias gelu multiply  # one of your own
     distlab run kernel_roofline --only add --shrink 1 8 64  # the same at smaller sizes
 
-Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's own, compile: the
-naive form through torch.compile, template: of matmuls, the best of Inductor's Triton templates with cuBLAS left out,
-liger and torchao: Liger Kernel's, and of the linear layer in fp8 torchao's, where they are installed). Wall: the time
-of a call in a loop, as a model calls it, and the host's part of it. Device: the time of a CUDA graph's replay with the
-L2 flushed before it; GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share
-of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against float64, relative to
-the largest value (none where results are random, and of the optimizer). Beside the measured ratio to the naive form
-stands the predicted one.
+Each operation in each direction × (ours, naive: plain torch one kernel at a time, builtin: torch's
+own, compile: the naive form through torch.compile, template: of matmuls, the best of Inductor's
+Triton templates with cuBLAS left out, liger and torchao: Liger Kernel's, and of the linear layer in
+fp8 torchao's, where they are installed). Wall: the time of a call in a loop, as a model calls it,
+and the host's part of it. Device: the time of a CUDA graph's replay with the L2 flushed before it;
+GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share
+of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against
+float64, relative to the largest value (none where results are random, and of the optimizer). Beside
+the measured ratio to the naive form stands the predicted one.
 
-Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads' registers, and `add_gelu`,
-which torch.compile makes one kernel and ours are two. Chains (`add+rms_norm+silu`, in `chains`) are rows too, with
-an account of its traffic.
+Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads'
+registers, and `add_gelu`, which torch.compile makes one kernel and ours are two. Chains
+(`add+rms_norm+silu`, in `chains`) are rows too, with an account of its traffic.
 
-All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and temperature.
+All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and
+temperature.
 
 The rows are in `cases`, clocks and ceilings in `timing`, the prediction in `prediction`.
 """

@@ -55,7 +55,8 @@ class Case:
         tiny: the shape in the smoke test.
         dtype: torch's name of it.
         takes: a name of OPERANDS, or what makes operands of the shape.
-        least: least FLOPs and bytes, a function of shape, dtype and, unless it has none, `backward`.
+        least: least FLOPs and bytes, a function of shape, dtype and, unless it has none,
+            `backward`.
         variants: name → function of the inputs; "compile" and "template" are made from `plain`.
         directions: "fwd", "bwd" or "both".
         compute: bound by arithmetic: the share of cuBLAS counts, not that of the copy.

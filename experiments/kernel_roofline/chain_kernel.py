@@ -3,9 +3,10 @@
     s = x + residual, in fp32, never stored;  z = RMSNorm(s)·w, LayerNorm(s)·w + b or softmax(s)
     y = silu(SCALE·z + bias)
 
-Shapes: x, residual, y (N, D), contiguous, any of fp32, fp16 and bf16; w, b, bias (D). A program per tile of rows, each
-of which stays in registers from its load to its store. Forward only: it shows what a fusion brings. Bytes: x, residual
-and y once; `kernels.rmsnorm.add_rms_norm` stores s too, which the next block needs.
+Shapes: x, residual, y (N, D), contiguous, any of fp32, fp16 and bf16; w, b, bias (D). A program per
+tile of rows, each of which stays in registers from its load to its store. Forward only: it shows
+what a fusion brings. Bytes: x, residual and y once; `kernels.rmsnorm.add_rms_norm` stores s too,
+which the next block needs.
 """
 
 import torch

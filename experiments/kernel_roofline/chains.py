@@ -1,8 +1,9 @@
 """Chains of operations as one kernel: what they move one by one and fused, predicted and measured.
 
-A chain is a list of names of OPERATIONS, applied one after the other to x (N, D). It is run one by one in x's own dtype
-(`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`), through torch.compile, and by
-`chain_kernel` where that has such a form. The traffic one by one and fused is that of `distlab.theory.fusion`.
+A chain is a list of names of OPERATIONS, applied one after the other to x (N, D). It is run one by
+one in x's own dtype (`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`),
+through torch.compile, and by `chain_kernel` where that has such a form. The traffic one by one and
+fused is that of `distlab.theory.fusion`.
 """
 
 import itertools

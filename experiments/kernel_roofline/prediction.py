@@ -1,10 +1,11 @@
 """The ratio to the naive form, predicted: what each of its operations moves, at the rate that its kind reaches.
 
-The naive form runs on the meta device, where nothing is computed, under a counter at torch's dispatcher. Torch's
-kernels for whole tensors reach the copy's bandwidth, those that broadcast a smaller operand, reduce, or widen the dtype
-do not; the rates of the four kinds (`measure.memory_traffic`) are measured in the run itself. The fused kernel is
-predicted to move the least bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time
-of an empty kernel once.
+The naive form runs on the meta device, where nothing is computed, under a counter at torch's
+dispatcher. Torch's kernels for whole tensors reach the copy's bandwidth, those that broadcast a
+smaller operand, reduce, or widen the dtype do not; the rates of the four kinds
+(`measure.memory_traffic`) are measured in the run itself. The fused kernel is predicted to move the
+least bytes, or those it knowingly moves, at the copy's bandwidth. Every number carries the time of
+an empty kernel once.
 """
 
 import contextlib

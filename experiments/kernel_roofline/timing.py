@@ -22,7 +22,10 @@ def can_be_captured(run: Callable[[], Any]) -> bool:
 
 
 class Prepared(NamedTuple):
-    """What is timed: a graph's replay, or the call itself. `kept` is what the graph reads, and must live as long."""
+    """What is timed: a graph's replay, or the call itself.
+
+    `kept` is what the graph reads, and must live as long.
+    """
 
     call: Callable[[], Any]
     captured: bool
@@ -32,7 +35,8 @@ class Prepared(NamedTuple):
 def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = True) -> Prepared:
     """One run, warm, as a CUDA graph where it can be captured, which a peer that waits for the device cannot.
 
-    `make` is called on the stream that is captured, because a backward runs on the stream of its forward.
+    `make` is called on the stream that is captured, because a backward runs on the stream of its
+    forward.
     """
     if device != "cuda":
         return Prepared(make(), False, None)
@@ -74,7 +78,8 @@ def calls_within(ms: float, call: Callable[[], Any], device: str) -> int:
 def fits(held: int) -> bool:
     """Whether what all variants hold at most, in bytes, can be held at once: a graph keeps what its run allocated.
 
-    As much again is left for what is lost between blocks, the runs before a capture and the calls in a loop.
+    As much again is left for what is lost between blocks, the runs before a capture and the calls
+    in a loop.
     """
     free = (
         torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
@@ -96,8 +101,8 @@ def spills(run: Callable[[], Any]) -> dict[str, int]:
 def ceilings(device: str, repeat_ms: int) -> dict[str, float]:
     """Rates that rows are held against, measured now.
 
-    `copy_gb_per_s` is the faster of cudaMemcpy and torch's element-wise kernel; the rates of the other kinds of torch's
-    operations are what `prediction` needs.
+    `copy_gb_per_s` is the faster of cudaMemcpy and torch's element-wise kernel; the rates of the
+    other kinds of torch's operations are what `prediction` needs.
     """
     on_gpu = device == "cuda"
 

@@ -4,9 +4,10 @@
     dK, dV       dV = Pᵀ dO,  dK = scale · dSᵀ Q      a program per BLOCK_N keys, walking over queries
     dQ           dQ = scale · dS K                    a program per BLOCK_M queries, walking over keys
 
-with P = exp(S − LSE) and dS = P ∘ (dO Vᵀ − Δ), Δ = rowsum(dO ∘ O). Causal, q, k, v of (H, T, D), T a multiple of the
-tiles, D a power of two: what the shipped kernels (`kernels/flash_attention`) do for windows, documents, shared keys and
-any length is left out, so that the steps can be seen. The flags, in the order of the steps:
+with P = exp(S − LSE) and dS = P ∘ (dO Vᵀ − Δ), Δ = rowsum(dO ∘ O). Causal, q, k, v of (H, T, D), T
+a multiple of the tiles, D a power of two: what the shipped kernels (`kernels/flash_attention`) do
+for windows, documents, shared keys and any length is left out, so that the steps can be seen. The
+flags, in the order of the steps:
 
     SKIP      tiles that the mask hides are not visited: half of the work
     SPLIT     only tiles that the mask cuts compare indices; the others are a loop of their own

@@ -1,6 +1,7 @@
 """A tile through shared memory, written by rows and read by columns: with and without a swizzle, in Gluon.
 
-Triton chooses such layouts itself, and swizzles; Gluon, which comes with it, leaves them to the author.
+Triton chooses such layouts itself, and swizzles; Gluon, which comes with it, leaves them to the
+author.
 """
 
 from triton.experimental import gluon
@@ -13,7 +14,8 @@ SIDE = gl.constexpr(32)
 def transpose_kernel(y_ptr, rounds, PHASES: gl.constexpr):
     """y (32, 32) of this program = Σ over `rounds` r of (row · 32 + column + r), each through shared memory.
 
-    Column c of row r lies at column c xor (r mod PHASES): a column of the tile is spread over PHASES of the 32 banks.
+    Column c of row r lies at column c xor (r mod PHASES): a column of the tile is spread over
+    PHASES of the 32 banks.
     """
     by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     by_column: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])

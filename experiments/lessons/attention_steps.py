@@ -4,11 +4,12 @@
     distlab run attention_steps --head-dims 64 128    # of two widths
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
-Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be read beside this
-table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked tiles skipped; the
-diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in one pass. Around them, in the same
-rounds: attention as in the formula, a `torch.compile`d backward behind a Triton forward, the shipped kernels, torch's
-own, and the shipped kernels in fp32, with exact fp32 multiplications and with emulated ones.
+Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be
+read beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want;
+masked tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the
+backward in one pass. Around them, in the same rounds: attention as in the formula, a
+`torch.compile`d backward behind a Triton forward, the shipped kernels, torch's own, and the shipped
+kernels in fp32, with exact fp32 multiplications and with emulated ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -184,7 +185,8 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
 
 def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
     """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
-    the matmuls of the tiles visited before over those visited now, where a step changes what is computed.
+    the matmuls of the tiles visited before over those visited now, where a step changes what is
+    computed.
     """
     for before, now in pairwise(steps):
         work = [step.matmul_flops(length) for step in (before, now)]

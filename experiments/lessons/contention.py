@@ -3,10 +3,11 @@
     distlab run contention --nproc 2
     distlab run contention --nproc 2 --ways all-reduce all-reduce-4-ctas --megabytes 256
 
-NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and all transfers use the
-memory's bandwidth. Beside long kernels a message also waits until one of them leaves multiprocessors free. A row is a
-computation, bound by arithmetic or by memory, beside a queue of messages that are sent in one way: how fast each runs
-beside the other, and what one message costs the computation. On CPUs messages and computation share cores.
+NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and
+all transfers use the memory's bandwidth. Beside long kernels a message also waits until one of them
+leaves multiprocessors free. A row is a computation, bound by arithmetic or by memory, beside a
+queue of messages that are sent in one way: how fast each runs beside the other, and what one
+message costs the computation. On CPUs messages and computation share cores.
 """
 
 from collections.abc import Callable, Sequence

@@ -7,15 +7,16 @@
     distlab run model_benchmark --preset memory      # memory over contexts, in fp32 and bf16
     distlab run model_benchmark --preset recomputation  # of activations: memory, time
 
-Times forward without gradients, forward, forward and backward, and the full step for every combination of the given
-sizes, contexts, batches, dtypes, implementations and strategies; each row is checked against the plainest model of the
-same weights, its clock against the wall's, and its speed against the device's peak.
+Times forward without gradients, forward, forward and backward, and the full step for every
+combination of the given sizes, contexts, batches, dtypes, implementations and strategies; each row
+is checked against the plainest model of the same weights, its clock against the wall's, and its
+speed against the device's peak.
 
-On request the full step of each combination is taken apart, from the profiler's traces: the kernels with the most time
-in forward, backward, optimizer and inference, the kinds of work by time beside their FLOPs in each phase, and the
-parts of the model (`by_part`), measured beside predicted; memory over time by category,
-with the largest blocks and who asked for them; and what a block saves for backward, eager, compiled and with this lab's
-kernels. That is in `taken_apart`.
+On request the full step of each combination is taken apart, from the profiler's traces: the kernels
+with the most time in forward, backward, optimizer and inference, the kinds of work by time beside
+their FLOPs in each phase, and the parts of the model (`by_part`), measured beside predicted; memory
+over time by category, with the largest blocks and who asked for them; and what a block saves for
+backward, eager, compiled and with this lab's kernels. That is in `taken_apart`.
 """
 
 import itertools
@@ -49,9 +50,12 @@ from .trials import (
 
 
 def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
-    """Time every combination, then take its step apart; call it on every rank. What fails is a row that says why.
+    """Time every combination, then take its step apart; call it on every rank.
 
-    With `nvtx`, cudaProfilerStart is called before and cudaProfilerStop after the timed calls, for Nsight Systems.
+    What fails is a row that says why.
+
+    With `nvtx`, cudaProfilerStart is called before and cudaProfilerStop after the timed calls, for
+    Nsight Systems.
 
     Raises:
         ValueError: a strategy that needs a GPU.
@@ -104,8 +108,8 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
 def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
     """Rows of what is wanted of one combination's full step, in the parts of the run; call it on every rank.
 
-    Traces, pictures and the allocator's history are written to the run's folder. What fails is reported, and has no
-    rows.
+    Traces, pictures and the allocator's history are written to the run's folder. What fails is
+    reported, and has no rows.
     """
     label = config.label(trial)
     name = label or trial.factory or trial.size

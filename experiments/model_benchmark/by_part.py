@@ -1,8 +1,9 @@
 """A step's time by part of the model: scores, softmax, values; norms; feed-forward; measured beside predicted.
 
-The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched each kernel; on a CPU,
-inside which each operator ran. The same step, eager, is counted at torch's dispatcher inside the same ranges: FLOPs and
-bytes of every operator, at the rates that such operators reach by themselves in this run (`Rates`).
+The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched
+each kernel; on a CPU, inside which each operator ran. The same step, eager, is counted at torch's
+dispatcher inside the same ranges: FLOPs and bytes of every operator, at the rates that such
+operators reach by themselves in this run (`Rates`).
 """
 
 import re
@@ -119,7 +120,8 @@ class Rates:
 
     Args:
         flops_per_s: of a matmul (`matmul`), of fused attention (`attention`) and of its backward.
-        bytes_per_s: of each of `measure.memory_traffic.KINDS`, and of torch's norm (`norm`) and its backward.
+        bytes_per_s: of each of `measure.memory_traffic.KINDS`, and of torch's norm (`norm`) and its
+            backward.
         launch_s: what an empty kernel takes.
     """
 

@@ -114,10 +114,12 @@ def time_mode(
 ) -> dict[int, Metrics] | str:
     """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
 
-    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go on together.
+    Memory runs out in the first call or not at all, so the ranks agree on it there, before they go
+    on together.
 
     Raises:
-        Implausible: the clock misses part of the work, nothing was computed, or faster than the device can be.
+        Implausible: the clock misses part of the work, nothing was computed, or faster than the
+            device can be.
     """
     context = trial.context
     timer = PhaseTimer(context.device)

@@ -50,8 +50,9 @@ Swept = make_dataclass("Swept", map(_swept, SWEPT), bases=(Options,), frozen=Tru
 class BenchmarkConfig(OwnModel, Swept):
     """Every combination of the options that take several values, and what to look at in each.
 
-    All rows of one combination come from one series, so that several warm-ups show what those calls cost. A process is
-    cold only once: compare warm-ups in the first combination. Raises ValueError for a value that is not allowed.
+    All rows of one combination come from one series, so that several warm-ups show what those calls
+    cost. A process is cold only once: compare warm-ups in the first combination. Raises ValueError
+    for a value that is not allowed.
     """
 
     modes: tuple[str, ...] = option(
@@ -118,8 +119,8 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
 def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
     """How far loss and gradients are from the plainest model: fp32, naive attention, torch's operations, eager.
 
-    Same weights, same batch, in one process, before any strategy. The reference recomputes its blocks, so that naive
-    attention needs the memory of one.
+    Same weights, same batch, in one process, before any strategy. The reference recomputes its
+    blocks, so that naive attention needs the memory of one.
 
     Returns:
         See `relative_errors`.

@@ -3,12 +3,13 @@
     distlab run plan --model xl --batch 512 --devices h100:64 --link nvlink --tokens 1e11
     distlab run plan --model llama-8B --batch 2048 --cluster dgx-h100:1024 --tokens 1e12 --days 30
 
-Every strategy is tried with the micro-batches that divide a rank's share of the batch, hybrid sharding with groups of
-one node and of 2, 4, 8, … nodes, without recomputation, with selective and with full, in every layout that the model
-and the cluster allow: data × pipeline × context × tensor, tensor within a node, a stage on one node or several. Memory
-comes from `distlab.theory.memory`, time from `distlab.simulate.estimate`, days from the goodput that failures leave:
-all are predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test
-holds the first choice against others, simulated.
+Every strategy is tried with the micro-batches that divide a rank's share of the batch, hybrid
+sharding with groups of one node and of 2, 4, 8, … nodes, without recomputation, with selective and
+with full, in every layout that the model and the cluster allow: data × pipeline × context × tensor,
+tensor within a node, a stage on one node or several. Memory comes from `distlab.theory.memory`,
+time from `distlab.simulate.estimate`, days from the goodput that failures leave: all are
+predictions, at the shares of the datasheets' peaks that a calibrated machine reaches. A test holds
+the first choice against others, simulated.
 """
 
 import math
@@ -95,8 +96,9 @@ def measure(config: PlanConfig, context: RankContext, run: Run) -> None:
 def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[Choice, Metrics]]:
     """Return the choices of a layout that become rows, without trying all of them.
 
-    Without a model that ranks share, those are the fastest micro-batches that fit of each way (a strategy with its
-    group and recomputation), else the one fastest choice. A way of which nothing fits is shown by its least memory.
+    Without a model that ranks share, those are the fastest micro-batches that fit of each way (a
+    strategy with its group and recomputation), else the one fastest choice. A way of which nothing
+    fits is shown by its least memory.
     """
     _, ranks = config.fleet()
 
@@ -168,8 +170,9 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
 def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metrics]) -> list[Choice]:
     """Return the largest micro-batches of a series that fit, the largest first, as many as can be the fastest.
 
-    Larger ones take more memory, so that the largest which fits is found by halving. The whole share at once is the
-    exception: where nothing is accumulated, no sums of gradients stand in memory.
+    Larger ones take more memory, so that the largest which fits is found by halving. The whole
+    share at once is the exception: where nothing is accumulated, no sums of gradients stand in
+    memory.
     """
     whole = [choice for choice in series if choice.micro_batches == 1 and needed(choice)["fits"]]
     parts = [choice for choice in series if choice.micro_batches > 1]
@@ -185,8 +188,9 @@ def _fastest(
 ) -> Choice | None:
     """Return the fastest choice that fits, or None.
 
-    Choices are taken in order of their time, and only of these the memory is asked for. A smaller micro-batch is never
-    faster, except in a pipeline, which it keeps busier: there all are timed at once.
+    Choices are taken in order of their time, and only of these the memory is asked for. A smaller
+    micro-batch is never faster, except in a pipeline, which it keeps busier: there all are timed at
+    once.
     """
     shape, (_, ranks) = config.shape(), config.fleet()
     # seconds, a number that breaks ties, what is left

@@ -21,7 +21,10 @@ WIDEST = 8  # ranks along an axis that is offered
 
 @dataclass(frozen=True)
 class PlanConfig(MachineOptions):
-    """The question. Raises ValueError for a batch that the devices cannot divide, with the nearest that they can."""
+    """The question.
+
+    Raises ValueError for a batch that the devices cannot divide, with the nearest that they can.
+    """
 
     batch: int = option(512, "sequences per step, over all devices", least=1)
     device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")

@@ -4,13 +4,15 @@
     distlab run predict --case docs/learn/case_example.json  # a run of your own
     distlab run predict --preset ddp_bench                   # steps of ddp_bench on two H200s
 
-Each published run says where the figure comes from, what is known and what was assumed. No constant is fitted to a
-published figure: constants come from this lab's one-host records and from datasheets. A case file is described in
-docs/learn/scale.md, an example is docs/learn/case_example.json.
+Each published run says where the figure comes from, what is known and what was assumed. No constant
+is fitted to a published figure: constants come from this lab's one-host records and from
+datasheets. A case file is described in docs/learn/scale.md, an example is
+docs/learn/case_example.json.
 
-Steps of ddp_bench are simulated: each strategy's own code on fake tensors. Five constants of the machine come from one
-record of ddp_bench (its local, naive, flat and overlap rows), and the memory bandwidth of operators from `local` of
-another (see `distlab.simulate.calibrate`); afterwards what was measured is put beside them:
+Steps of ddp_bench are simulated: each strategy's own code on fake tensors. Five constants of the
+machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the memory
+bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); afterwards what
+was measured is put beside them:
 
     distlab run predict --calibrate records/ddp_bench/h200x2-xl-batch8.json --models xl:2 xl:8
     distlab run predict --predictions records/predict/cpu-h200.json \\

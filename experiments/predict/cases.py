@@ -1,7 +1,7 @@
 """Published runs, each with its source, what is known of it and what had to be assumed.
 
-Only data-parallel runs that are described well enough to be computed; figures whose wording left a doubt say so under
-`assumed`. None of them was used to choose a constant.
+Only data-parallel runs that are described well enough to be computed; figures whose wording left a
+doubt say so under `assumed`. None of them was used to choose a constant.
 """
 
 from typing import Any

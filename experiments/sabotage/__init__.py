@@ -3,10 +3,11 @@
     distlab run sabotage            # two CPU ranks, about a minute
     distlab run sabotage --quick    # shorter curves
 
-Classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training run. Each is put to
-the checks that this lab's commands make (equality with one process, closed form of what is sent, attention against
-float64, pairs of query and key that the busiest rank sees), beside the healthy run, which must pass them all; or the
-strategy itself raises an error. The picture shows the symptom: both loss curves.
+Classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training
+run. Each is put to the checks that this lab's commands make (equality with one process, closed form
+of what is sent, attention against float64, pairs of query and key that the busiest rank sees),
+beside the healthy run, which must pass them all; or the strategy itself raises an error. The
+picture shows the symptom: both loss curves.
 
 The mistakes are listed in `mistakes`, and made in `faults`.
 """
@@ -63,7 +64,10 @@ class SabotageConfig(Options):
 
 
 def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
-    """A row per mistake. Each starts ranks of its own, since a mistake may hang or crash those it runs on."""
+    """A row per mistake.
+
+    Each starts ranks of its own, since a mistake may hang or crash those it runs on.
+    """
     for number, name in enumerate(config.mistakes, 1):
         if run.done(name):
             continue

@@ -1,8 +1,8 @@
 """How each mistake is made.
 
-A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a strategy's user is a
-subclass that stands for a training loop that makes it. Those where ranks share a model replace a function of the layout
-or of the pipeline while the ranks run.
+A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a
+strategy's user is a subclass that stands for a training loop that makes it. Those where ranks share
+a model replace a function of the layout or of the pipeline while the ranks run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,8 +88,8 @@ class ReducesTheParameter(NaiveDDP):
 class NeverWaits(OverlapDDP):
     """Asynchronous all-reduces whose `wait()` was forgotten.
 
-    In reality a race, lost now and then. Here it is always lost: the means land in the gradients only when the next
-    step begins, long after the optimizer has read them.
+    In reality a race, lost now and then. Here it is always lost: the means land in the gradients
+    only when the next step begins, long after the optimizer has read them.
     """
 
     _late: tuple[tuple[Tensor, Any], ...] = ()
@@ -173,8 +173,8 @@ class SendsEachMicroBatch(BucketedDDP):
 class WaitsInOwnersForward(ZeroOptimizer):
     """Only the forward of the module that owns parameters waits for their all-gather.
 
-    Messages as small as these usually arrive before the parameters are read. So the results of an all-gather are held
-    back until the wait, as on a slow network.
+    Messages as small as these usually arrive before the parameters are read. So the results of an
+    all-gather are held back until the wait, as on a slow network.
     """
 
     def step(self, *args: Any, **kwargs: Any) -> None:

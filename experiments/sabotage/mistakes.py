@@ -52,7 +52,8 @@ def language_model(
     Args:
         attention: for every block.
         tied: whether the head uses the embedding's matrix.
-        logits: by how much attention's scores are multiplied, as queries and keys grow in long trainings.
+        logits: by how much attention's scores are multiplied, as queries and keys grow in long
+            trainings.
     """
 
     def build(seed: int, device: torch.device) -> nn.Module:

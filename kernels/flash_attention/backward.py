@@ -7,15 +7,17 @@ With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id − dLS
 where dLSE is the gradient of the log-sum-exp if that was asked for. With softcap c, s is c · t with
 t = tanh(scale/c · Q Kᵀ), and dS has the factor 1 − t².
 
-`delta_kernel` computes Δ and prepares LSE in units of log2. `dkdv_kernel` owns block_n keys and walks over query tiles
-with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of the next matmuls and never leave the
-registers. `dq_kernel` owns block_m queries and walks over key tiles. Seven matmuls instead of the five of a single
-pass, but no two programs add to the same address: results are bit-identical from run to run.
+`delta_kernel` computes Δ and prepares LSE in units of log2. `dkdv_kernel` owns block_n keys and
+walks over query tiles with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of
+the next matmuls and never leave the registers. `dq_kernel` owns block_m queries and walks over key
+tiles. Seven matmuls instead of the five of a single pass, but no two programs add to the same
+address: results are bit-identical from run to run.
 
-Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are summed inside one
-program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by convention). Bytes: q, k, v, o, do, lse
-once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are rounded to the input dtype before their matmuls.
-A query row without a visible key contributes nothing and receives zero.
+Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are
+summed inside one program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by
+convention). Bytes: q, k, v, o, do, lse once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are
+rounded to the input dtype before their matmuls. A query row without a visible key contributes
+nothing and receives zero.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
 """
@@ -83,8 +85,8 @@ def delta_kernel(
 ):
     """Δ = rowsum(dO ∘ O) − dLSE and LSE·log2(e) of all rows, padded; dLSE is zero where dlse_ptr is None.
 
-    Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there.
-    Also clears the B · H · padded_count rows of BLOCK_D elements at dq_sum_ptr, unless that is None.
+    Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there. Also clears the
+    B · H · padded_count rows of BLOCK_D elements at dq_sum_ptr, unless that is None.
     """
     if dq_sum_ptr is not None:
         gdc_launch_dependents()
@@ -468,7 +470,8 @@ def launch_delta(
 ) -> Saved:
     """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o; clear dq_sum.
 
-    `dlse`, contiguous like lse, is the gradient of lse. Last dimensions are contiguous, and nothing is empty.
+    `dlse`, contiguous like lse, is the gradient of lse. Last dimensions are contiguous, and nothing
+    is empty.
     """
     batch, heads, query_count, head_dim = q.shape
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING

@@ -1,12 +1,13 @@
 """Tile shapes and launch parameters of the three attention kernels, by GPU, dtype, head dim and size.
 
-TABLE is frozen: found with tune.py and kept in tiles.csv, so that nobody waits for a
-search at start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
+TABLE is frozen: found with tune.py and kept in tiles.csv, so that nobody waits for a search at
+start. A GPU that is not in it gets a small search among CANDIDATES at the first call of each kind.
 
-A line of tiles.csv has the fields of a `Key` and of three `Tile`s, and an origin: the shape (batch × heads × length ×
-head dim) and the milliseconds that the three kernels took on it, or "by analogy" where a neighbour's tiles were taken
-over after a check that they compile without heavy spilling. A class whose tiles are those of the next longer one has no
-line, except where a line says that "bf16x6" is the faster arithmetic.
+A line of tiles.csv has the fields of a `Key` and of three `Tile`s, and an origin: the shape (batch
+× heads × length × head dim) and the milliseconds that the three kernels took on it, or "by analogy"
+where a neighbour's tiles were taken over after a check that they compile without heavy spilling. A
+class whose tiles are those of the next longer one has no line, except where a line says that
+"bf16x6" is the faster arithmetic.
 """
 
 import csv
@@ -36,7 +37,8 @@ class Tile:
     """How one kernel is launched.
 
     Args:
-        block_m: queries per tile; block_n: keys per tile. Powers of two, at least 16, block_m at most 128.
+        block_m: queries per tile; block_n: keys per tile. Powers of two, at least 16, block_m at
+            most 128.
         warps, stages: warps per program, depth of the software pipeline.
         head_group: heads that advance together, so that their K and V stay in the L2.
         tma: load the tiles of the inner loop through tensor descriptors where the layout allows it.
@@ -165,8 +167,8 @@ def lookup(key: Key) -> Choice | None:
 def settled(q: Tensor, problem: Problem) -> Problem:
     """Replace "emulated" precision in a problem by the arithmetic that is the faster one for a call with this q.
 
-    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere. Dtypes of 16 bits have one arithmetic,
-    "ieee".
+    That is "bf16x6" where TABLE has a row for it, and "tf32x3" elsewhere. Dtypes of 16 bits have
+    one arithmetic, "ieee".
     """
     if q.element_size() == 2:
         return replace(problem, precision="ieee")

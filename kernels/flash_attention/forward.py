@@ -1,18 +1,21 @@
 """FlashAttention-2 forward in Triton.
 
-Math, per batch and head, with s = scale · Q Kᵀ restricted to visible keys (`ranges.py` says which those are):
+Math, per batch and head, with s = scale · Q Kᵀ restricted to visible keys (`ranges.py` says which
+those are):
 
     O = softmax(s) V            LSE_i = log Σ_j exp(s_ij)
 
-One program owns BLOCK_M query rows and walks over key tiles with the online softmax: the running row maximum m and
-row sum l rescale what was accumulated so far, so that no (T_q, T_k) matrix ever reaches memory. exp is computed as
-exp2 with scale·log2(e) folded into one multiply-add, and only tiles that the mask cuts compare indices.
+One program owns BLOCK_M query rows and walks over key tiles with the online softmax: the running
+row maximum m and row sum l rescale what was accumulated so far, so that no (T_q, T_k) matrix ever
+reaches memory. exp is computed as exp2 with scale·log2(e) folded into one multiply-add, and only
+tiles that the mask cuts compare indices.
 
-Shapes: B batch, H query heads, Hk key/value heads (H a multiple of Hk), Tq / Tk query / key length, D head dim.
+Shapes: B batch, H query heads, Hk key/value heads (H a multiple of Hk), Tq / Tk query / key length,
+D head dim.
     q (B, H, Tq, D), k and v (B, Hk, Tk, D), o like q, lse (B, H, Tq) fp32, natural logarithm.
-FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once.
-Saved for backward: q, k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input dtype for P·V.
-A row without a visible key gives o = 0 and lse = −inf.
+FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once. Saved for backward: q,
+k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input dtype for P·V. A row
+without a visible key gives o = 0 and lse = −inf.
 
 With softcap c (Gemma 2), s becomes c · tanh(s / c) before the mask.
 
@@ -185,7 +188,10 @@ def forward_kernel(
 def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem, tile: Tile
 ) -> None:
-    """Fill o and lse. Tensors as in the module docstring, last dimension contiguous, nothing empty."""
+    """Fill o and lse.
+
+    Tensors as in the module docstring, last dimension contiguous, nothing empty.
+    """
     batch, heads, query_count, head_dim = q.shape
     tile, (k_desc, v_desc) = described("forward", tile, k, v)
     launch(

@@ -1,7 +1,8 @@
 """Attention as people call it: two autograd Functions and one plain function.
 
 The Functions are the outermost layer: casts under autocast and reshaping happen inside them, and
-`o.grad_fn.saved_tensors` shows what is kept for backward: q, k, v, o and the log-sum-exp, nothing of size T².
+`o.grad_fn.saved_tensors` shows what is kept for backward: q, k, v, o and the log-sum-exp, nothing
+of size T².
 
 Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
 """
@@ -21,10 +22,9 @@ from .options import DTYPES, check_call, check_documents, document_bounds, is_de
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids, deterministic, softcap, return_lse;
-    see `flash_attention`.
-    Where Triton cannot run the plain-torch tiles are used instead. Saved: q, k, v, o, and the log-sum-exp of shape
-    `q.shape[:-1]`.
+    Further positional options: scale, window, alignment, precision, document_ids, deterministic,
+    softcap, return_lse; see `flash_attention`. Where Triton cannot run the plain-torch tiles are
+    used instead. Saved: q, k, v, o, and the log-sum-exp of shape `q.shape[:-1]`.
 
     Source: Dao, FlashAttention-2 (2023).
     """
@@ -116,36 +116,45 @@ def flash_attention(
     """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
 
     Args:
-        q: (B, T, D) or (B, H, T, D), fp32, fp16 or bf16, any strides; 1 ≤ D ≤ 256. Under autocast, cast inside.
-        k, v: (B, Tk, D) or (B, Hk, Tk, D); H a multiple of Hk (grouped-query, multi-query for Hk = 1).
+        q: (B, T, D) or (B, H, T, D), fp32, fp16 or bf16, any strides; 1 ≤ D ≤ 256. Under autocast,
+            cast inside.
+        k, v: (B, Tk, D) or (B, Hk, Tk, D); H a multiple of Hk (grouped-query, multi-query for Hk =
+            1).
         causal: query i sees keys j ≤ i + shift.
-        scale: factor of the scores, above 0, that float32 holds (1.2e-38 to 1.7e38); None means D ** -0.5.
-        window: query i sees only keys with |j − (i + shift)| ≤ window (itself and `window` positions on each side,
-            the later ones only if not causal); None means no window, and so does one as long as q and k.
-        alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift = 0), "bottom-right"
-            the last ones (shift = Tk − Tq), as for decoding with a cache.
-        precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as fp32 here and several
-            times as fast, by three TF32 matmuls ("tf32x3") or six of bf16 ("bf16x6"), whichever is known to be the
-            faster for the head dim and length; "ieee", fp32 units; "tf32", one matmul with 11 bits. fp16 and bf16 do
-            not depend on it.
-        document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only within one run of
-            equal ids. Or what `document_bounds` made of them, or of cu_seqlens, once for all layers.
-        deterministic: True for gradients that are bit-identical from run to run. False takes the fastest kernels, whose
-            sums of dQ may come in any order, so that its last bits change (those for Hopper do that up to D = 128; o,
-            dk and dv are bit-identical always). None follows `torch.use_deterministic_algorithms`.
-        softcap: caps scores smoothly: s becomes softcap · tanh(s / softcap), as in Gemma 2. The Triton kernels take
-            such calls on every GPU.
+        scale: factor of the scores, above 0, that float32 holds (1.2e-38 to 1.7e38); None means D
+            ** -0.5.
+        window: query i sees only keys with |j − (i + shift)| ≤ window (itself and `window`
+            positions on each side, the later ones only if not causal); None means no window, and so
+            does one as long as q and k.
+        alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift =
+            0), "bottom-right" the last ones (shift = Tk − Tq), as for decoding with a cache.
+        precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as
+            fp32 here and several times as fast, by three TF32 matmuls ("tf32x3") or six of bf16
+            ("bf16x6"), whichever is known to be the faster for the head dim and length; "ieee",
+            fp32 units; "tf32", one matmul with 11 bits. fp16 and bf16 do not depend on it.
+        document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only
+            within one run of equal ids. Or what `document_bounds` made of them, or of cu_seqlens,
+            once for all layers.
+        deterministic: True for gradients that are bit-identical from run to run. False takes the
+            fastest kernels, whose sums of dQ may come in any order, so that its last bits change
+            (those for Hopper do that up to D = 128; o, dk and dv are bit-identical always). None
+            follows `torch.use_deterministic_algorithms`.
+        softcap: caps scores smoothly: s becomes softcap · tanh(s / softcap), as in Gemma 2. The
+            Triton kernels take such calls on every GPU.
         return_lse: whether to return the log-sum-exp of the scores too, differentiable.
 
     Returns:
-        (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are 0.
-        With `return_lse` also (B, T) or (B, H, T) in fp32: log Σ exp(s) over visible keys, −inf where there is none.
+        (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are
+            0.
+        With `return_lse` also (B, T) or (B, H, T) in fp32: log Σ exp(s) over visible keys, −inf
+            where there is none.
 
     Raises:
         ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
 
-    Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton kernels run; on other
-    devices the plain-torch tiles. `create_graph=True` raises: the gradient of a gradient is not defined.
+    Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton
+    kernels run; on other devices the plain-torch tiles. `create_graph=True` raises: the gradient of
+    a gradient is not defined.
     """
     return apply(
         FlashAttention2,
@@ -173,8 +182,9 @@ def part_forward(
 ) -> tuple[Tensor, Tensor]:
     """Attention over some of the keys, to be merged with others by the log-sum-exp: (o, lse), without autograd.
 
-    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys. `plain` torch, for where
-    Triton cannot run or is interpreted, knows float64, too, whose lse is then float64.
+    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys.
+    `plain` torch, for where Triton cannot run or is interpreted, knows float64, too, whose lse is
+    then float64.
     """
     if not plain:
         return ops.forward_op(q, k, v, causal, *_PLAIN)
@@ -214,7 +224,8 @@ def cost(
 
     Args:
         q_shape, k_shape: as for `flash_attention`.
-        backward: the backward instead of the forward; counted by convention as five matmuls (2.5 × the forward).
+        backward: the backward instead of the forward; counted by convention as five matmuls (2.5 ×
+            the forward).
     """
     flops = ops.forward_flops(q_shape, k_shape, k_shape, causal, None, window, alignment)
     q_bytes = math.prod(q_shape) * dtype.itemsize

@@ -1,10 +1,11 @@
 """Which calls the Hopper kernels take, and their launchers; the kernels are in hopper_forward.py, hopper_backward.py
 and, for head dims above 128, hopper_wide.py.
 
-`serves` is the rule, which a deterministic backward asks only where `adds_in_any_order` is false, `SERVED` the rule in
-words, which `distlab doctor` says. What is not taken runs on the Triton kernels, with the same results: windows and
-packed documents, whose rows see keys between two borders where these kernels know only the upper one; softcap; other
-head dims; fp32; calls too short to fill the GPU.
+`serves` is the rule, which a deterministic backward asks only where `adds_in_any_order` is false,
+`SERVED` the rule in words, which `distlab doctor` says. What is not taken runs on the Triton
+kernels, with the same results: windows and packed documents, whose rows see keys between two
+borders where these kernels know only the upper one; softcap; other head dims; fp32; calls too short
+to fill the GPU.
 """
 
 import functools
@@ -73,9 +74,10 @@ def serves(
 ) -> bool:
     """Whether the Hopper kernel takes this call: (B, H, T, D) tensors with contiguous rows, `more` likewise.
 
-    They take fp16 and bf16 with one of HEAD_DIMS, causal or not, any lengths and heads, from LEAST_ROWS rows on, on
-    compute capability 9.0 with a Triton that has Gluon; no window, documents or softcap. TMA asks for 16-byte aligned
-    addresses and strides, and for dimensions that are not expanded. `direction` is "forward" or "backward".
+    They take fp16 and bf16 with one of HEAD_DIMS, causal or not, any lengths and heads, from
+    LEAST_ROWS rows on, on compute capability 9.0 with a Triton that has Gluon; no window, documents
+    or softcap. TMA asks for 16-byte aligned addresses and strides, and for dimensions that are not
+    expanded. `direction` is "forward" or "backward".
     """
     owned = q if direction == "forward" else k  # whose rows the programs share out
     least = LEAST_ROWS_64 if direction == "forward" and q.shape[-1] == 64 else LEAST_ROWS
@@ -105,8 +107,8 @@ def adds_in_any_order(q: Tensor) -> bool:
 def _descriptor(x: Tensor, rows: int) -> "TensorDescriptor":  # noqa: F821
     """Of tiles of `rows` rows of one head of a (B, H, T, D) tensor.
 
-    Columns past the head dim are read as zeros and not written. Of Δ and the log-sum-exp, which are contiguous: of runs
-    of `rows` elements.
+    Columns past the head dim are read as zeros and not written. Of Δ and the log-sum-exp, which are
+    contiguous: of runs of `rows` elements.
     """
     from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
@@ -128,8 +130,8 @@ def dealt_evenly(
 ) -> bool:
     """Whether programs of the forward have about as much to do, one as another, if its tiles go head after head.
 
-    A head with about as many tiles as there are programs gives the first of them all the long ones. `queries` and
-    `keys` are those of a tile.
+    A head with about as many tiles as there are programs gives the first of them all the long ones.
+    `queries` and `keys` are those of a tile.
     """
     last = [min(first + queries, query_count) - 1 for first in range(0, query_count, queries)][::-1]
     work = [max(cdiv(min(row + hi + 1, key_count), keys), 1) for row in last]
@@ -143,7 +145,8 @@ def dealt_evenly(
 def backward_cut(key_count: int, hi: int, square: bool = False) -> int:
     """Which tiles may have keys that some query does not see: 0 none, 1 each program's first, 2 any.
 
-    A program of the backward sees the diagonal in its first tile alone if its tiles are `square` and of one head.
+    A program of the backward sees the diagonal in its first tile alone if its tiles are `square`
+    and of one head.
     """
     if key_count % KEYS == 0 and hi + 1 >= key_count:
         return 0

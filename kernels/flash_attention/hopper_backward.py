@@ -1,41 +1,47 @@
 """FlashAttention-3 backward for Hopper in Gluon: one pass of five matmuls, dQ summed in memory by the TMA unit.
 
-The math, shapes and results are those of backward.py, with Δ and LSE·log2(e) from its `delta_kernel`. Where its two
-passes compute seven matmuls per tile, a program here owns 128 keys of a key head, walks over the query tiles that see
-them, of one query head after the other of `each` that read this key head, and computes every product once:
+The math, shapes and results are those of backward.py, with Δ and LSE·log2(e) from its
+`delta_kernel`. Where its two passes compute seven matmuls per tile, a program here owns 128 keys of
+a key head, walks over the query tiles that see them, of one query head after the other of `each`
+that read this key head, and computes every product once:
 
     Sᵀ = K Qᵀ    dPᵀ = V dOᵀ    Pᵀ = exp2(scale·log2(e)·Sᵀ − LSE₂)    dSᵀ = Pᵀ ∘ (dPᵀ − Δ)
     dV += Pᵀ dO    dK += dSᵀ Q    dQ += dS K
 
-Each of two consumer warpgroups owns 64 of the keys, with their dK and dV in registers. Pᵀ and dSᵀ are left operands
-of the next matmul from registers too; dS crosses to the other consumer in shared memory, because each computes half of
-the tile's dQ over all 128 keys: half of its columns at D = 128 (tiles of 64 queries), half of its rows at D = 64 (128).
-That half leaves as fp32 by a TMA reduction: other programs add to the same elements, in whatever order they come, so
-the last bits of dQ differ from run to run. dK and dV are bit-identical.
+Each of two consumer warpgroups owns 64 of the keys, with their dK and dV in registers. Pᵀ and dSᵀ
+are left operands of the next matmul from registers too; dS crosses to the other consumer in shared
+memory, because each computes half of the tile's dQ over all 128 keys: half of its columns at D =
+128 (tiles of 64 queries), half of its rows at D = 64 (128). That half leaves as fp32 by a TMA
+reduction: other programs add to the same elements, in whatever order they come, so the last bits of
+dQ differ from run to run. dK and dV are bit-identical.
 
     producer     K V Q₀ dO₀ │ Q₁ dO₁ │ ⋯                       (waits until the buffers of two tiles ago are read)
     consumer 0   │ dPᵀ │ exp2: P │ dV │ dS → shared, dK │ dQ of the tile before │ Sᵀ of the next │ dQ → shared → TMA │
     consumer 1         │ the same for the other 64 keys, half a step later      ⋮                                     │
 
-The sum of dQ lies in memory as the threads hold it, in pieces of 64 rows and 64 columns: each thread's elements four by
-four. So shared memory is written without bank conflicts, and TMA adds 16 KiB in one piece. Stores and operands take
-what shared memory delivers at D = 128.
+The sum of dQ lies in memory as the threads hold it, in pieces of 64 rows and 64 columns: each
+thread's elements four by four. So shared memory is written without bank conflicts, and TMA adds 16
+KiB in one piece. Stores and operands take what shared memory delivers at D = 128.
 
-dQ of a tile waits for a step, because it needs dS of both consumers: so they do not meet in the middle of every step,
-and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued before dQ is stored: the store overlaps
-it. dS has two buffers: `ds_full` says that both consumers have written one, `ds_free` that both have read it.
+dQ of a tile waits for a step, because it needs dS of both consumers: so they do not meet in the
+middle of every step, and one's exp2 runs under the other's matmuls. Sᵀ of the next tile is issued
+before dQ is stored: the store overlaps it. dS has two buffers: `ds_full` says that both consumers
+have written one, `ds_free` that both have read it.
 
-A mask may CUT no tile, the first of a program (D = 64, one query head), or any: there is no code for it in the others,
-which leaves them registers, and in these two cases the consumers take turns with exp2 in every step, not in the first
-alone. A kernel starts while the one before it ends, and waits for it where it reads what that wrote (`gdc_wait`).
+A mask may CUT no tile, the first of a program (D = 64, one query head), or any: there is no code
+for it in the others, which leaves them registers, and in these two cases the consumers take turns
+with exp2 in every step, not in the first alone. A kernel starts while the one before it ends, and
+waits for it where it reads what that wrote (`gdc_wait`).
 
-Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries of a tile, dQ 32 and
-the operands Q/4 each: 256 at D = 128, of which not all live at once, in the 240 that `setmaxnreg` leaves.
-Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16 each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
+Registers per thread of a consumer: dK and dV D/2 each, Sᵀ and dPᵀ Q/2 each, where Q is the queries
+of a tile, dQ 32 and the operands Q/4 each: 256 at D = 128, of which not all live at once, in the
+240 that `setmaxnreg` leaves. Shared memory, KiB, at D = 128 | 64: K, V 32 | 16 each, Q, dO 2 · 16
+each, dS 32 | 64, dQ 32, LSE and Δ 1 | 2.
 
-Saved for backward, dtypes and the meaning of a row without keys: as in backward.py. Besides its results the pass needs
-4 bytes · B · H · Tq · D for dQ in fp32 (Tq and D up to full tiles), which `delta_kernel` clears and `cast_kernel`
-rounds, and, of key heads that more than `each` query heads read, 4 · B · H / each · Tk · D for the parts of dK and dV.
+Saved for backward, dtypes and the meaning of a row without keys: as in backward.py. Besides its
+results the pass needs 4 bytes · B · H · Tq · D for dQ in fp32 (Tq and D up to full tiles), which
+`delta_kernel` clears and `cast_kernel` rounds, and, of key heads that more than `each` query heads
+read, 4 · B · H / each · Tk · D for the parts of dK and dV.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """

@@ -1,43 +1,51 @@
 """FlashAttention-3 forward for Hopper in Gluon: loads, matmuls and softmax overlap, each in warps of its own.
 
-The math, shapes and results are those of forward.py: O = softmax(s) V and LSE = log Σ exp s with s = scale · Q Kᵀ,
-key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D is 64, 128 or 256, sums are fp32.
+The math, shapes and results are those of forward.py: O = softmax(s) V and LSE = log Σ exp s with s
+= scale · Q Kᵀ, key k visible to query q iff k ≤ q + hi and k < Tk. Inputs are fp16 or bf16, D is
+64, 128 or 256, sums are fp32.
 
-A program owns QUERIES · CONSUMERS queries of one head and walks over key tiles of KEYS from the last to the first, so
-that the mask cuts the first tiles only. One warp, the producer, issues TMA copies; each consumer, a warpgroup of four
-warps, multiplies for 64 queries by wgmma. K of a tile and V of the tile before are multiplied together, so they are
-loaded together, into one of STAGES buffers with a pair of barriers: `full`, on which TMA counts arrived bytes, and
-`empty`, at which every consumer arrives once it has read both.
+A program owns QUERIES · CONSUMERS queries of one head and walks over key tiles of KEYS from the
+last to the first, so that the mask cuts the first tiles only. One warp, the producer, issues TMA
+copies; each consumer, a warpgroup of four warps, multiplies for 64 queries by wgmma. K of a tile
+and V of the tile before are multiplied together, so they are loaded together, into one of STAGES
+buffers with a pair of barriers: `full`, on which TMA counts arrived bytes, and `empty`, at which
+every consumer arrives once it has read both.
 
     producer     K₀ Q Q │ K₁ V₀ │ K₂ V₁ │ ⋯           (waits for `empty`)          │ K₀ of the next turn, V │ Q Q ⋯
     consumer 0   S₀ softmax₀ ├ S₁ → P₀V₀ ┬ softmax₁, rescale ├ S₂ → P₁V₁ ┬ softmax₂, rescale ├ ⋯ ┤ PV, divide, store
     consumer 1   ⋯ softmax₀, rescale     ├ S₁ → P₀V₀ ┬ softmax₁, rescale ├ ⋯
 
-Ping-pong: the consumers issue their matmuls in a fixed order, one after another, by named barriers. Tensor cores
-alternate between all that is issued; without an order every consumer would get its S late and at the same time, and all
-would compute the softmax while nothing multiplies. wgmma is asynchronous: `warpgroup_mma_wait(n)` waits until at most
-the n latest are in flight. P stays in registers as the left operand.
+Ping-pong: the consumers issue their matmuls in a fixed order, one after another, by named barriers.
+Tensor cores alternate between all that is issued; without an order every consumer would get its S
+late and at the same time, and all would compute the softmax while nothing multiplies. wgmma is
+asynchronous: `warpgroup_mma_wait(n)` waits until at most the n latest are in flight. P stays in
+registers as the left operand.
 
-Which queries: a program of one tile would have nothing to do while it starts, waits for its first loads and stores its
-last result. So a grid of one program per multiprocessor takes tile after tile, and the producer loads the next turn's
-Q, K and V meanwhile; O therefore has a buffer of its own, and Q two. Turns go there and back over the programs, which
-pairs long tiles with short ones. The longest tiles of `group` heads come first, then the shorter ones: of all heads,
-for an even end, or of one, so that programs share what the L2 holds (hopper.py says when, and when each tile has its
+Which queries: a program of one tile would have nothing to do while it starts, waits for its first
+loads and stores its last result. So a grid of one program per multiprocessor takes tile after tile,
+and the producer loads the next turn's Q, K and V meanwhile; O therefore has a buffer of its own,
+and Q two. Turns go there and back over the programs, which pairs long tiles with short ones. The
+longest tiles of `group` heads come first, then the shorter ones: of all heads, for an even end, or
+of one, so that programs share what the L2 holds (hopper.py says when, and when each tile has its
 own program).
 
-How many consumers: D = 64 multiplies half as much as D = 128 for as many exponentials, so two consumers leave the
-tensor cores idle more than half of the time. Four with tiles of 64 keys fit the registers, and share what is loaded
-among twice the queries; a consumer passes over tiles behind the last key that its own queries see.
+How many consumers: D = 64 multiplies half as much as D = 128 for as many exponentials, so two
+consumers leave the tensor cores idle more than half of the time. Four with tiles of 64 keys fit the
+registers, and share what is loaded among twice the queries; a consumer passes over tiles behind the
+last key that its own queries see.
 
-Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two elements to a
-register), so 160 of 240 at D = 128, 176 at D = 256 and 80 of 112 at D = 64; `setmaxnreg` leaves the producer 24.
-Shared memory, in bytes: O 2·64·D·CONSUMERS, Q twice that, K and V 2·KEYS·D·STAGES each: 224 KiB at D = 128, 144 KiB at
-D = 64. At D = 256 tiles have 64 keys, and O takes the place of the only Q: 192 KiB.
+Registers per thread of a consumer (128 threads): O 64·D/128 = D/2, S and P KEYS/2 and KEYS/4 (two
+elements to a register), so 160 of 240 at D = 128, 176 at D = 256 and 80 of 112 at D = 64;
+`setmaxnreg` leaves the producer 24. Shared memory, in bytes: O 2·64·D·CONSUMERS, Q twice that, K
+and V 2·KEYS·D·STAGES each: 224 KiB at D = 128, 144 KiB at D = 64. At D = 256 tiles have 64 keys,
+and O takes the place of the only Q: 192 KiB.
 
-Where a mask may CUT no tile (0), or only the first of a consumer (1), there is no code for it in the others.
+Where a mask may CUT no tile (0), or only the first of a consumer (1), there is no code for it in
+the others.
 
-TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read as zero and not
-written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses programs: results are bit-identical.
+TMA sees q, k, v, o as (B, H, T, D) of any strides: what a tile has past a head's last row is read
+as zero and not written. Bytes, FLOPs and what is saved are forward.py's. No reduction crosses
+programs: results are bit-identical.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """
@@ -208,7 +216,10 @@ def _named_barrier(instruction, consumer):
 
 @gluon.jit
 def order(INSTRUCTION: gl.constexpr, CONSUMER: gl.constexpr):
-    """`sync`: this consumer, CONSUMER, waits for its place in the order. `arrive`: now it is CONSUMER's."""
+    """`sync`: this consumer, CONSUMER, waits for its place in the order.
+
+    `arrive`: now it is CONSUMER's.
+    """
     each = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))  # an element for each thread
     gl.inline_asm_elementwise(
         _named_barrier(INSTRUCTION, CONSUMER), "=r,r", [each], gl.int32, is_pure=False, pack=1

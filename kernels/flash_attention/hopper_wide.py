@@ -1,24 +1,27 @@
 """FlashAttention-3 backward for Hopper at head dims of 129 to 256, in Gluon: two passes, bit-identical results.
 
-The math, shapes and results are those of backward.py. dK and dV of 64 keys take all accumulators that two warpgroups
-have at D = 256, so none are left for the dQ of hopper_backward.py's single pass: as in backward.py one kernel sums dK
-and dV and another dQ, seven matmuls for each pair of tiles, and no two programs add to the same address.
+The math, shapes and results are those of backward.py. dK and dV of 64 keys take all accumulators
+that two warpgroups have at D = 256, so none are left for the dQ of hopper_backward.py's single
+pass: as in backward.py one kernel sums dK and dV and another dQ, seven matmuls for each pair of
+tiles, and no two programs add to the same address.
 
-`hopper_dkdv_kernel`: a program owns 64 keys and walks over query tiles of 64. The two consumers do different work:
+`hopper_dkdv_kernel`: a program owns 64 keys and walks over query tiles of 64. The two consumers do
+different work:
 
     consumer 0   Sᵀ = K Qᵀ     Pᵀ = exp2(scale·log2(e)·Sᵀ − LSE₂) → shared, in fp16      dV += Pᵀ dO
     consumer 1   dPᵀ = V dOᵀ   dSᵀ = Pᵀ ∘ (dPᵀ − Δ)                                      dK += dSᵀ Q
 
-`hopper_dq_kernel`: a program owns 128 queries, 64 for each consumer, and walks over key tiles of 64:
+`hopper_dq_kernel`: a program owns 128 queries, 64 for each consumer, and walks over key tiles of
+64:
 
     S = Q Kᵀ    dP = dO Vᵀ    dS = P ∘ (dP − Δ)    dQ += dS K
 
-Tiles of V and K arrive in turn in a ring of three buffers: V is read before K, so K of the next tile may take V's.
-In both kernels the first matmul of the next tile follows the last of this one, and one consumer's exponentials run
-under the other's matmuls.
+Tiles of V and K arrive in turn in a ring of three buffers: V is read before K, so K of the next
+tile may take V's. In both kernels the first matmul of the next tile follows the last of this one,
+and one consumer's exponentials run under the other's matmuls.
 
-Registers per thread of a consumer: sums D/2, Sᵀ or S and dP 32 each, the left operand 16: 208 of 240 for dQ.
-Shared memory, KiB: K, V, 2 · (Q, dO) of 32 each, P 16; and Q, dO 64 each, K and V 96.
+Registers per thread of a consumer: sums D/2, Sᵀ or S and dP 32 each, the left operand 16: 208 of
+240 for dQ. Shared memory, KiB: K, V, 2 · (Q, dO) of 32 each, P 16; and Q, dO 64 each, K and V 96.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """
@@ -46,7 +49,10 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM_LAYOUT.value, 2))
 def _sum_over_queries(
     given, own, scored, summed, stats, p_tiles, p_full, p_free, out_desc, W: gl.constexpr
 ):
-    """dV (W = 0) or dK (W = 1) of 64 keys. `own` is K or V; `scored` and `summed` are the tiles of Q and dO."""
+    """dV (W = 0) or dK (W = 1) of 64 keys.
+
+    `own` is K or V; `scored` and `summed` are the tiles of Q and dO.
+    """
     batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2 = given
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
     total = tiles * each

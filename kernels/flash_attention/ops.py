@@ -1,7 +1,7 @@
 """The launches as `torch.library` custom operators, so that `torch.compile` sees two opaque calls and no graph break.
 
-Both run the Triton kernels where those can run, on (B, H, T, D), and the tiled plain-torch code elsewhere.
-They have no autograd formula: `function.py` holds the autograd Functions.
+Both run the Triton kernels where those can run, on (B, H, T, D), and the tiled plain-torch code
+elsewhere. They have no autograd formula: `function.py` holds the autograd Functions.
 """
 
 import math
@@ -23,8 +23,8 @@ FURTHEST_ROWS = 2**24
 def _rows_contiguous(x: Tensor) -> Tensor:
     """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here.
 
-    So are rows that lie FURTHEST_ROWS or more apart, and what torch's `empty_like` makes of overlapping rows, which has
-    gaps inside of rows.
+    So are rows that lie FURTHEST_ROWS or more apart, and what torch's `empty_like` makes of
+    overlapping rows, which has gaps inside of rows.
     """
     dense = x.stride(-1) == 1 or x.shape[-1] == 1
     return x if dense and x.stride(-2) < FURTHEST_ROWS else x.contiguous()

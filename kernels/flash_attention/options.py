@@ -21,8 +21,8 @@ class Problem:
     Args:
         band: (lo, hi); None leaves that side open.
         scale: multiplies Q Kᵀ; positive.
-        precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16. Kernels take any
-            but "emulated", which stands for one of them (`configs.settled`).
+        precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16.
+            Kernels take any but "emulated", which stands for one of them (`configs.settled`).
         softcap: scores become softcap · tanh(scores / softcap), unless None.
         bounds: documents as `document_bounds` makes them, or None.
     """
@@ -49,7 +49,8 @@ def band(
 ) -> tuple[int | None, int | None]:
     """(lo, hi) of the band; `shift` is where query 0 stands among the keys.
 
-    A window that reaches past both ends from everywhere is none: kernels add it to positions in 32 bits.
+    A window that reaches past both ends from everywhere is none: kernels add it to positions in 32
+    bits.
     """
     if window is not None and window >= max(query_count, key_count):
         window = None
@@ -86,14 +87,16 @@ def document_bounds(
 
     Args:
         document_ids: (B, T) integers; a document is a run of equal ids.
-        cu_seqlens: instead, for B = 1, (n + 1,) integers: 0 and the ends of n documents, the last of which is T. Its
-            values are read, for which the CPU waits if they are on a GPU.
+        cu_seqlens: instead, for B = 1, (n + 1,) integers: 0 and the ends of n documents, the last
+            of which is T. Its values are read, for which the CPU waits if they are on a GPU.
 
     Returns:
-        (2, B, T) int32, the first and one past the last position, for `flash_attention(..., document_ids=...)`.
+        (2, B, T) int32, the first and one past the last position, for `flash_attention(...,
+            document_ids=...)`.
 
     Raises:
-        TypeError, ValueError: neither or both, no integer tensor, another shape, offsets that do not ascend from 0.
+        TypeError, ValueError: neither or both, no integer tensor, another shape, offsets that do
+            not ascend from 0.
     """
     if (document_ids is None) == (cu_seqlens is None):
         raise ValueError("document_bounds needs either document_ids or cu_seqlens")

@@ -40,21 +40,23 @@ def _split_bf16(x):
 def product(a, b, acc, PRECISION: tl.constexpr):
     """a (M, K) · b (K, N) in fp32, added to `acc` (M, N) in fp32 unless that is None.
 
-    Operands of 16 bits are multiplied as they are, and fp32 as PRECISION says: "ieee", "tf32", "tf32x3" or "bf16x6".
+    Operands of 16 bits are multiplied as they are, and fp32 as PRECISION says: "ieee", "tf32",
+    "tf32x3" or "bf16x6".
 
-    "tf32x3" takes the two parts of each fp32 operand and leaves out the matmul of the small ones, 2⁻²² of the whole.
-    "bf16x6" takes three parts and leaves out the three matmuls of at most 2⁻²⁴. Both cost the tensor cores the same,
-    bf16 being twice as fast, but wgmma reads bf16 from shared memory along either dimension
-    and TF32 only along K. Where a tile has the 64 rows of a warpgroup that makes bf16x6 the faster one.
+    "tf32x3" takes the two parts of each fp32 operand and leaves out the matmul of the small ones,
+    2⁻²² of the whole. "bf16x6" takes three parts and leaves out the three matmuls of at most 2⁻²⁴.
+    Both cost the tensor cores the same, bf16 being twice as fast, but wgmma reads bf16 from shared
+    memory along either dimension and TF32 only along K. Where a tile has the 64 rows of a warpgroup
+    that makes bf16x6 the faster one.
 
-    The matmuls are summed separately from `acc`, which is rounded once per tile: tensor cores truncate what an
-    accumulator cannot hold, and the loss would add up along the sequence. Triton's own "tf32x3" looks for infinities in
-    every element of operands and results besides, which takes more instructions than the matmuls. Here an infinite
-    operand gives NaN, and so does one within 2⁻⁹ of the largest fp32 number (2⁻¹² in "tf32x3"), which rounds to
-    infinity.
+    The matmuls are summed separately from `acc`, which is rounded once per tile: tensor cores
+    truncate what an accumulator cannot hold, and the loss would add up along the sequence. Triton's
+    own "tf32x3" looks for infinities in every element of operands and results besides, which takes
+    more instructions than the matmuls. Here an infinite operand gives NaN, and so does one within
+    2⁻⁹ of the largest fp32 number (2⁻¹² in "tf32x3"), which rounds to infinity.
 
-    Source of the sixfold matmul: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial Intelligence Datatype
-    For Higher-Precision Computations (2019).
+    Source of the sixfold matmul: Henry, Tang and Heinecke, Leveraging the bfloat16 Artificial
+    Intelligence Datatype For Higher-Precision Computations (2019).
     """
     if a.dtype != tl.float32:
         found = tl.dot(a, b, acc)

@@ -1,13 +1,14 @@
 """Which tiles a program visits, which scores it masks and how it loads rows, shared by the three attention kernels.
 
-Every mask this package knows is an interval of keys per query. With q and k counted from the first row,
+Every mask this package knows is an interval of keys per query. With q and k counted from the first
+row,
 
     key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: has_lo, has_hi)
                                       and k lies in q's document (optional: has_doc)
 
-causal attention is hi = 0 (or T_k - T_q when the last rows are aligned), a sliding window of w adds lo = w. Seen from
-a key the visible queries are an interval too, with lo and hi exchanged, so one function serves all passes: the launcher
-of the pass that owns keys exchanges them.
+causal attention is hi = 0 (or T_k - T_q when the last rows are aligned), a sliding window of w adds
+lo = w. Seen from a key the visible queries are an interval too, with lo and hi exchanged, so one
+function serves all passes: the launcher of the pass that owns keys exchanges them.
 """
 
 from collections import namedtuple
@@ -40,7 +41,8 @@ class Variant:
     """What a kernel is compiled for, the one constexpr argument of each.
 
     Args:
-        has_lo, has_hi: whether the band ends on these sides, as the tile that a program owns sees it.
+        has_lo, has_hi: whether the band ends on these sides, as the tile that a program owns sees
+            it.
         has_doc, softcap: whether there are documents, and whether scores are capped.
         ragged: whether the other sequence ends within a tile.
         head_dim: D; block_d: D rounded up to a power of two.
@@ -100,8 +102,8 @@ def described(
 ) -> tuple[Tile, list[TensorDescriptor | None]]:
     """Return the tile to launch with, and a descriptor of each (B, H, T, D) tensor that the loop reads, or None of all.
 
-    Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot describe take
-    another tile, by pointers.
+    Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot
+    describe take another tile, by pointers.
     """
     strides, columns = [tma_strides(x) for x in tensors], block_d(tensors[0].shape[3])
     if tile.tma and all(strides):
@@ -136,8 +138,8 @@ def documents(problem: Problem) -> tuple[Tensor, Tensor] | tuple[None, None]:
 def schedule(tiles, heads, batch_heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
     """(tile, batch·head, batch, head) of this program: GROUP heads advance together and share their K and V in the L2.
 
-    Within a group all heads do the same tile index before the next; LAST_FIRST starts from the last tile, which under
-    a causal mask is the longest, so that short programs fill the gaps at the end.
+    Within a group all heads do the same tile index before the next; LAST_FIRST starts from the last
+    tile, which under a causal mask is the longest, so that short programs fill the gaps at the end.
     """
     per_group = GROUP * tiles
     first = tl.program_id(0) // per_group * GROUP
@@ -166,9 +168,10 @@ def tile_range(
 ):
     """Rows of the *other* sequence that the tile [start, start + OWN) needs, and its Mask.
 
-    The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need the mask,
-    [full_begin, full_end) is visible to every row of the tile. Every non-empty range starts at a multiple of OTHER.
-    `doc_first`, `doc_last` point to the first and one past the last position of each position's document.
+    The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need
+    the mask, [full_begin, full_end) is visible to every row of the tile. Every non-empty range
+    starts at a multiple of OTHER. `doc_first`, `doc_last` point to the first and one past the last
+    position of each position's document.
     """
     own = start + tl.arange(0, OWN)
     own_first = own

@@ -1,8 +1,9 @@
 """FlashAttention-2 in plain torch: the tiled algorithm, to be read beside the paper's pseudocode.
 
-Shapes inside this file: q (B, Hk, G, Tq, D), k and v (B, Hk, 1, Tk, D), where G query heads share one key head;
-lse (B, Hk, G, Tq). Statistics are float32, or float64 for float64 inputs (which makes `gradcheck` possible).
-It runs on any device and is what the public function uses on a CPU. It is a reference, not fast.
+Shapes inside this file: q (B, Hk, G, Tq, D), k and v (B, Hk, 1, Tk, D), where G query heads share
+one key head; lse (B, Hk, G, Tq). Statistics are float32, or float64 for float64 inputs (which makes
+`gradcheck` possible). It runs on any device and is what the public function uses on a CPU. It is a
+reference, not fast.
 
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
@@ -122,7 +123,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Recompute P from the log-sum-exp, tile by tile, and return dq, dk, dv in the dtypes of q, k, v.
 
-    do and dlse are the gradients of o and of the log-sum-exp, whose own gradient is P: dS = P ∘ (dP − Δ + dlse).
+    do and dlse are the gradients of o and of the log-sum-exp, whose own gradient is P: dS = P ∘ (dP
+    − Δ + dlse).
     """
     out_dtype = q.dtype
     q, k, v = _grouped(q, k, v)

@@ -3,9 +3,9 @@
     python -m kernels.flash_attention.tune bfloat16 64 1024 4096 16384
     python -m kernels.flash_attention.tune float32 128 65536 --precision bf16x6
 
-Tuned is one causal head of each length, which are the row classes of `configs.ROW_CLASSES`. A tile that does not
-compile, does not fit or is wrong on poisoned outputs is left out; the fastest are timed again, in turn, because a GPU's
-clock drifts.
+Tuned is one causal head of each length, which are the row classes of `configs.ROW_CLASSES`. A tile
+that does not compile, does not fit or is wrong on poisoned outputs is left out; the fastest are
+timed again, in turn, because a GPU's clock drifts.
 """
 
 import argparse
@@ -40,7 +40,8 @@ device_ms = partial(do_bench_cudagraph, rep=10, return_mode="median")
 def candidates(kernel: str, itemsize: int, precision: str) -> list[Tile]:
     """Returns the tiles to try: with "bf16x6" whole warpgroups of 64 rows each.
 
-    Left out are tiles of fp32 with 16 rows and eight warps, of which Triton 3.6 makes illegal accesses on Hopper.
+    Left out are tiles of fp32 with 16 rows and eight warps, of which Triton 3.6 makes illegal
+    accesses on Hopper.
     """
     return [
         Tile(*((other, own) if kernel == "dkdv" else (own, other)), warps, stages, tma=tma)

@@ -4,11 +4,12 @@
     norm = kernels.nn.RMSNorm(1024)
     norm.load_state_dict(torch_norm.state_dict())
 
-State dicts have torch's names (`SwiGLU`: those of Llama's MLP), so weights go both ways; norms and `CrossEntropyLoss`
-are subclasses of torch's, so that code which asks `isinstance(module, torch.nn.LayerNorm)` finds them. Each computes
-what its function does, on a CPU too: results have the input's dtype (norms under autocast autocast's, where torch gives
-fp32), losses are fp32, and second derivatives are refused. What no kernel computes is refused, when the module is made
-or when its function is first called.
+State dicts have torch's names (`SwiGLU`: those of Llama's MLP), so weights go both ways; norms and
+`CrossEntropyLoss` are subclasses of torch's, so that code which asks `isinstance(module,
+torch.nn.LayerNorm)` finds them. Each computes what its function does, on a CPU too: results have
+the input's dtype (norms under autocast autocast's, where torch gives fp32), losses are fp32, and
+second derivatives are refused. What no kernel computes is refused, when the module is made or when
+its function is first called.
 
 The functions are imported at the first call: importing this module imports no Triton.
 """
@@ -132,7 +133,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     Args:
         weight: refused unless None.
-        ignore_index, reduction, label_smoothing: as torch's; where all targets are ignored, the mean is 0.
+        ignore_index, reduction, label_smoothing: as torch's; where all targets are ignored, the
+            mean is 0.
     """
 
     def __init__(
@@ -215,8 +217,9 @@ class Attention(torch.nn.Module):
     Args:
         num_heads: H, of queries.
         num_kv_heads: Hk, of keys and values, a divisor of H; None means H.
-        causal, scale, window, softcap: as for `kernels.flash_attention.flash_attention`; where there are fewer queries
-            than keys, causal and window count from the last key, as for decoding with a cache.
+        causal, scale, window, softcap: as for `kernels.flash_attention.flash_attention`; where
+            there are fewer queries than keys, causal and window count from the last key, as for
+            decoding with a cache.
     """
 
     def __init__(

@@ -112,7 +112,10 @@ ON_A_MESH = {"shard_size": 2} | UNCLIPPED  # two shard groups of two ranks
 
 
 def test_hybrid_sharding_continues_others_and_others_continue_it(saved, tmp_path):
-    """Written at 2 × 2 ranks, each shard once, or by others at two; read at both. Others among them: see above."""
+    """Written at 2 × 2 ranks, each shard once, or by others at two; read at both.
+
+    Others among them: see above.
+    """
     root, losses = saved
     written = run_ranks(train_and_save, 4, str(tmp_path), ["hsdp", "torch-hsdp"], ON_A_MESH)[0]
     assert_continued(written, 4, [("hsdp", "torch-hsdp")], str(tmp_path), ON_A_MESH)

@@ -248,7 +248,10 @@ def test_an_index_that_was_made_up_is_named(run):
 
 
 def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
-    """A world of a billion ranks took 40 seconds, and then all memory. Each of these must be refused at once."""
+    """A world of a billion ranks took 40 seconds, and then all memory.
+
+    Each of these must be refused at once.
+    """
     original = marker_of(run)
     nothing = {"shape": [2**62, 0], "dtype": "uint8", "parts": []}
     ((_, _, name, offset),) = original["tensors"][EMBEDDING]["parts"]

@@ -151,7 +151,8 @@ def test_uneven_micro_batches_are_named_before_messages_meet(counts):
 def test_what_a_thread_in_the_background_waits_for_is_not_what_its_rank_does(context):
     """Of a rank that was killed while it wrote a checkpoint, others said that it takes another branch.
 
-    Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of its own.
+    Rank 1's program does not come; a thread of it, such as a checkpoint's, is in a collective of
+    its own.
     """
     group, of_thread = impatient(context), impatient(context, longer_s=2)
     if context.rank == 1:

@@ -27,7 +27,9 @@ def measured(experiment, root, preset="smoke", **fields):
 
 
 def on_rank(context, name, root, preset, fields):
-    """`measured` on this rank, our kernels in plain torch: interpreting them takes ten times as long. However slow the
+    """`measured` on this rank, our kernels in plain torch: interpreting them takes ten times as long.
+
+    However slow the
     host is, all rows are explained."""
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     plain = patch("kernels._dispatch.runs_triton", lambda tensor: False)

@@ -1,4 +1,7 @@
-"""States counted from the tensors of two gloo ranks, against the closed forms. No allocator counts on a CPU."""
+"""States counted from the tensors of two gloo ranks, against the closed forms.
+
+No allocator counts on a CPU.
+"""
 
 import pytest
 

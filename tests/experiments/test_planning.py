@@ -302,7 +302,8 @@ def test_scaling(tmp_path):
 
 def test_predictions_are_kept():
     """The committed predictions cover every case and lie within 15 % of every measured step but two, whose host was
-    busy; batch 8 on two ranks and `local` of the smaller model calibrated them, nothing else did."""
+    busy; batch 8 on two ranks and `local` of the smaller model calibrated them, nothing else
+    did."""
     records = read_json(ROOT / "records" / "predict" / "cpu-h200.json")
     with pytest.raises(ValueError, match="'zero9' is unknown"):
         PredictConfig(calibrate=RECORD, models=(("xl", 2),), rows=("zero9",))

@@ -43,7 +43,10 @@ def test_the_bars(rows):
 
 
 def test_interleaving_is_predicted_to_gain_what_its_bubble_says(rows):
-    """More than was published, 1.28: the reason is given. Memory of both is short of what torchtitan keeps whole."""
+    """More than was published, 1.28: the reason is given.
+
+    Memory of both is short of what torchtitan keeps whole.
+    """
     plain, interleaved = (
         rows[f"Llama 3.1 405B, {schedule}"].metrics for schedule in ("pp8", "pp8-interleaved")
     )

@@ -60,7 +60,10 @@ def test_the_first_loss_hides_what_is_wrong_where_ranks_share_a_model(examined, 
 
 
 def test_without_zigzag_the_last_rank_sees_most_pairs(examined):
-    """All else is right. The last two of 2P chunks of c queries see c²(4P − 3) pairs before them, and c(c + 1)."""
+    """All else is right.
+
+    The last two of 2P chunks of c queries see c²(4P − 3) pairs before them, and c(c + 1).
+    """
     _, broken = examined["no zig-zag"]
     ranks, chunk = 2, MODEL.context_length // 4
     assert broken["pairs_of_busiest"] == chunk**2 * (4 * ranks - 3) + chunk * (chunk + 1)

@@ -3,11 +3,13 @@
     python -m tests.kernels.compiled            # compile what has changed, and keep it: after an edit of a kernel
     python -m tests.kernels.compiled --check    # compile everything; 1 if the file says otherwise
 
-A unit is what launches some kernels; its digest is of these launches, of every file of ours that they need at any
-depth, and of this file. The results are those of one version of Triton: under another, tests compile everything.
+A unit is what launches some kernels; its digest is of these launches, of every file of ours that
+they need at any depth, and of this file. The results are those of one version of Triton: under
+another, tests compile everything.
 
-Interpreting says nothing about types, registers or shared memory, so each launcher is given tensors of benchmark size
-on the meta device, in a process of its own, where kernels are compiled instead and no GPU is asked.
+Interpreting says nothing about types, registers or shared memory, so each launcher is given tensors
+of benchmark size on the meta device, in a process of its own, where kernels are compiled instead
+and no GPU is asked.
 """
 
 import functools

@@ -90,8 +90,8 @@ def results(function, inputs):
 def compare(function, reference, *tensors, tolerance=None, upstream=lambda drawn: drawn):
     """Outputs and the gradients of the inputs, which stay as they lie in memory, against the reference in float64.
 
-    `function` and `reference` take the tensors and return one tensor or a tuple; `upstream` makes each gradient of an
-    output from random numbers.
+    `function` and `reference` take the tensors and return one tensor or a tuple; `upstream` makes
+    each gradient of an output from random numbers.
     """
     inputs = [t.detach().requires_grad_() for t in tensors]
     exact = [t.detach().double().requires_grad_() for t in tensors]

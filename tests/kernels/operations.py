@@ -207,7 +207,10 @@ def shapes_of(name, n=(3,), d=8, o=5):
 
 
 def compare_at(name, sizes, dtype=torch.float32, tolerance=None):
-    """An operation with its reference. Weights of products are small, so that their results are of order one."""
+    """An operation with its reference.
+
+    Weights of products are small, so that their results are of order one.
+    """
     function, plain, *letters = (OPERATIONS | VARIANTS)[name]
     drawn = [draw(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes_of(name, *sizes))]
     scaled = [

@@ -1,7 +1,7 @@
 """Every kernel compiles for Hopper, without spilling registers and within its shared memory: no GPU needed.
 
-Those that take much of it also for the generations before, whose programs have less. What `compiled.json` says of an
-unchanged kernel is believed; `compiled.py` says how.
+Those that take much of it also for the generations before, whose programs have less. What
+`compiled.json` says of an unchanged kernel is believed; `compiled.py` says how.
 """
 
 import ast

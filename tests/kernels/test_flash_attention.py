@@ -1,8 +1,8 @@
 """FlashAttention-2 on small shapes: in Triton's interpreter on a CPU, compiled where there is a GPU.
 
-What holds for every operation (half precision, autocast, fake tensors, torch.compile) is in `test_every_operation.py`.
-fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each rounded to 6e-8, in another order than the
-float64 reference.
+What holds for every operation (half precision, autocast, fake tensors, torch.compile) is in
+`test_every_operation.py`. fp32 tolerance 2e-5: sums of at most a few hundred terms of order 1, each
+rounded to 6e-8, in another order than the float64 reference.
 """
 
 from dataclasses import replace

@@ -1,20 +1,22 @@
 """FlashAttention-2 compiled on a GPU: many shapes, every shipped configuration, determinism, 64-bit offsets, memory.
 
-Errors are measured against float64 and judged by the error of attention computed by PyTorch in the same type on the
-same inputs: at most 2 × (output) or 3 × (gradients) its maximum, and at most 1.5 × its RMS, plus an allowance of two
-parts, because PyTorch's error is zero where a few keys make its form exact:
+Errors are measured against float64 and judged by the error of attention computed by PyTorch in the
+same type on the same inputs: at most 2 × (output) or 3 × (gradients) its maximum, and at most 1.5 ×
+its RMS, plus an allowance of two parts, because PyTorch's error is zero where a few keys make its
+form exact:
 
-- what rounding the exact result costs: half an ulp of its largest value, and at RMS a fifth of eps times its RMS (a
-  uniform error within half an ulp, 1/√12 of an ulp, where an ulp is about 0.7 eps of a value). In fp32 the sums
-  themselves round: n terms added one after the other are off by √n roundings of partial sums (Higham and Mary 2019),
-  which are on average half as large as the sum. dK and dV add up to thousands of queries.
-- what fp32 loses in dP − Δ, two sums of head dim products of order one, whatever the size of the gradient: 1e-6 at RMS
-  (√64 · 2⁻²³) and 1e-5 at the worst element.
+- what rounding the exact result costs: half an ulp of its largest value, and at RMS a fifth of eps
+  times its RMS (a uniform error within half an ulp, 1/√12 of an ulp, where an ulp is about 0.7 eps
+  of a value). In fp32 the sums themselves round: n terms added one after the other are off by √n
+  roundings of partial sums (Higham and Mary 2019), which are on average half as large as the sum.
+  dK and dV add up to thousands of queries.
+- what fp32 loses in dP − Δ, two sums of head dim products of order one, whatever the size of the
+  gradient: 1e-6 at RMS (√64 · 2⁻²³) and 1e-5 at the worst element.
 
-In fp32, where random shapes are judged
-beside attention written out with the whole score matrix, the RMS may be 3 × as large: that form keeps the normalised
-softmax, which every flash backward, torch's fused one too, computes again from the log-sum-exp; beside torch's it is
-1.5 × here too. A gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3:
+In fp32, where random shapes are judged beside attention written out with the whole score matrix,
+the RMS may be 3 × as large: that form keeps the normalised softmax, which every flash backward,
+torch's fused one too, computes again from the log-sum-exp; beside torch's it is 1.5 × here too. A
+gradient that is zero in exact arithmetic, that of a softmax over one key, has to stay below 1e-3:
 PyTorch gets an exact zero there, the flash algorithm the difference of two sums in different order.
 """
 

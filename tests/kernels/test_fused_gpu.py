@@ -1,7 +1,7 @@
 """Fused kernels compiled on a GPU: bf16, many sizes, poisoned outputs, equal bits, offsets past 2³¹, CUDA graphs.
 
-Errors are measured against float64. bf16 results carry 8 bits: half a unit in the last place of the largest value is
-what `limit` allows, besides what sums of many terms add.
+Errors are measured against float64. bf16 results carry 8 bits: half a unit in the last place of the
+largest value is what `limit` allows, besides what sums of many terms add.
 """
 
 import pytest

@@ -1,6 +1,7 @@
 """Hopper's attention kernels: which calls they take, and that they compile for sm_90.
 
-Gluon has no interpreter: without a GPU the kernels are compiled only, and the rest is the way to them.
+Gluon has no interpreter: without a GPU the kernels are compiled only, and the rest is the way to
+them.
 """
 
 from types import SimpleNamespace

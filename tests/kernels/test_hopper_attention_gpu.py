@@ -44,7 +44,8 @@ def everything(monkeypatch):
 def test_nothing_is_kept_after_a_call(options):
     """Neither a program nor a descriptor holds the tensors of the call that it was made from.
 
-    Backward runs in this thread: autograd's own drops the gradients some time after it has handed them over.
+    Backward runs in this thread: autograd's own drops the gradients some time after it has handed
+    them over.
     """
     gc.collect()
     before = torch.cuda.memory_allocated()

@@ -60,7 +60,10 @@ def test_a_product_under_autocast_is_not_rounded_before_its_epilogue(either):
 
 
 def test_strides_beyond_32_bits():
-    """A second tile of the depth lies 2³¹ elements and more beyond the first. Little of that memory is touched."""
+    """A second tile of the depth lies 2³¹ elements and more beyond the first.
+
+    Little of that memory is touched.
+    """
     depth = 33 if DEVICE == "cpu" else 65
     storage = torch.empty((depth - 1) * 2**26 + 2, dtype=torch.float16, device=DEVICE)
     a, b = storage.as_strided((2, depth), (1, 2**26)), draw(depth, 3, dtype=torch.float16)
@@ -182,7 +185,9 @@ LOSSES = {
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("factor", [3.0, float("inf"), float("nan")])
 def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, factor, either):
-    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold. A loss may be
+    """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold.
+
+    A loss may be
     changed in place.
     """
     z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))

@@ -21,7 +21,10 @@ TOKENS = torch.arange(16).reshape(2, 8)
 
 
 def compiled_model(how="blocks"):
-    """Build a small model whose parts run under Dynamo. The plain backend tells as much as Inductor does."""
+    """Build a small model whose parts run under Dynamo.
+
+    The plain backend tells as much as Inductor does.
+    """
     return compiled(TransformerLM(SHAPE, device="cpu", seed=0), how, backend="eager")
 
 

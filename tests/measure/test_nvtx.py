@@ -24,7 +24,8 @@ def train(model, tokens, optimizer=None):
 class Log:
     """An emitter that notes each range with its depth, and that every range is closed.
 
-    Like NVTX's it returns depths, which hooks must not hand on: torch would take them for gradients.
+    Like NVTX's it returns depths, which hooks must not hand on: torch would take them for
+    gradients.
     """
 
     def __init__(self):

@@ -53,8 +53,8 @@ def matmul(size):
 def test_the_timer_agrees_with_triton(name):
     """Within 3 %, calls as `do_bench` makes them: the L2 is flushed in between, which also rests the clock.
 
-    In turns of as many calls: power and heat move the clock by more than the two may differ. `do_bench` warms up with
-    calls that nothing rests, so it is asked for next to none of them.
+    In turns of as many calls: power and heat move the clock by more than the two may differ.
+    `do_bench` warms up with calls that nothing rests, so it is asked for next to none of them.
     """
     from triton.testing import do_bench
 

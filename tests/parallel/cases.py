@@ -1,7 +1,7 @@
 """Models and per-rank losses for the contract suite, and the one-process reference they are held against.
 
-Every rank trains on different data and starts from different weights, so that a missing broadcast or a missing
-reduction cannot pass unnoticed.
+Every rank trains on different data and starts from different weights, so that a missing broadcast
+or a missing reduction cannot pass unnoticed.
 """
 
 from collections import Counter
@@ -155,10 +155,10 @@ class OneProcess:
     """The micro-batches of all ranks on copies of one fp32 model, averaged in rank order; any optimizer.
 
     Args:
-        make: builds the model, each time with the same values. Not copied: deepcopy closes the holes between strided
-            rows, and the product rounds differently.
-        compute_dtype: the copies' matrices, and the vectors of modules that hold matrices, have this dtype; gradients
-            are averaged in fp32.
+        make: builds the model, each time with the same values. Not copied: deepcopy closes the
+            holes between strided rows, and the product rounds differently.
+        compute_dtype: the copies' matrices, and the vectors of modules that hold matrices, have
+            this dtype; gradients are averaged in fp32.
     """
 
     def __init__(self, make, world_size, optimizer_cls, compute_dtype=None, **options):

@@ -1,8 +1,8 @@
 """Compiled blocks stay compiled under every strategy, however many there are.
 
-Dynamo compiles the code of a block once and guards the graph by what the code has read. If two blocks differ in
-anything that a hook brings into the graph, each is compiled anew, and after `recompile_limit` (eight) graphs all blocks
-run eager, without a word. Twelve blocks show it.
+Dynamo compiles the code of a block once and guards the graph by what the code has read. If two
+blocks differ in anything that a hook brings into the graph, each is compiled anew, and after
+`recompile_limit` (eight) graphs all blocks run eager, without a word. Twelve blocks show it.
 """
 
 import pytest

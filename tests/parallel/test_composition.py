@@ -1,7 +1,7 @@
 """The matrix of docs/learn/composition.md: every strategy with compile, checkpointing, autocast and accumulation.
 
-Each combination trains a small Transformer (or a toy where that is the point) at two ranks and must give the
-gradients that the same model under the same transformation gives in one process.
+Each combination trains a small Transformer (or a toy where that is the point) at two ranks and must
+give the gradients that the same model under the same transformation gives in one process.
 """
 
 from collections.abc import Callable
@@ -56,7 +56,9 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @on_two_ranks
 def test_strategies_with_transformed_models(context, transform):
-    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31. What FSDP refuses of these has its own test.
+    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31.
+
+    What FSDP refuses of these has its own test.
 
     Without autocast random models have all but compiled ones, and reentrant checkpoints.
 

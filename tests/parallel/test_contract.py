@@ -1,8 +1,9 @@
 """The contract of gradient synchronisation: every strategy × world size × kind of model.
 
-After `finish_gradient_synchronization()` every trainable parameter's `.grad` is the mean over ranks. At two
-ranks that is bit for bit the mean computed in one process; at three and more the order of the additions
-differs between a ring and a plain sum, so the ranks must equal each other bit for bit and the reference closely.
+After `finish_gradient_synchronization()` every trainable parameter's `.grad` is the mean over
+ranks. At two ranks that is bit for bit the mean computed in one process; at three and more the
+order of the additions differs between a ring and a plain sum, so the ranks must equal each other
+bit for bit and the reference closely.
 """
 
 import hashlib
@@ -187,8 +188,9 @@ def rows_of(strategy, world_size, shard_size=None):
 def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
     """RELIABILITY 1, 2, 4 to 8, 11, 12, 13, 17, 28, 29, 30: one process's training, whatever the model.
 
-    zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them. In "unused-on-some" a rank
-    uses a head in an earlier micro-batch only. Random models have three ranks.
+    zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them. In
+    "unused-on-some" a rank uses a head in an earlier micro-batch only. Random models have three
+    ranks.
     """
     run(
         every_row,

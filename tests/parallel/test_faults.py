@@ -96,7 +96,8 @@ def backward_behind_a_reentrant_checkpoint(context, strategy):
 def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(context, failing):
     """RELIABILITY 20: the original error surfaces, and no stale handle or gradient reaches the next attempt.
 
-    What was accumulated under no_sync() between the exception and the next synchronised backward is kept.
+    What was accumulated under no_sync() between the exception and the next synchronised backward is
+    kept.
     """
     for strategy in STRATEGIES:
         for numbers in ((1,), (1, 2, 3)):

@@ -1,6 +1,7 @@
 """What FSDP alone promises, and a model of people's own classes for its tests.
 
-test_contract.py has the kinds of models that it shares with all strategies, test_fsdp_models.py many more.
+test_contract.py has the kinds of models that it shares with all strategies, test_fsdp_models.py
+many more.
 """
 
 from functools import partial

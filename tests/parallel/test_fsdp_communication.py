@@ -29,7 +29,8 @@ E, B = 84, 364
 def test_collectives_of_a_usual_step(context, dtype, backend):
     """RELIABILITY 33: two all-gathers and one reduce-scatter per unit, each gather one unit ahead, same everywhere.
 
-    Parameters travel in the compute type, gradients in fp32, all norms and biases in one all-reduce.
+    Parameters travel in the compute type, gradients in fp32, all norms and biases in one
+    all-reduce.
     """
     fsdp = wrapped(context, dtype)
     backward_and_finish(fsdp, context)  # learns the order, with one exchange per unit
@@ -100,7 +101,8 @@ def bytes_held(fsdp):
 def test_at_most_two_units_are_gathered(context, backend):
     """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead.
 
-    Counted are the units that hold memory, whenever a unit runs forward and whenever it runs backward.
+    Counted are the units that hold memory, whenever a unit runs forward and whenever it runs
+    backward.
     """
     fsdp = wrapped(context)
     held: dict[str, list[int]] = {"forward": [], "backward": []}

@@ -1,7 +1,7 @@
 """FSDP trains whatever people wrap as one process does: shapes, units that run several times or return views, dtypes.
 
-Random models (`tests/fuzz.py`) have the rest, in fp32: units that return their input, nested ones, ties, objects,
-units that run several times, matrices that some ranks use or nobody.
+Random models (`tests/fuzz.py`) have the rest, in fp32: units that return their input, nested ones,
+ties, objects, units that run several times, matrices that some ranks use or nobody.
 """
 
 import warnings

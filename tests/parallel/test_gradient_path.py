@@ -1,4 +1,7 @@
-"""`tests.gradient_path` counts the code that one gradient runs through. It reports, and sets no limit."""
+"""`tests.gradient_path` counts the code that one gradient runs through.
+
+It reports, and sets no limit.
+"""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """Tensor and context parallelism under every data strategy: each gradient, and three steps, beside one process.
 
-The loss alone shows little: norms whose gradients are not summed, an all-reduce too many behind the loss or another
-rank's positions leave it as it is, or nearly so.
+The loss alone shows little: norms whose gradients are not summed, an all-reduce too many behind the
+loss or another rank's positions leave it as it is, or nearly so.
 """
 
 from dataclasses import replace

@@ -72,7 +72,10 @@ def in_one_process(ranks):
 
 
 def train(context, strategy, placement):
-    """Whole numbers stay such in a mean over ranks of so many times the loss. Slices end inside of matrices."""
+    """Whole numbers stay such in a mean over ranks of so many times the loss.
+
+    Slices end inside of matrices.
+    """
     options = OPTIONS if placement in ("all", "owner") else OPTIONS | {"placement": placement}
     model, optimizer = STRATEGIES[strategy].build(
         build(), context.group, Muon, options, bucket_size_mb=2e-4

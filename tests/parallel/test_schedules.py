@@ -23,7 +23,10 @@ WHOLE = {"F": 1.0, "B": 2.0}
 @pytest.mark.parametrize("ranks, batches", SIZES)
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
 def test_the_bubble_is_the_closed_form(name, ranks, batches):
-    """(p − 1)/(v·m + p − 1): Narayanan et al. 2021, where it is divided by the time without a bubble."""
+    """(p − 1)/(v·m + p − 1): Narayanan et al.
+
+    2021, where it is divided by the time without a bubble.
+    """
     if batches % ranks and name in CHUNKS:
         with pytest.raises(ValueError, match="no multiple"):
             SCHEDULES[name](ranks, batches)
@@ -37,7 +40,10 @@ def test_the_bubble_is_the_closed_form(name, ranks, batches):
 
 @pytest.mark.parametrize("ranks, batches", [(2, 2), (2, 6), (3, 3), (4, 8), (4, 12)])
 def test_zero_bubble_is_as_published(ranks, batches):
-    """ZB-H1 (Qi et al. 2023, table 1): (p − 1)(F + B − W) idle, and no more held than 1F1B's fullest rank."""
+    """ZB-H1 (Qi et al.
+
+    2023, table 1): (p − 1)(F + B − W) idle, and no more held than 1F1B's fullest rank.
+    """
     schedule = zero_bubble(ranks, batches)
     check(schedule)
     seconds = {"F": 3.0, "B": 3.0, "W": 2.0}

@@ -1,6 +1,7 @@
 """The contract on CUDA tensors without NCCL: gloo ranks that share one GPU, so that one GPU tests several ranks.
 
-gloo copies its results back to the GPU from a thread of its own, at any time before `wait()` returns.
+gloo copies its results back to the GPU from a thread of its own, at any time before `wait()`
+returns.
 """
 
 from collections.abc import Callable

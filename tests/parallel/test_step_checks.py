@@ -192,7 +192,8 @@ def replaced(parameters):
 def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size):
     """Right element by element, inside the named context: as in one process; all else raises before anything steps.
 
-    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the vectors by it.
+    `torch.nn.utils.clip_grad_norm_` would take the norm of this rank's shards, and scale the
+    vectors by it.
     """
     make = get_strategy(kind).build
     wrapper, optimizer = make(
@@ -266,7 +267,8 @@ def test_edits_of_gradients_reach_the_step_or_stop_it(context, kind, world_size)
 def test_grad_scaler_is_refused_on_every_rank_where_gradients_are_sharded(context):
     """Else the rank that overflowed would skip a step that the others take.
 
-    In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing of it.
+    In an element that rank 1 owns, of rank 1's own gradient, an overflow: rank 0 would see nothing
+    of it.
     """
     zero = BucketedDDP(build("plain", 0, context.device), process_group=context.group)
     fsdp = FSDP(build("plain", 0, context.device), process_group=context.group)

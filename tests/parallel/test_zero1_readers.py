@@ -1,7 +1,7 @@
 """ZeroOptimizer's parameters while they are being gathered: whoever reads one, wherever, gets the new values.
 
-The all-gathers here are late: what they bring is put in place by `wait()` and not before, so that a reader that does
-not wait is wrong in every run.
+The all-gathers here are late: what they bring is put in place by `wait()` and not before, so that a
+reader that does not wait is wrong in every run.
 """
 
 import copy

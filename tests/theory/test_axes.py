@@ -130,8 +130,9 @@ def test_a_rank_holds_what_the_closed_form_says(strategy, dtype, layout):
 )
 def test_each_rank_of_a_pipeline_holds_what_the_closed_form_says(strategy, dtype, layouts):
     """Within 2.5 %: other micro-batches' activations, each with copies of the matrices under autocast, and gradients
-    that have been summed so far; of all ranks the fullest is what a plan takes. GPipe's last rank also holds logits.
-    Activations are most of it: of stages of one block with a large head FSDP's rank differs by 7 %."""
+    that have been summed so far; of all ranks the fullest is what a plan takes. GPipe's last rank
+    also holds logits. Activations are most of it: of stages of one block with a large head FSDP's
+    rank differs by 7 %."""
     config = replace(CONFIG, num_layers=8, vocab_size=1024)
     for layout in map(Layout.parse, layouts):
         planned = PlannedStep(config, layout.ranks, strategy, dtype, micro_batches=4, layout=layout)

@@ -1,14 +1,16 @@
 """What a step consists of, and why it takes longer than the same step without communication: an account that closes.
 
-Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other compute,
-communication that no compute covers, a copy, or nothing. The parts of two steps differ by as much as the steps do:
+Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other
+compute, communication that no compute covers, a copy, or nothing. The parts of two steps differ by
+as much as the steps do:
 
     overhead = exposed communication + slow-down of compute + copies + optimizer + idle
 
-*Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that communicates, because
-communication uses the same cores and memory. Kernels that run more or less often than without communication are extra
-work and count as *copies*: gradients packed into buckets, scaled, unpacked. *Optimizer* is 0 except for strategies that
-shard it, where it is negative. All this is measured under the profiler. Compared with the step times of the benchmark,
+*Slow-down* is the extra time of the same kernels (operators, on a CPU) in the step that
+communicates, because communication uses the same cores and memory. Kernels that run more or less
+often than without communication are extra work and count as *copies*: gradients packed into
+buckets, scaled, unpacked. *Optimizer* is 0 except for strategies that shard it, where it is
+negative. All this is measured under the profiler. Compared with the step times of the benchmark,
 the part that stays unexplained is an error of the measurement.
 """
 
@@ -53,8 +55,9 @@ class StepAccount:
 def step_windows(events: Sequence[Event]) -> list[Interval]:
     """When each ``distlab:step`` ran, in order of time.
 
-    Usually its range. Where steps were queued (there is a range ``distlab:next``) on a GPU, the host's ranges lie
-    before the work: a step then lasts from its first compute kernel to that of the next.
+    Usually its range. Where steps were queued (there is a range ``distlab:next``) on a GPU, the
+    host's ranges lie before the work: a step then lasts from its first compute kernel to that of
+    the next.
 
     Raises:
         ValueError: there is no such range.
@@ -149,8 +152,8 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
 def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
     """Return the lanes of a timeline picture of `window`, by default the median step, which starts at 0 ms.
 
-    Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no compute covers),
-    each disjoint and ascending.
+    Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no
+    compute covers), each disjoint and ascending.
     """
     window = median_step(events) if window is None else window
     compute, comm, copies = (_inside(events, kind, window) for kind in KINDS)

@@ -4,18 +4,20 @@
 torch.profiler) into `Event`s of four kinds:
 
 ``communication``
-    Kernels with ``nccl`` in their name, copies between GPUs and the barriers around them, and gloo's ``gloo:*``
-    intervals. A gloo interval (measured: torch 2.13, six 16 MB all-reduces in flight on two ranks) begins when
-    one of the process group's two worker threads *starts executing* the collective, not when it is enqueued: the
-    third of six began when the first had ended, and the intervals of one thread never overlap. It ends with the
-    collective. So up to two overlap, which share the wire, and the busy time is the union of the intervals, not
-    their sum (170 against 334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that comes
-    late: 117 instead of 15 ms when the peer slept for 100 ms.
+    Kernels with ``nccl`` in their name, copies between GPUs and the barriers around them, and
+    gloo's ``gloo:*`` intervals. A gloo interval (measured: torch 2.13, six 16 MB all-reduces in
+    flight on two ranks) begins when one of the process group's two worker threads *starts
+    executing* the collective, not when it is enqueued: the third of six began when the first had
+    ended, and the intervals of one thread never overlap. It ends with the collective. So up to two
+    overlap, which share the wire, and the busy time is the union of the intervals, not their sum
+    (170 against 334 ms there). Like an NCCL kernel, an interval contains waiting for a peer that
+    comes late: 117 instead of 15 ms when the peer slept for 100 ms.
 ``compute``
-    On a GPU every other kernel. Without GPU kernels in the trace: ``aten::`` operators, the C++ nodes of
-    autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Not what runs inside a ``c10d`` operator
-    or on gloo's threads, and not the rest of autograd's ``evaluate_function`` range: Python hooks run inside
-    that, and a hook that waits for a collective would count as compute that covers it.
+    On a GPU every other kernel. Without GPU kernels in the trace: ``aten::`` operators, the C++
+    nodes of autograd (``AddmmBackward0``) and compiled graphs, by wall clock. Not what runs inside
+    a ``c10d`` operator or on gloo's threads, and not the rest of autograd's ``evaluate_function``
+    range: Python hooks run inside that, and a hook that waits for a collective would count as
+    compute that covers it.
 ``copy``
     ``gpu_memcpy`` and ``gpu_memset``.
 ``range``
@@ -61,8 +63,8 @@ class Event(NamedTuple):
         kind: ``communication``, ``compute``, ``copy`` or ``range``.
         lane: a GPU stream or a CPU thread.
         launched_ms: for work on a GPU, when the host launched it; None elsewhere.
-        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None elsewhere, and
-            where operators were not recorded.
+        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None
+            elsewhere, and where operators were not recorded.
     """
 
     name: str
@@ -113,28 +115,32 @@ def profile_steps(
 ) -> None:
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
-    Each profiled step is a range ``distlab:step`` that begins and ends with an idle device, so that all it
-    started lies inside the range, on every stream. The ranges ``distlab:warmup`` before take the profiler's
-    own start-up.
+    Each profiled step is a range ``distlab:step`` that begins and ends with an idle device, so that
+    all it started lies inside the range, on every stream. The ranges ``distlab:warmup`` before take
+    the profiler's own start-up.
 
-    With ``queued`` steps follow each other as in training, without waiting for the device in between: the host
-    runs ahead, and what one step leaves in flight is hidden by the next. On a GPU one more step follows in a range
-    ``distlab:next``, and `account.step_windows` finds on the device where each step begins; on a CPU the host does
-    the work, and nothing changes.
+    With ``queued`` steps follow each other as in training, without waiting for the device in
+    between: the host runs ahead, and what one step leaves in flight is hidden by the next. On a GPU
+    one more step follows in a range ``distlab:next``, and `account.step_windows` finds on the
+    device where each step begins; on a CPU the host does the work, and nothing changes.
 
     Args:
-        step: one training step, called ``warmup + steps`` times (one more if queued on a GPU); every rank
-            must do so together.
-        path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry the rank,
-            so that the files of several ranks can be opened together; host name and paths are left out.
+        step: one training step, called ``warmup + steps`` times (one more if queued on a GPU);
+            every rank must do so together.
+        path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry
+            the rank, so that the files of several ranks can be opened together; host name and paths
+            are left out.
         device: CUDA activities are recorded if it is a CUDA device.
-        finish: called after the last step, before the recording ends: it must wait for what a step leaves in
-            flight. A gloo collective that outlives the recording that it began under crashes the process.
-        operators: record the host's operators also on a GPU, whose steps a host that is busy recording holds up.
+        finish: called after the last step, before the recording ends: it must wait for what a step
+            leaves in flight. A gloo collective that outlives the recording that it began under
+            crashes the process.
+        operators: record the host's operators also on a GPU, whose steps a host that is busy
+            recording holds up.
 
     Raises:
         ValueError: no ``steps`` or a negative ``warmup``.
-        OSError: ``path`` cannot be written; what ``step`` raises passes through. Nothing is left at ``path``.
+        OSError: ``path`` cannot be written; what ``step`` raises passes through. Nothing is left at
+            ``path``.
     """
     if steps < 1 or warmup < 0:
         raise ValueError(
@@ -169,8 +175,8 @@ def profile_steps(
 def busy_ms(step: Call) -> tuple[float, float]:
     """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
 
-    Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of a step that nobody
-    traced, this says for how long the GPU waits. `step` must be warm.
+    Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of
+    a step that nobody traced, this says for how long the GPU waits. `step` must be warm.
     """
     events = _on_device(step, 2)
     spans = union((e.time_range.start, e.time_range.end) for e in events)
@@ -182,8 +188,8 @@ class CompiledCalls(NamedTuple):
 
     Attributes:
         regions: number of times that a compiled graph ran.
-        lookups: number of frames for which Dynamo looked for a compiled graph. Each of them that has no region ran
-            eager, for example after `recompile_limit` was reached.
+        lookups: number of frames for which Dynamo looked for a compiled graph. Each of them that
+            has no region ran eager, for example after `recompile_limit` was reached.
     """
 
     regions: int
@@ -194,7 +200,8 @@ def compiled_calls(step: Call, finish: Call = lambda: None) -> CompiledCalls:
     """Run `step()` once under the profiler and count the compiled graphs that ran.
 
     Args:
-        step: one training step, warm. Afterwards it runs as before: the profiler changes nothing for Dynamo.
+        step: one training step, warm. Afterwards it runs as before: the profiler changes nothing
+            for Dynamo.
         finish: called after the step, before the recording ends; see `profile_steps`.
     """
     with profile(activities=activities_on("cpu"), acc_events=True) as profiler:

@@ -1,7 +1,8 @@
 """Interval algebra.
 
-An interval is ``(start, end)``, half-open, in ms. `union`, `intersect` and `subtract` return disjoint intervals in
-ascending order, without empty ones and with touching ones joined; they accept any list in any order.
+An interval is ``(start, end)``, half-open, in ms. `union`, `intersect` and `subtract` return
+disjoint intervals in ascending order, without empty ones and with touching ones joined; they accept
+any list in any order.
 """
 
 import itertools

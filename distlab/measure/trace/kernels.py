@@ -1,13 +1,14 @@
 """What a person asks of a profile: which kernels take the time, in which phase, and on what kind of work.
 
-Reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file. On a GPU the kernels
-are those of the device, by the phase in which the host launched them; without one, the operators.
+Reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file. On
+a GPU the kernels are those of the device, by the phase in which the host launched them; without
+one, the operators.
 
 What kind of work an operator or a kernel is, told by its name.
 
-The names come from four worlds: operators (``aten::mm``), nodes of autograd (``MmBackward0``), kernels of libraries
-(``nvjet_…``, ``cunn_SoftMaxForward``) and kernels of Triton, whose own names say little (``forward_kernel``): those
-are told by the operator that launched them.
+The names come from four worlds: operators (``aten::mm``), nodes of autograd (``MmBackward0``),
+kernels of libraries (``nvjet_…``, ``cunn_SoftMaxForward``) and kernels of Triton, whose own names
+say little (``forward_kernel``): those are told by the operator that launched them.
 """
 
 import functools
@@ -151,12 +152,13 @@ CATEGORIES = (
 def category(name: str, operator: str | None = None) -> str:
     """One of `CATEGORIES`.
 
-    ``attention`` is a fused attention; naive attention is matmuls and ``softmax``. Embeddings, views
-    and what nobody thought of are ``other``.
+    ``attention`` is a fused attention; naive attention is matmuls and ``softmax``. Embeddings,
+    views and what nobody thought of are ``other``.
 
     Args:
         name: of the operator, node or kernel.
-        operator: for a kernel, the operator that launched it, which decides if its name says something.
+        operator: for a kernel, the operator that launched it, which decides if its name says
+            something.
     """
     for text in (operator, name):
         for kind, pattern in _COMPILED if text else ():

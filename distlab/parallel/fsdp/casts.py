@@ -17,10 +17,10 @@ def parameter_dtype(
 ) -> torch.dtype:
     """Return the dtype that `owner`'s forward finds `parameter` in.
 
-    Matrices are sent, so they are cast: that halves what is sent. A bias enters the matmul, so it is cast with the
-    matrix. What else is a vector (norms) is never sent and stays in the master's dtype: a weight near one rounded to
-    bf16 would be off by up to 0.4 %, the same way in every token. BatchNorm keeps its dtype, because its running
-    statistics do; so do integers.
+    Matrices are sent, so they are cast: that halves what is sent. A bias enters the matmul, so it
+    is cast with the matrix. What else is a vector (norms) is never sent and stays in the master's
+    dtype: a weight near one rounded to bf16 would be off by up to 0.4 %, the same way in every
+    token. BatchNorm keeps its dtype, because its running statistics do; so do integers.
     """
     if compute_dtype is None or not parameter.is_floating_point() or isinstance(owner, _BatchNorm):
         return parameter.dtype
@@ -33,9 +33,10 @@ def parameter_dtype(
 def plan_casts(owners: Iterable[nn.Module], compute_dtype: torch.dtype) -> dict[nn.Module, Casts]:
     """Dtypes of the floating-point tensors that each module with parameters is given, and returns (None: as they are).
 
-    A module that holds vectors only computes in their dtype, because most of torch's operations refuse operands of two
-    dtypes, and returns the compute dtype. One whose class says `takes_mixed_dtypes = True` gets its inputs in the
-    compute dtype beside its fp32 parameters, which spares both casts; it must return its input's dtype.
+    A module that holds vectors only computes in their dtype, because most of torch's operations
+    refuse operands of two dtypes, and returns the compute dtype. One whose class says
+    `takes_mixed_dtypes = True` gets its inputs in the compute dtype beside its fp32 parameters,
+    which spares both casts; it must return its input's dtype.
     """
     casts = {}
     for owner in owners:

@@ -6,11 +6,12 @@ One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatt
     communication  │ag A│ag B│ag C│              │ag C│ag B│ag A│rs C│rs B│         │rs A│
     gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
 
-A unit is unsharded while the one before it computes, resharded after its forward, and unsharded again for its backward;
-its gradients are reduce-scattered while the next one computes. `runtime.py` says when, `unit.py` holds the memory.
+A unit is unsharded while the one before it computes, resharded after its forward, and unsharded
+again for its backward; its gradients are reduce-scattered while the next one computes. `runtime.py`
+says when, `unit.py` holds the memory.
 
-Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020 (ZeRO) call
-it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
+Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020
+(ZeRO) call it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -46,33 +47,39 @@ from distlab.parallel.shard import Shard, plain_name, whole
 class FSDP(Guarded):
     """Shards a module's matrices over the ranks and replicates its vectors.
 
-    `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's own names: this
-    rank's rows of each matrix, `(rows, …)` with its number of dimensions and perhaps no rows, and the replicated
-    vectors. `full_state_dict()` and `load_full_state_dict()` are for the whole model. `state_dict()` raises, because
-    it would hold one rank's rows under the names of whole matrices.
+    `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's
+    own names: this rank's rows of each matrix, `(rows, …)` with its number of dimensions and
+    perhaps no rows, and the replicated vectors. `full_state_dict()` and `load_full_state_dict()`
+    are for the whole model. `state_dict()` raises, because it would hold one rank's rows under the
+    names of whole matrices.
 
-    Build the optimizer after wrapping, of a kind that works element by element (SGD, Adam, AdamW), or
-    `distlab.optim.Muon`.
+    Build the optimizer after wrapping, of a kind that works element by element (SGD, Adam, AdamW),
+    or `distlab.optim.Muon`.
 
     Args:
         module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.
-        compute_dtype: dtype in which matrices are sent and used in forward and backward, together with their biases;
-            modules that hold matrices also get their floating-point inputs in it. Norms stay in fp32 and return it;
-            see `plan_casts`. Gradients are reduced in the masters' dtype. None: the dtypes of the module.
-        mesh: two-dimensional, (replicas, ranks of a shard group), such as hosts and their GPUs: the module is sharded
-            inside a group and replicated between the groups (hybrid sharding); default: all ranks are one group.
+        compute_dtype: dtype in which matrices are sent and used in forward and backward, together
+            with their biases; modules that hold matrices also get their floating-point inputs in
+            it. Norms stay in fp32 and return it; see `plan_casts`. Gradients are reduced in the
+            masters' dtype. None: the dtypes of the module.
+        mesh: two-dimensional, (replicas, ranks of a shard group), such as hosts and their GPUs: the
+            module is sharded inside a group and replicated between the groups (hybrid sharding);
+            default: all ranks are one group.
         process_group: all ranks; default: the default group.
-        init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in registration order, as
-            `lambda model: model.reset_parameters(seed)` does; see `distlab.parallel.meta`. Ranks must draw alike.
+        init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in
+            registration order, as `lambda model: model.reset_parameters(seed)` does; see
+            `distlab.parallel.meta`. Ranks must draw alike.
         device: where to make the shards of a module built on meta.
-        keep_gathered: whether matrices that a forward has gathered stay, in full, until the step's gradients are
-            finished: a step of several micro-batches then gathers once, and has the memory of all.
+        keep_gathered: whether matrices that a forward has gathered stay, in full, until the step's
+            gradients are finished: a step of several micro-batches then gathers once, and has the
+            memory of all.
 
     Raises:
         TypeError: a mesh that is no DeviceMesh.
-        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an uninitialized one, two
-            that share memory, several devices, a compute dtype that is no float, a module wrapped already, a module on
-            meta without `init_fn` and `device`, or ranks that disagree on the model (then on every rank).
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an
+            uninitialized one, two that share memory, several devices, a compute dtype that is no
+            float, a module wrapped already, a module on meta without `init_fn` and `device`, or
+            ranks that disagree on the model (then on every rank).
     """
 
     casts_parameters = True
@@ -145,7 +152,10 @@ class FSDP(Guarded):
     # -- the public face -----------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module; any arguments, any result. Without gradients it needs no finish."""
+        """Call the wrapped module; any arguments, any result.
+
+        Without gradients it needs no finish.
+        """
         if torch.compiler.is_compiling():
             return self._outside_graph(*args, **kwargs)
         if torch._C._current_graph_task_id() != NO_BACKWARD:  # this very call is being recomputed
@@ -179,14 +189,15 @@ class FSDP(Guarded):
     def finish_gradient_synchronization(self) -> None:
         """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
 
-        Call it on every rank after backward, before clipping and the optimizer's step. Without a synchronised
-        forward since the last call it does nothing. In a unit that ran, a parameter without a gradient has a
-        gradient of zero; in a unit that ran on no rank it stays None.
+        Call it on every rank after backward, before clipping and the optimizer's step. Without a
+        synchronised forward since the last call it does nothing. In a unit that ran, a parameter
+        without a gradient has a gradient of zero; in a unit that ran on no rank it stays None.
 
         Raises:
-            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after wrapping.
-            RuntimeError: a gradient was changed after backward; or backward reached parameters of a unit, but not
-                through what the unit returned; or none.
+            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after
+                wrapping.
+            RuntimeError: a gradient was changed after backward; or backward reached parameters of a
+                unit, but not through what the unit returned; or none.
         """
         if not self.guard.begin_finish():
             return
@@ -204,8 +215,8 @@ class FSDP(Guarded):
     def gather_full_params(self) -> dict[str, Tensor]:
         """Every parameter in full on every rank: original names and shapes, masters' dtype (fp32), no padding.
 
-        A tied parameter stands under each of its names, one tensor. Call it on every rank; needs the memory of
-        the whole model in fp32.
+        A tied parameter stands under each of its names, one tensor. Call it on every rank; needs
+        the memory of the whole model in fp32.
         """
         agree_on_call(self.process_group, "FSDP.gather_full_params()")
         refuse_assigned(self.guard.placed)
@@ -317,7 +328,8 @@ class FSDP(Guarded):
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
 
-        Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped again.
+        Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped
+        again.
         """
         full = self.gather_full_params() if restore else {}
         self.guard.close()

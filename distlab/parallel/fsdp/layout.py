@@ -3,10 +3,11 @@
     | weight a            | weight b                 | weight c   |padding|
     | slice of rank 0    | slice of rank 1     | slice of rank 2    |
 
-A rank's shard of a parameter is the part of it inside the rank's slice; it may be empty. It keeps its parameter's
-dimensions, `(rows, …)`: each parameter begins at a multiple of its row's length, and a slice is a multiple of all these
-lengths. The least common multiple of different lengths can be large, and up to N times that is padding: `plan_buffers`
-then gives each length a separate buffer.
+A rank's shard of a parameter is the part of it inside the rank's slice; it may be empty. It keeps
+its parameter's dimensions, `(rows, …)`: each parameter begins at a multiple of its row's length,
+and a slice is a multiple of all these lengths. The least common multiple of different lengths can
+be large, and up to N times that is padding: `plan_buffers` then gives each length a separate
+buffer.
 """
 
 import math
@@ -45,7 +46,8 @@ class RowLayout(FlatLayout):
     def shard_sizes(self, index: int, rank: int) -> Sizes:
         """Sizes of `rank`'s shard of parameter `index`, which has as many dimensions as the parameter.
 
-        `(rows, …)`; `(1, rows, …)` of a parameter that is cut along its second dimension, and so on.
+        `(rows, …)`; `(1, rows, …)` of a parameter that is cut along its second dimension, and so
+        on.
         """
         first, last = self.shard_range(index, rank)
         cut = cut_dimension(self.sizes[index], self.world_size)
@@ -57,9 +59,10 @@ class RowLayout(FlatLayout):
 def cut_dimension(sizes: Sizes, world_size: int) -> int:
     """Return the dimension that a parameter is sharded along: the outermost that has a row for every rank.
 
-    The first one of a matrix with N rows or more. A matrix with fewer would leave ranks empty while all slices are
-    as long as a row: it is sharded along the second dimension, and a shard is contiguous within a row, or over several,
-    as `(1, elements)`. Of experts `(E, rows, columns)` on more than E ranks shards are `(1, rows, columns)`.
+    The first one of a matrix with N rows or more. A matrix with fewer would leave ranks empty while
+    all slices are as long as a row: it is sharded along the second dimension, and a shard is
+    contiguous within a row, or over several, as `(1, elements)`. Of experts `(E, rows, columns)` on
+    more than E ranks shards are `(1, rows, columns)`.
     """
     enough = (d for d in range(len(sizes)) if math.prod(sizes[: d + 1]) >= world_size)
     return next(enough, len(sizes) - 1)
@@ -73,9 +76,10 @@ def row_numel(sizes: Sizes, world_size: int) -> int:
 def plan_buffers(sizes: Sequence[Sizes], world_size: int) -> list[list[int]]:
     """Which parameters share a buffer, as indices in order.
 
-    All share one, unless a buffer for each length of rows saves more than 1/64 of their elements, and more than
-    `WORTH_A_BUFFER` (each buffer is one more collective). Then a buffer is padded by less than N of its rows,
-    besides the parameters' alignment where a row is no multiple of 8 elements.
+    All share one, unless a buffer for each length of rows saves more than 1/64 of their elements,
+    and more than `WORTH_A_BUFFER` (each buffer is one more collective). Then a buffer is padded by
+    less than N of its rows, besides the parameters' alignment where a row is no multiple of 8
+    elements.
     """
     by_row: dict[int, list[int]] = {}
     for index, each in enumerate(sizes):

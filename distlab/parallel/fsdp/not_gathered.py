@@ -13,8 +13,9 @@ class NotGathered(Tensor):
     """What a module's attribute finds in forward while its unit is sharded: the gathered parameter's shape, strides,
     dtype and device, and an error.
 
-    A rank's shard has the dimensions of its parameter, so that an operator might well compute with it: a head that
-    reads `embedding.weight` would give logits of a part of the vocabulary, without a word.
+    A rank's shard has the dimensions of its parameter, so that an operator might well compute with
+    it: a head that reads `embedding.weight` would give logits of a part of the vocabulary, without
+    a word.
 
     Args:
         like: any tensor of that shape and these strides.

@@ -12,11 +12,12 @@ from distlab.parallel.fsdp.unit import Unit
 class UnitOrder:
     """The order of units in each kind of pass: learned once, compared between the ranks, and then held.
 
-    A collective that is matched with another unit's collective on a peer does not fail by itself: with equal sizes it
-    mixes two units' weights silently. So the first pass of each kind exchanges the name of every unit before gathering
-    it (blocking, that one time) and remembers the order. Later passes send nothing: a rank compares what it is about to
-    gather with its own memory, and raises at the first difference, before it sends. The remembered order also says
-    which unit to fetch ahead.
+    A collective that is matched with another unit's collective on a peer does not fail by itself:
+    with equal sizes it mixes two units' weights silently. So the first pass of each kind exchanges
+    the name of every unit before gathering it (blocking, that one time) and remembers the order.
+    Later passes send nothing: a rank compares what it is about to gather with its own memory, and
+    raises at the first difference, before it sends. The remembered order also says which unit to
+    fetch ahead.
 
     Args:
         units: whose names messages say.

@@ -16,8 +16,9 @@ from distlab.parallel.fsdp.entry import Entry
 class Replicated:
     """Masters of the small parameters (norms, biases), whole on every rank; one all-reduce per dtype averages them.
 
-    Where the module computes in another dtype than the master's, its attributes find a copy in that dtype,
-    which `refresh()` brings up to date; the copy's gradient is moved to the master as soon as it is complete.
+    Where the module computes in another dtype than the master's, its attributes find a copy in that
+    dtype, which `refresh()` brings up to date; the copy's gradient is moved to the master as soon
+    as it is complete.
     """
 
     def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
@@ -48,13 +49,19 @@ class Replicated:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Cast the masters again. Through `.data`, because a forward before this one may have saved the copy."""
+        """Cast the masters again.
+
+        Through `.data`, because a forward before this one may have saved the copy.
+        """
         torch._foreach_copy_(
             [copy.data for copy in self._copies], [master for _, master in self.cast]
         )
 
     def average(self) -> None:
-        """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient. Blocks."""
+        """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient.
+
+        Blocks.
+        """
         for bucket in self._buckets:
             self._exchange.start(bucket)
         for bucket in self._buckets:

@@ -1,12 +1,14 @@
 """When FSDP unshards, reshards and reduces: hooks on every unit's forward, and on the operations that made its outputs.
 
-Backward is announced by the operations of autograd that made a unit's *output tensors* (`outputs.py`). A unit's
-backward ends when backward reaches another unit, or ends; not when its last gradient is ready, because ranks may use
-different parameters inside a unit and would then issue their collectives in different orders.
+Backward is announced by the operations of autograd that made a unit's *output tensors*
+(`outputs.py`). A unit's backward ends when backward reaches another unit, or ends; not when its
+last gradient is ready, because ranks may use different parameters inside a unit and would then
+issue their collectives in different orders.
 
-Autograd runs operations in the reverse of the order in which forward made them. So backward passes through the calls of
-units in the reverse order: a call inside another one begins later and ends earlier. Only calls that share an output (a
-unit that returns another unit's output) begin at the same operation; then the last one to return is announced first.
+Autograd runs operations in the reverse of the order in which forward made them. So backward passes
+through the calls of units in the reverse order: a call inside another one begins later and ends
+earlier. Only calls that share an output (a unit that returns another unit's output) begin at the
+same operation; then the last one to return is announced first.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,11 +47,15 @@ class Runtime:
         name: of the wrapped module's class, for messages.
 
     Attributes:
-        keep: whether what a forward with gradients has gathered stays until `finish()`, and not until it was used.
-        synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in full).
+        keep: whether what a forward with gradients has gathered stays until `finish()`, and not
+            until it was used.
+        synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in
+            full).
         stage: of a pipeline, the one whose units run.
-        arrived: whether backward has brought a parameter of a unit a gradient since the last `finish()`.
-        backward_task: autograd's number of the backward that has begun and not ended; it stays if that raises.
+        arrived: whether backward has brought a parameter of a unit a gradient since the last
+            `finish()`.
+        backward_task: autograd's number of the backward that has begun and not ended; it stays if
+            that raises.
     """
 
     def __init__(self, units: Sequence[Unit], guard: ShardGuard, name: str, keep: bool = False):
@@ -297,8 +303,8 @@ class Runtime:
         """Send what only passes without synchronisation used, and wait for all gradients.
 
         Raises:
-            RuntimeError: a parameter has a gradient, but backward has not come to its unit through what that returned;
-                or none has.
+            RuntimeError: a parameter has a gradient, but backward has not come to its unit through
+                what that returned; or none has.
         """
         agree_on_call(self._group, f"finish_gradient_synchronization() of {self._name}")
         for unit in self.units:
@@ -337,7 +343,8 @@ class _Call:
     """One forward of a unit; in a backward it is announced once, whichever of its outputs comes first.
 
     Attributes:
-        around: units whose forward it runs inside, by index: their backward goes on when its own has ended.
+        around: units whose forward it runs inside, by index: their backward goes on when its own
+            has ended.
         task: the last backward that has reached it.
     """
 
@@ -349,7 +356,8 @@ class _Call:
 def made_by(tensor: Tensor) -> Iterator[Node]:
     """Yield the operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
 
-    That of a view and that of its base: writing to the view in place later (`relu_`) leaves the view's out.
+    That of a view and that of its base: writing to the view in place later (`relu_`) leaves the
+    view's out.
     """
     if tensor.grad_fn is not None:
         yield tensor.grad_fn

@@ -1,17 +1,18 @@
 """A unit: parameters that are gathered and freed together, because one module's forward needs them; and their memory.
 
-`FlatParam` holds a flat buffer to gather into, this rank's slice of the masters, and a flat gradient (`layout.py` says
-what lies where). All-gathering the slices yields the buffer itself, and the full parameters are views of it: nothing is
-copied after the all-gather.
+`FlatParam` holds a flat buffer to gather into, this rank's slice of the masters, and a flat
+gradient (`layout.py` says what lies where). All-gathering the slices yields the buffer itself, and
+the full parameters are views of it: nothing is copied after the all-gather.
 
-A flat buffer's storage is resized to zero bytes when it is freed and back before it is gathered. The tensor
-objects stay, so what autograd saved in forward is valid again in backward without any bookkeeping; and the full
-parameters have version counters separate from the buffer's, so that autograd does not treat the refill as a
-modification.
+A flat buffer's storage is resized to zero bytes when it is freed and back before it is gathered.
+The tensor objects stay, so what autograd saved in forward is valid again in backward without any
+bookkeeping; and the full parameters have version counters separate from the buffer's, so that
+autograd does not treat the refill as a modification.
 
-On CUDA everything here is issued from the compute stream. A collective starts after what that stream holds
-at its issue, and `wait()` makes the stream wait for the collective: so memory that the stream freed may be
-gathered into at once, and memory that a collective uses is freed only after `wait()`.
+On CUDA everything here is issued from the compute stream. A collective starts after what that
+stream holds at its issue, and `wait()` makes the stream wait for the collective: so memory that the
+stream freed may be gathered into at once, and memory that a collective uses is freed only after
+`wait()`.
 """
 
 from collections.abc import Sequence
@@ -98,7 +99,10 @@ class FlatParam:
 
     @torch.no_grad()
     def gather_masters(self) -> list[Tensor]:
-        """Every parameter in full, in the masters' dtype and its own shape. Blocks; needs the memory of both."""
+        """Every parameter in full, in the masters' dtype and its own shape.
+
+        Blocks; needs the memory of both.
+        """
         flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
         collectives.wait(
             collectives.all_gather(flat, self.master, self.group),

@@ -20,11 +20,12 @@ class UnitPlan:
 def plan_units(module: nn.Module, entries: Sequence[Entry]) -> list[UnitPlan]:
     """Group the sharded parameters into units, in registration order.
 
-    A parameter below an `nn.ModuleList` belongs to the child of the outermost one; elsewhere to the module
-    that owns it (to the outermost module that owns a matrix itself, if such modules are nested, because
-    `nn.MultiheadAttention`, say, reads its child's weight without calling the child). Modules without a forward,
-    such as `nn.ParameterList`, are never called: their parameters belong to the module around them. Parameters owned
-    by the root, and those tied across units, form the root's unit, gathered for the whole forward.
+    A parameter below an `nn.ModuleList` belongs to the child of the outermost one; elsewhere to the
+    module that owns it (to the outermost module that owns a matrix itself, if such modules are
+    nested, because `nn.MultiheadAttention`, say, reads its child's weight without calling the
+    child). Modules without a forward, such as `nn.ParameterList`, are never called: their
+    parameters belong to the module around them. Parameters owned by the root, and those tied across
+    units, form the root's unit, gathered for the whole forward.
     """
     sharded = [entry for entry in entries if entry.is_sharded]
     paths = {name: _walk(module, name) for entry in sharded for name in entry.names}

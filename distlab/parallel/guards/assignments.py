@@ -18,8 +18,8 @@ def refuse_assigned(placed: Iterable[tuple[str, Tensor, tuple[int, int]]]) -> No
         placed: name, parameter and its place.
 
     Raises:
-        RuntimeError: one has other memory since; copying it into its place would overwrite what `p.data`, kept to be
-            assigned again, is an alias of.
+        RuntimeError: one has other memory since; copying it into its place would overwrite what
+            `p.data`, kept to be assigned again, is an alias of.
     """
     # to look at a parameter that is being gathered waits for nothing
     with torch._C.DisableTorchFunctionSubclass():

@@ -3,8 +3,9 @@
     forward ─ backward ───────────────── finish_gradient_synchronization() ─ optimizer.step()
     before_forward │ accept, per gradient │ begin_finish … end_finish        │ check_step
 
-Edits are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its `_version`, which is
-compared with what it was. What a parameter gets that only some ranks used is in `distlab.parallel.buckets.UsedFlags`.
+Edits are noticed at no cost in memory traffic: torch counts a tensor's in-place changes in its
+`_version`, which is compared with what it was. What a parameter gets that only some ranks used is
+in `distlab.parallel.buckets.UsedFlags`.
 """
 
 from __future__ import annotations
@@ -33,11 +34,12 @@ class GradientGuard(Guard):
         wrapper: which holds its guard and is not held by it.
 
     Attributes:
-        shards_gradients: whether finish leaves the mean in this rank's part of each gradient, and leftovers elsewhere
-            (`watch_parts`). Element-wise edits do no harm then. A function of the whole gradient
-            (`torch.nn.utils.clip_grad_norm_`) gives another result on each rank, and a backward that adds to it mixes
-            means with leftovers.
-        sent_early: whether the wrapper has sent, before its finish, what backward had not brought (`order.send_begun`).
+        shards_gradients: whether finish leaves the mean in this rank's part of each gradient, and
+            leftovers elsewhere (`watch_parts`). Element-wise edits do no harm then. A function of
+            the whole gradient (`torch.nn.utils.clip_grad_norm_`) gives another result on each rank,
+            and a backward that adds to it mixes means with leftovers.
+        sent_early: whether the wrapper has sent, before its finish, what backward had not brought
+            (`order.send_begun`).
     """
 
     def __init__(self, wrapper: DataParallel):
@@ -67,7 +69,8 @@ class GradientGuard(Guard):
 
         Raises:
             TypeError: a sparse gradient.
-            RuntimeError: one that came twice, too late, on top of a mean, or with a graph of its own.
+            RuntimeError: one that came twice, too late, on top of a mean, or with a graph of its
+                own.
         """
         gradient, name = self._trainable[index].grad, self.named[index][0]
         noted = getattr(gradient, "synchronized_version", None)
@@ -115,7 +118,9 @@ class GradientGuard(Guard):
         return len(order.begun) == 1 or order.may_send(self._wrapper())
 
     def _backward_ended(self) -> None:
-        """Autograd calls this when a backward ends. If it was nested (in a reentrant checkpoint), wait for the outer
+        """Autograd calls this when a backward ends.
+
+        If it was nested (in a reentrant checkpoint), wait for the outer
         one: what runs next there says when that one ends.
         """
         around = torch._C._current_autograd_node()
@@ -134,7 +139,8 @@ class GradientGuard(Guard):
 
     def _recover(self) -> None:
         """After a backward that raised or was dropped, before anything new is accumulated: complete its collectives, so
-        that all ranks have issued the same sequence again, and drop its gradients, which are worthless.
+        that all ranks have issued the same sequence again, and drop its gradients, which are
+        worthless.
         """
         for parameter in self._trainable:
             parameter.grad = None
@@ -150,7 +156,8 @@ class GradientGuard(Guard):
         """Return whether there is anything to finish.
 
         Raises:
-            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            ValueError: the module trains a parameter now that was frozen, or not there, at
+                construction.
             RuntimeError: a gradient was changed after backward, when it may have been sent.
         """
         for name, parameter in self._frozen:

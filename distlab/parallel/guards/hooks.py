@@ -1,10 +1,10 @@
 """torch's process-wide hooks: installed for the first wrapper that is watched, removed after the last one.
 
-An optimizer knows nothing of the wrapper whose gradients it applies: a step before the gradients are averaged, or
-after something has edited only this rank's part of them, would let the ranks diverge without an error. So one
-global hook asks the wrapper's guard (`module.Guard`): `guard.check_step(optimizer)` raises what is wrong. Another one
-counts the parameters and modules that are registered anywhere, so that a module is searched for new layers only after
-that.
+An optimizer knows nothing of the wrapper whose gradients it applies: a step before the gradients
+are averaged, or after something has edited only this rank's part of them, would let the ranks
+diverge without an error. So one global hook asks the wrapper's guard (`module.Guard`):
+`guard.check_step(optimizer)` raises what is wrong. Another one counts the parameters and modules
+that are registered anywhere, so that a module is searched for new layers only after that.
 
 The state of this module is that of torch's hooks, of which a process has one set.
 """

@@ -30,8 +30,9 @@ def check_module(module: nn.Module, strategy: str, group: ProcessGroup) -> Named
         Its trainable parameters, which lie on one device; a tied one once.
 
     Raises:
-        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two that share memory,
-            one that is wrapped already, or ranks that disagree (then on every rank).
+        ValueError: nothing to train, parameters on several devices, an uninitialized parameter, two
+            that share memory, one that is wrapped already, or ranks that disagree (then on every
+            rank).
     """
     refuse_uninitialized(module)
     check_ranks_agree(module, group)
@@ -77,8 +78,8 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
     """Before anything is sent: every rank must hold the same parameters and buffers.
 
     Raises:
-        ValueError: the same one on every rank; it names the first tensor that differs in name, shape, dtype,
-            strides or `requires_grad`.
+        ValueError: the same one on every rank; it names the first tensor that differs in name,
+            shape, dtype, strides or `requires_grad`.
     """
     mine = [
         f"'{name}' {tuple(t.shape)} {t.dtype} strides {t.stride()} {'' if t.requires_grad else 'not '}trainable"
@@ -191,8 +192,8 @@ class Guarded(ParallelModel):
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
         element by itself: `torch.nn.utils.clip_grad_value_`, a factor.
 
-        Where a rank has the mean of a part only, the optimizer's next step raises for edits outside of it, because most
-        edits compute something of all elements (a norm, for one).
+        Where a rank has the mean of a part only, the optimizer's next step raises for edits outside
+        of it, because most edits compute something of all elements (a norm, for one).
 
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited already.

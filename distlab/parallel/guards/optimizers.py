@@ -36,8 +36,8 @@ def check_zero(ddp: BucketedDDP, optimizer_cls: type[Optimizer], elementwise: bo
 
     Raises:
         TypeError: no `BucketedDDP`.
-        ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh or that copy engines serve,
-            or a layer that rewrites its rows in forward.
+        ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh or that
+            copy engines serve, or a layer that rewrites its rows in forward.
     """
     if not isinstance(ddp, BucketedDDP):
         raise TypeError(

@@ -45,7 +45,8 @@ def find_device(
     """Return the one device of all parameters, or `device` for a module on meta.
 
     Raises:
-        ValueError: several devices, a module on meta without `init_fn` and `device`, or these for another.
+        ValueError: several devices, a module on meta without `init_fn` and `device`, or these for
+            another.
     """
     found = the_device([entry.parameter for entry in entries], "FSDP")
     if found.type == "meta":
@@ -73,8 +74,8 @@ def refuse_parameters(entries: list[Entry]) -> None:
     """What would be lost without a word when parameters are replaced by shards.
 
     Raises:
-        ValueError: parameters that are shards already, that carry hooks, that a recurrent module keeps in a
-            list of its own.
+        ValueError: parameters that are shards already, that carry hooks, that a recurrent module
+            keeps in a list of its own.
     """
     for entry in entries:
         parameter = entry.parameter
@@ -128,7 +129,8 @@ class ShardGuard(Guard):
 
     Attributes:
         pending: whether a synchronised forward or backward waits for finish.
-        unfinished: whether a backward, synchronised or not, has reached a unit since the last finish.
+        unfinished: whether a backward, synchronised or not, has reached a unit since the last
+            finish.
         placed: shards and where they lie.
     """
 
@@ -166,7 +168,8 @@ class ShardGuard(Guard):
         """Called before forward.
 
         Raises:
-            ValueError: the module trains a parameter now that was frozen, or not there, at construction.
+            ValueError: the module trains a parameter now that was frozen, or not there, at
+                construction.
             RuntimeError: an attribute is another parameter now, or a shard has other memory.
         """
         if self._registrations != hooks.registrations:
@@ -202,7 +205,8 @@ class ShardGuard(Guard):
         """Return whether there is anything to finish.
 
         Raises:
-            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after wrapping.
+            ValueError: a parameter was frozen, unfrozen, added or given a gradient hook after
+                wrapping.
             RuntimeError: a gradient was changed after backward.
         """
         if self._registrations != hooks.registrations:
@@ -231,9 +235,10 @@ class ShardGuard(Guard):
         too.
 
         Raises:
-            ValueError: an optimizer that is neither element-wise nor takes shards, or has state of other shapes.
-            RuntimeError: gradients that are not synchronized, or were edited in a way that need not be the same on
-                every rank.
+            ValueError: an optimizer that is neither element-wise nor takes shards, or has state of
+                other shapes.
+            RuntimeError: gradients that are not synchronized, or were edited in a way that need not
+                be the same on every rank.
         """
         replicated = None if self._editing else find_edited(self._replicated)
         if self.unfinished or (replicated and self.pending):

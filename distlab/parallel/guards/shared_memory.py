@@ -8,7 +8,8 @@ from torch import nn
 def refuse_shared_memory(module: nn.Module) -> None:
     """Check that no trainable parameter overlaps another one.
 
-    Slices of one flat tensor that do not overlap are two parameters and allowed; interleaved columns are refused.
+    Slices of one flat tensor that do not overlap are two parameters and allowed; interleaved
+    columns are refused.
 
     Raises:
         ValueError: names two that overlap.

@@ -1,8 +1,8 @@
 """What autograd keeps between forward and backward, and what it briefly needs on top.
 
-Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per element of the
-computation, `r` bytes per element of the residual stream and keys of width k, d unless heads share them. Of one block
-autograd saves
+Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per
+element of the computation, `r` bytes per element of the residual stream and keys of width k, d
+unless heads share them. Of one block autograd saves
 
     the residual stream before each norm                2·r·n·d     (the adds themselves save nothing)
     statistics of both norms                            2·4·n
@@ -15,20 +15,22 @@ autograd saves
     w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f     (a compiled block or a fused kernel computes
                                                                      silu(w1 x) again: 3·c·n·f)
 
-A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that `recompute.KEEPS`
-names.
+A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that
+`recompute.KEEPS` names.
 
-Where T ranks share matrices (`ModelShape.tensor`), d, k, f, H and V of results are a rank's, and the residual stream,
-its gradient and the norms' statistics have n/T tokens; inputs of matmuls are whole, c·n·d. The loss keeps the logits
-beside their exponentials. Where P ranks share sequences, n counts the tokens of one, and attention keeps, with its
-queries and keys after rotation and its result in both orders of heads and tokens,
+Where T ranks share matrices (`ModelShape.tensor`), d, k, f, H and V of results are a rank's, and
+the residual stream, its gradient and the norms' statistics have n/T tokens; inputs of matmuls are
+whole, c·n·d. The loss keeps the logits beside their exponentials. Where P ranks share sequences, n
+counts the tokens of one, and attention keeps, with its queries and keys after rotation and its
+result in both orders of heads and tokens,
 
     gathered      the keys and values of all              c·n·(3·d + (2·P + 1)·k)
     ulysses       all three of H/P heads                c·n·(3·d + 2·k)
     ring          qkv's output, kept whole by v            c·n·(4·d + 3·k)
 
-Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing Activation
-Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the same way.
+Under autocast r = 4 and c = 2; in one dtype throughout r = c. Korthikanti et al. 2022 ("Reducing
+Activation Recomputation in Large Transformer Models", eq. 2) count a GPT-2 block with dropout the
+same way.
 """
 
 from collections.abc import Mapping
@@ -49,7 +51,8 @@ class Precision:
     Args:
         compute: of matmuls.
         residual: of the residual stream.
-        copies_weights: whether matrices are cast for matmuls and the copies kept for backward (autocast).
+        copies_weights: whether matrices are cast for matmuls and the copies kept for backward
+            (autocast).
     """
 
     compute: int = FP32
@@ -72,14 +75,16 @@ class Activations:
 
     Args:
         block: of one block.
-        kept: of one block until its backward, by what of it is not recomputed: an entry of `recompute.KEEPS`, or
-            `none` for a block of which nothing is.
+        kept: of one block until its backward, by what of it is not recomputed: an entry of
+            `recompute.KEEPS`, or `none` for a block of which nothing is.
         last: final norm and head.
         loss: kept by the cross-entropy, log-softmax in fp32.
-        loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of the logits, fp32.
+        loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of
+            the logits, fp32.
         head_gradient: of the head's input.
         logits_gradient: what reaches the head, in the dtype of the computation.
-        forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32 form.
+        forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32
+            form.
         block_temporary: most that one block's backward needs besides what it frees.
         residual_gradient: the gradient that travels down the residual stream.
     """
@@ -140,7 +145,8 @@ def block_activations(
 
     Args:
         batch, context: B sequences of T tokens on this rank, of longer ones a part.
-        attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or `naive`.
+        attention: `flash`, `sdpa` or `auto`, either of these (nothing of size T² is kept), or
+            `naive`.
         fused: compiled, or run as fused kernels.
 
     Raises:
@@ -224,10 +230,11 @@ def inference_temporary(
     """Most bytes that an eager forward without gradients holds beside the parameters; arguments as
     `block_activations`.
 
-    The largest of three moments. In attention: the residual stream, qkv's output, queries and keys after rotation, and
-    the result; naive attention also holds the scores twice in the dtype of the computation and once in fp32 (in fp32:
-    twice), and the mask. In SwiGLU: gate, its silu, up and the result. In the loss: logits, in fp32, and their
-    log-softmax. A matrix under use has its cast beside it.
+    The largest of three moments. In attention: the residual stream, qkv's output, queries and keys
+    after rotation, and the result; naive attention also holds the scores twice in the dtype of the
+    computation and once in fp32 (in fp32: twice), and the mask. In SwiGLU: gate, its silu, up and
+    the result. In the loss: logits, in fp32, and their log-softmax. A matrix under use has its cast
+    beside it.
     """
     n, d, f, c, r = (
         batch * context,

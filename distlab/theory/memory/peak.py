@@ -1,7 +1,8 @@
 """Memory of one rank through a training step, by category, and its peak and when that occurs.
 
-With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et al. 2020, "ZeRO",
-sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zero_paper_bytes`)
+With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et
+al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see
+`zero_paper_bytes`)
 
     sends and updates            parameters   gradients                         optimizer state
     nothing, gradients           4P           4P, as backward makes them        8P
@@ -12,14 +13,16 @@ sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see `zer
     buckets, slices (ZeRO-1)     4P           4P in buckets, always there       8P/N
     units (FSDP)                 4P/N         4P/N                              8P/N**
 
-* Under autocast linear layers write theirs into the buffer; only those of norms and embedding are made outside.
+* Under autocast linear layers write theirs into the buffer; only those of norms and embedding are
+  made outside.
 ** FSDP cuts between rows and pads (`volume.sharded_buffers`), and keeps norms whole on every rank.
 
-On top come what forward leaves for backward (`activations`), the low-precision copies that autocast makes of the
-matrices (kept until each has been used in backward), gathered units, and temporaries. `step_memory` walks a settled
-step (the states exist already) from its last forward operation to the optimizer, block by block, and looks for the
-peak; what a strategy does is read off its file in `distlab/parallel`. A rank of a pipeline walks through one stage,
-beside the other micro-batches that it holds: each has its activations and its own copies of the matrices.
+On top come what forward leaves for backward (`activations`), the low-precision copies that autocast
+makes of the matrices (kept until each has been used in backward), gathered units, and temporaries.
+`step_memory` walks a settled step (the states exist already) from its last forward operation to the
+optimizer, block by block, and looks for the peak; what a strategy does is read off its file in
+`distlab/parallel`. A rank of a pipeline walks through one stage, beside the other micro-batches
+that it holds: each has its activations and its own copies of the matrices.
 """
 
 from collections.abc import Iterator
@@ -55,8 +58,8 @@ class StepMemory:
         before_step: gradients are averaged, the optimizer has not stepped.
         after_step: the optimizer has stepped; gradients are dropped only by the next step.
         peak: the largest moment of all.
-        peak_phase: when: `forward`, `loss`, `backward of loss`, `backward of head`, `backward of block 17`,
-            `backward of embedding`, `gradient synchronization` or `optimizer step`.
+        peak_phase: when: `forward`, `loss`, `backward of loss`, `backward of head`, `backward of
+            block 17`, `backward of embedding`, `gradient synchronization` or `optimizer step`.
         moments: all of them in order, (phase, breakdown).
     """
 
@@ -91,23 +94,29 @@ def step_memory(
 
     Args:
         shape: of what this rank has of the model.
-        batch, context: sequences on this rank, and tokens in each; of shared sequences, those of this rank.
+        batch, context: sequences on this rank, and tokens in each; of shared sequences, those of
+            this rank.
         strategy: its entry; `fully_shard` of torch is that of each block.
-        world_size: ranks that the strategy divides by, data × context: of a shard group under hybrid sharding.
-        precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype), or bytes.
+        world_size: ranks that the strategy divides by, data × context: of a shard group under
+            hybrid sharding.
+        precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype),
+            or bytes.
         attention: `naive`, `flash` or `sdpa`.
-        checkpointing: how many blocks are recomputed together in backward, 0 for none and True for each by itself; or
-            what is kept of each block of this rank, names of `Activations.kept`.
-        loss_chunk: where the loss is computed in the head, which makes the gradients in the forward, most bytes of
-            logits that exist at a time; None: the head returns all logits.
+        checkpointing: how many blocks are recomputed together in backward, 0 for none and True for
+            each by itself; or what is kept of each block of this rank, names of `Activations.kept`.
+        loss_chunk: where the loss is computed in the head, which makes the gradients in the
+            forward, most bytes of logits that exist at a time; None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`, `muon`.
-        accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients in fp32.
-        fused: blocks are compiled, or run as fused kernels, and keep a little less (`block_activations`).
+        accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients
+            in fp32.
+        fused: blocks are compiled, or run as fused kernels, and keep a little less
+            (`block_activations`).
         compiled: they are compiled (`activations`).
         workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
         sharing: how ranks share sequences.
-        micro_batches_held: in a pipeline, the most activations of a stage for a micro-batch that this rank holds at
-            once. Those that wait for the rest of a split backward count in full; logits that wait, GPipe's, do not.
+        micro_batches_held: in a pipeline, the most activations of a stage for a micro-batch that
+            this rank holds at once. Those that wait for the rest of a split backward count in full;
+            logits that wait, GPipe's, do not.
 
     Raises:
         ValueError: an unknown name, or a size below one; the message lists what is allowed.

@@ -1,14 +1,16 @@
 """Activation checkpointing in groups: what is kept at worst, what runs again, and which group size keeps least.
 
-A group of k blocks keeps its input, c bytes, instead of its blocks' activations, b bytes each; while it runs backward
-it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at worst,
+A group of k blocks keeps its input, c bytes, instead of its blocks' activations, b bytes each;
+while it runs backward it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at
+worst,
 
     ⌈L/k⌉·c + k·b,        least near k = √(L·c/b)
 
-(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence √L).
+(Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence
+√L).
 
-A block that is recomputed by itself may keep some results beside its input (`KEEPS`): attention's and matmuls', which
-then do not run again.
+A block that is recomputed by itself may keep some results beside its input (`KEEPS`): attention's
+and matmuls', which then do not run again.
 """
 
 from distlab.theory.flops import forward_flops
@@ -30,8 +32,8 @@ RECOMPUTATION = (*KEEPS, "none")
 def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
     """(blocks that run forward again, how many of these runs stop before their last matmul).
 
-    torch ends a recomputation as soon as everything that was saved is there again: a group stops before the last matmul
-    of its last block, whose result nobody saved.
+    torch ends a recomputation as soon as everything that was saved is there again: a group stops
+    before the last matmul of its last block, whose result nobody saved.
     """
     return (num_layers, -(-num_layers // group)) if group else (0, 0)
 
@@ -40,7 +42,8 @@ def recomputed_flops(plan: int | tuple[str, ...], *, num_layers: int, **sizes: i
     """FLOPs of all that runs again, per rank and micro-batch; sizes as `distlab.theory.flops.forward_flops`.
 
     Args:
-        plan: blocks per group, 0 for none, or what each block keeps (`activations.Activations.kept`).
+        plan: blocks per group, 0 for none, or what each block keeps
+            (`activations.Activations.kept`).
 
     Raises:
         ValueError: a size or a group below one.

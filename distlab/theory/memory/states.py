@@ -1,7 +1,7 @@
 """What each strategy holds on one rank: parameters, gradients, buckets, copies and states, in bytes.
 
-The numbers that `distlab.theory.memory` adds up moment by moment; each is read off the strategy's file in
-`distlab/parallel`.
+The numbers that `distlab.theory.memory` adds up moment by moment; each is read off the strategy's
+file in `distlab/parallel`.
 """
 
 import math
@@ -106,7 +106,8 @@ class Setting:
     def sharded(self, numel: int) -> int:
         """Bytes of what this rank keeps, in fp32, of `numel` of the model's elements.
 
-        FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the proportional part.
+        FSDP keeps an N-th of the padded matrices and all norms; of a part of the model, the
+        proportional part.
         """
         if not self.pads:
             return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))

@@ -4,32 +4,44 @@
     distlab run gpu_lessons --parts strides waves       # two of them
     TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
 
-Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that nothing else matters.
-Each time is a multiple of the part's first row, beside the multiple that `distlab.theory` predicts:
+Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that
+nothing else matters. Each time is a multiple of the part's first row, beside the multiple that
+`distlab.theory` predicts:
 
 - strides: a copy that reads every stride-th element. HBM comes 64 bytes at a time, needed or not.
-- banks: a tile of 32 × 32 words through shared memory, written by rows and read by columns, with its columns exchanged
-  by column xor (row mod phases). One phase leaves a column in one bank of 32, 32 phases spread it over all.
-- divergence: the same arithmetic in up to four branches. A warp executes each branch that any of its lanes takes.
-- waves: equal programs on all multiprocessors. One more than there are places takes a whole further wave.
-- levels: the same bytes read from registers, shared memory, L2 and HBM, each by programs that wait for nothing else.
+- banks: a tile of 32 × 32 words through shared memory, written by rows and read by columns, with
+  its columns exchanged by column xor (row mod phases). One phase leaves a column in one bank of 32,
+  32 phases spread it over all.
+- divergence: the same arithmetic in up to four branches. A warp executes each branch that any of
+  its lanes takes.
+- waves: equal programs on all multiprocessors. One more than there are places takes a whole further
+  wave.
+- levels: the same bytes read from registers, shared memory, L2 and HBM, each by programs that wait
+  for nothing else.
 
 Launch parameters, as a rate:
 
-- element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way at a time.
+- element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way
+  at a time.
 
-Forms of one computation (`forms.py`), each a multiple of the part's first, beside the multiple of what it moves:
+Forms of one computation (`forms.py`), each a multiple of the part's first, beside the multiple of
+what it moves:
 
-- sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic additions.
-- variance: of rows that do not fit on chip: read twice, or once, by Welford's recurrence or from sums of squares.
+- sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic
+  additions.
+- variance: of rows that do not fit on chip: read twice, or once, by Welford's recurrence or from
+  sums of squares.
 - programs: softmax by a program per row, or by a few per multiprocessor that take turns.
-- gelu-prologue, softmax-prologue: before a matmul, stored, or computed again by every program that multiplies it.
+- gelu-prologue, softmax-prologue: before a matmul, stored, or computed again by every program that
+  multiplies it.
 - saved: what GeLU's backward needs, stored by forward or computed again.
 - warps: RMSNorm of long rows by 1 to 32 warps: registers, spills, time.
 - operands: 2 to 32 tensors combined by one kernel: registers, time.
-- cuda-add, cuda-softmax, cuda-matmul, cuda-attention: in Triton, in CUDA C++ (`cuda.py`) and by torch: lines, time.
+- cuda-add, cuda-softmax, cuda-matmul, cuda-attention: in Triton, in CUDA C++ (`cuda.py`) and by
+  torch: lines, time.
 
-The launch parameters of the shipped attention are tried by `python -m kernels.flash_attention.tune`.
+The launch parameters of the shipped attention are tried by `python -m
+kernels.flash_attention.tune`.
 """
 
 from collections.abc import Sequence

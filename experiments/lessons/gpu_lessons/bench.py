@@ -77,7 +77,8 @@ class Bench:
         Args:
             call: gives the result, each time anew.
             exact: the result in float64.
-            factor: what it moves or multiplies over what the part's first row does; None where that is not counted.
+            factor: what it moves or multiplies over what the part's first row does; None where that
+                is not counted.
         """
 
         def measured() -> dict[str, Any]:

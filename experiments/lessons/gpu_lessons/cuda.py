@@ -1,8 +1,9 @@
 """The same kernels in Triton, in CUDA C++ (`_cuda_kernels.cu`, compiled by NVRTC when they run) and by torch.
 
-Triton's are the lab's plain ones: `add_kernel` of `kernels/elementwise.py`, `forward_kernel` of `kernels/softmax.py`,
-`grouped_kernel` of `kernels/matmul.py`, and the tuned step of `_lesson_attention.py`. Those in CUDA C++ follow the same
-plans, without what only a Hopper GPU has, and only for sizes without ragged ends.
+Triton's are the lab's plain ones: `add_kernel` of `kernels/elementwise.py`, `forward_kernel` of
+`kernels/softmax.py`, `grouped_kernel` of `kernels/matmul.py`, and the tuned step of
+`_lesson_attention.py`. Those in CUDA C++ follow the same plans, without what only a Hopper GPU has,
+and only for sizes without ragged ends.
 """
 
 from collections.abc import Callable

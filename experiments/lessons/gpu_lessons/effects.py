@@ -185,7 +185,8 @@ def levels(bench: Bench) -> None:
 def element_wise(bench: Bench) -> None:
     """An addition by programs that fill all places for warps, over BLOCK × warps × stages.
 
-    Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are measured here.
+    Little's law predicts: bytes under way / latency, and never more than a copy's rate. Both are
+    measured here.
     """
     count, sms = bench.config.elements, bench.sms
     x, y = torch.randn(2, count, device=bench.device).to(bench.dtype)

@@ -6,14 +6,15 @@
     distlab run ir                                  # every kernel, a minute or two
     distlab run ir rmsnorm --capability 80          # for an A100
 
-Kernels are compiled and not run (`kernels._compile`), at sizes of a benchmark (`catalogue`). Each leaves a file per
-stage in the run's folder, `stages/MODULE.KERNEL.STAGE`, to be read in this order:
+Kernels are compiled and not run (`kernels._compile`), at sizes of a benchmark (`catalogue`). Each
+leaves a file per stage in the run's folder, `stages/MODULE.KERNEL.STAGE`, to be read in this order:
 
     ttir    the kernel as written: blocks, not threads        ttgir   the same with layouts: which thread has what, what
     llir    one thread, in LLVM's IR                                  lies in shared memory, what is loaded ahead
     ptx     NVIDIA's portable assembler, endless registers    sass    the instructions, registers given out
 
-The table says what is scarce: registers, spilled bytes, shared memory, and how many programs of it an SM holds at once.
+The table says what is scarce: registers, spilled bytes, shared memory, and how many programs of it
+an SM holds at once.
 """
 
 import contextlib

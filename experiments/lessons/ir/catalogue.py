@@ -1,7 +1,8 @@
 """Every kernel of the lab, launched on tensors without data, at sizes of a benchmark: what a compiler needs to know.
 
-MODULES: file of `kernels/`, or lesson of `experiments/lessons/`, → a function that launches all of its kernels, those
-that need Hopper last. Within `kernels._compile.compile_for` a launch compiles and does not run.
+MODULES: file of `kernels/`, or lesson of `experiments/lessons/`, → a function that launches all of
+its kernels, those that need Hopper last. Within `kernels._compile.compile_for` a launch compiles
+and does not run.
 """
 
 from collections.abc import Callable
