@@ -1,16 +1,17 @@
-"""Faults that tests must notice: each is put into a copy of the tree, and tests that must turn red are run there.
+"""Insert known faults one at a time, and report which of them the tests do not notice.
 
-    python -m tests.mutations --workers 4          # all of them, four at a time; 1 if one survives
+    python -m tests.mutations --workers 4          # all of them, four at a time; exits with 1 if one survives
     python -m tests.mutations --list
     python -m tests.mutations --category buckets resume
-    python -m tests.mutations --only "fp16 clipping dropped"
-    python -m tests.mutations --only "fp16 clipping dropped" --tests tests/train/test_loop.py
+    python -m tests.mutations --only "Overlap sends in hook order"
+    python -m tests.mutations --only "Overlap sends" --tests tests/parallel/test_contract.py
 
-A mutation is a text in a file and what takes its place, as `tests/mutations.toml` lists them. The
-text must stand there exactly once: who changes that code changes the entry
-(`tests/test_mutations.py` says so in every run of the suite). The tests of an entry are those that
-are about the fault, of those that `make test` runs; others may see it too. Green is a survivor, and
-so is a failure that is none: tests that cannot be collected end the command with an error.
+A mutation replaces one text of one file, in a copy of the tree. `tests/mutations.toml` lists them,
+grouped by what they protect. The text must occur exactly once in its file. If you change that code,
+change the entry as well: `tests/test_mutations.py` checks this in every run of the suite. An entry
+names the tests that are about its fault, among those that `make test` runs. Other tests may notice
+it as well. If the named tests pass, the mutation has survived. If they cannot be collected, the
+command ends with an error.
 """
 
 import argparse
@@ -38,12 +39,12 @@ class Mutation:
     """One fault.
 
     Attributes:
-        name: what is wrong then.
-        category: what it breaks; `tests/test_mutations.py` says how many of each there must be.
-        file: relative to the repository's root.
-        find: stands in the file exactly once.
-        replacement: what takes its place.
-        tests: arguments of pytest; at least one test among them must fail.
+        name: sentence that says what is wrong once the fault is inserted.
+        category: group of the list that the fault belongs to, for `--category`.
+        file: path relative to the repository's root.
+        find: text that occurs exactly once in the file.
+        replacement: text that replaces it.
+        tests: arguments of pytest. At least one test among them must fail.
     """
 
     name: str
@@ -57,7 +58,7 @@ class Mutation:
         """Change the file below `root`.
 
         Raises:
-            ValueError: the text stands there not at all, or more than once.
+            ValueError: the text does not occur exactly once.
         """
         path = root / self.file
         text = path.read_text(encoding="utf-8")
@@ -69,7 +70,7 @@ class Mutation:
 
 
 def read_list(path: Path) -> tuple[Mutation, ...]:
-    """Read a list of mutations: one table for each, its tests as a command line writes them."""
+    """Read a list of mutations from a TOML file, with one table per mutation."""
     found = tomllib.loads(path.read_text(encoding="utf-8"))["mutation"]
     return tuple(
         Mutation(**entry | {"tests": tuple(shlex.split(entry["tests"]))}) for entry in found
@@ -83,7 +84,7 @@ MUTATIONS = read_list(ROOT / "tests" / "mutations.toml")
 
 
 def copy_tree(target: Path) -> None:
-    """Copy what git knows, and new files that it does not ignore."""
+    """Copy tracked files, and new files that git does not ignore."""
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -98,7 +99,7 @@ def copy_tree(target: Path) -> None:
 
 @dataclass(frozen=True)
 class Result:
-    """Whether tests noticed; `seen` names the first that did, or says what else happened."""
+    """Result of one mutation. `seen` names the first test that failed, or says why none could."""
 
     killed: bool
     seen: str
@@ -148,7 +149,7 @@ def examine(mutation: Mutation, root: Path, tests: Sequence[str]) -> Result:
 def results(
     mutations: Sequence[Mutation], tests: Sequence[str] | None, workers: int
 ) -> Iterator[tuple[Mutation, Result]]:
-    """Examine so many at a time, each in a copy of the tree that no other uses meanwhile."""
+    """Examine `workers` mutations at a time, each in its own copy of the tree."""
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder, ThreadPool(workers) as pool:
         copies: SimpleQueue[Path] = SimpleQueue()
         for number in range(workers):
@@ -166,7 +167,7 @@ def results(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run mutations; 1 if one survives."""
+    """Run mutations and return 1 if one survives."""
     categories = sorted({m.category for m in MUTATIONS})
     p = argparse.ArgumentParser("python -m tests.mutations", description=__doc__.splitlines()[0])
     p.add_argument(

@@ -159,7 +159,7 @@ def wrapped(rank, device):
 
 @DEVICES
 def test_wrappers_follow_one_process(device):
-    """RELIABILITY 28, 29, 31."""
+    """Compare the wrappers of the course with one process, in fp32 and in fp16."""
     spawn(wrapped, torch.device(device))
 
 

@@ -158,7 +158,7 @@ def exit_quietly(context):
 
 
 def test_a_rank_that_exits_with_zero_is_no_success():
-    """RELIABILITY's fault table: exit 0 early must fail."""
+    """Check that a rank which exits early with code 0 makes the run fail."""
     with pytest.raises(RanksFailed, match="the process died, exit code 0"):
         run_ranks(exit_quietly, 1)
 

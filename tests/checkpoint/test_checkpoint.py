@@ -73,7 +73,7 @@ def each_after_another(step):
 
 
 def test_resumed_at_the_same_world_size_strategies_continue_one_another_bit_for_bit(saved):
-    """RELIABILITY 46, and 26 for the sharded optimizers: two ranks add in one order, whatever the strategy."""
+    """Compare losses after a change of strategy: every strategy adds two ranks in one order."""
     root, losses = saved
     pairs = [*each_after_another(-1), ("bucketed", "bucketed"), ("fsdp2", "fsdp2")]
     for (written, strategy), found in zip(
@@ -94,7 +94,7 @@ def assert_continued(losses, world_size, pairs, root, changes):
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_resumed_at_another_world_size_losses_are_those_of_the_uninterrupted_run(saved, world_size):
-    """The fault table's 2 → 1 → 3: the same data and state; sums over ranks round differently."""
+    """Resume from 2 ranks at 1 and 3: data and state stay, sums over ranks round differently."""
     root, losses = saved
     assert_continued(losses, world_size, each_after_another(1), root, UNCLIPPED)
 
@@ -255,7 +255,7 @@ DAMAGE = {  # what is done to the newer one → the file that the message names
 
 
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(two, tmp_path):
-    """RELIABILITY 49: a flipped bit, a truncated, a missing file, and a folder that was never completed."""
+    """Check a flipped bit, a truncated or missing file, and a folder that was never complete."""
     for number, (damage, file) in enumerate(DAMAGE.items()):
         folder = shutil.copytree(two, tmp_path / str(number))
         damage(folder / "step_00000004")
@@ -308,7 +308,7 @@ def test_a_hundredth_checkpoint_is_put_aside_as_the_others(tmp_path):
 
 @on_two_ranks
 def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
-    """RELIABILITY 50; and what differs from another run."""
+    """Check that errors list tensors that do not match, and options of another run."""
     trainer = Run(context, two, vocab=37, lr=0.5).trainer
     with pytest.raises(
         ValueError,
@@ -326,7 +326,7 @@ def test_a_checkpoint_of_another_model_lists_what_differs(context, two):
 
 @on_two_ranks
 def test_a_full_disk_on_one_rank_is_an_error_on_all_that_names_it(context, tmp_path):
-    """RELIABILITY 48 and 50: the checkpoint before stays, and nothing half-written gets a final name."""
+    """Check that the previous checkpoint stays, and no partial one gets its final name."""
     run = Run(context, tmp_path, steps=4)
     run.save(steps=1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -455,7 +455,7 @@ def die_while_saving(context, folder, point):
 
 
 def test_sigkill_at_random_points_of_a_write_leaves_a_checkpoint_that_loads(tmp_path, request):
-    """RELIABILITY 47: the newest that is complete loads, and it is that of step 1 or 2, bit for bit."""
+    """Check that the newest complete checkpoint, of step 1 or 2, loads bit for bit."""
     reference = run_ranks(reference_losses, 2)[0]
     for point in range(request.config.getoption("--kill-points")):
         folder = str(tmp_path / str(point))

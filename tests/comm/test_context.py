@@ -205,7 +205,7 @@ JOB = """
 
 
 def test_finished_gloo_jobs_exit_with_zero(tmp_path):
-    """RELIABILITY §0 C: a work object destroyed at interpreter shutdown aborts a job that had succeeded."""
+    """Check that no gloo work is destroyed at interpreter shutdown, which aborts a finished job."""
     script = tmp_path / "job.py"
     script.write_text(textwrap.dedent(JOB))
     done = python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script)

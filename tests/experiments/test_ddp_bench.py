@@ -318,7 +318,7 @@ def test_one_rank_is_told_how_to_get_more(one_rank, tmp_path):
 
 
 def test_a_killed_rank_ends_the_run_with_a_message_and_nothing_half_written(tmp_path):
-    """RELIABILITY's fault table: SIGKILL of a rank mid-run."""
+    """Check that SIGKILL of a rank ends the run with an error and leaves no partial file."""
     command = [
         sys.executable,
         "launch/ddp_bench.py",

@@ -24,7 +24,7 @@ EMPTY = [((0,), 8, 5), ((2, 0), 8, 5), ((3,), 0, 5)]
 @each_variant
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_results_and_gradients(name, dtype, either, poisoned):
-    """RELIABILITY 35 of the fused kernels: any number of rows and columns, against float64."""
+    """Compare results and gradients with float64, also where no tile divides rows or columns."""
     for sizes in SIZES if dtype is torch.float32 else SIZES[:2]:
         compare_at(name, sizes, dtype)
 

@@ -62,9 +62,10 @@ CAUSAL, BOTTOM = {"causal": True}, {"causal": True, "alignment": "bottom-right"}
 IDS = torch.tensor(
     [[0] * 5 + [1] * 60 + [2] + [0] * 31, [i // 33 for i in range(97)]], device=DEVICE
 )
-# name → batch, heads and key heads, queries and keys, head dim; options. RELIABILITY 35: lengths
-# and head dims that are no multiples of a tile, q longer and shorter than k RELIABILITY 37: both
-# alignments, both ways; rows without a key are 0 with log-sum-exp −inf and finite gradients
+# name → batch, heads and key heads, queries and keys, head dim; options.
+# Some lengths and head dims are not multiples of a tile, and q is longer or shorter than k.
+# Both alignments of a causal mask occur. A row without a key is 0, has log-sum-exp −inf, and its
+# gradients are finite.
 CALLS = {
     "one": ((1, 1, 1, 1, 1, 16), {}),
     "few queries": ((1, 1, 1, 2, 17, 16), CAUSAL),
@@ -101,8 +102,8 @@ def test_results_and_gradients(function, name, poisoned):
     check(function, (q, k, v, do, do.sum(-1)), **options)
 
 
-# RELIABILITY 40: any strides, also of do (expanded ones: test_every_operation.py). RELIABILITY 39:
-# nothing outside the tensors is read
+# Any strides are allowed, also those of do (test_every_operation.py has expanded tensors). NaN
+# around a tensor reveals reads outside of it.
 LAYOUTS = {
     # as an einsum may leave them
     "heads innermost": lambda x: x.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2),
@@ -130,7 +131,7 @@ def test_losses_of_one_result(function):
         near(ours[1:], expected[2:], 2e-5)
 
 
-# RELIABILITY 38: no keys, no queries, no batch
+# Empty tensors are allowed: no keys, no queries or no batch.
 @BOTH
 @pytest.mark.parametrize("batch, queries, keys", [(2, 5, 0), (2, 0, 7), (0, 5, 7)])
 def test_empty(function, batch, queries, keys):
@@ -188,7 +189,7 @@ def test_keys_whose_scores_are_minus_infinity_count_nothing(function, spoilt):
     near(apply(function)(q, k, v), F.scaled_dot_product_attention(q, k, v), 2e-5)
 
 
-# RELIABILITY 39: large logits stay finite; nothing outside the tensors is read
+# Logits of about ±1e4 must not overflow, in forward or in backward.
 @BOTH
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_logits(function, dtype):

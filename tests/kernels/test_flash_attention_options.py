@@ -35,7 +35,7 @@ def ids(*shape, dtype=torch.int64):
     return {"k": Q, "v": Q, "document_ids": torch.zeros(shape, dtype=dtype)}
 
 
-# RELIABILITY 44: the message names the argument and what is allowed
+# A wrong argument raises an error that names it and says which values are allowed.
 @pytest.mark.parametrize(
     "arguments, error, message",
     [

@@ -95,7 +95,7 @@ def test_gradients_repeat_bit_for_bit():
         same_bits(results(rms_norm, (x, w)), first)
 
 
-# RELIABILITY 42
+# An offset in 32 bits would wrap here, and the last rows would be read from a wrong address.
 def test_offsets_past_two_to_the_thirty_first():
     if torch.cuda.get_device_properties(0).total_memory < 40e9:
         pytest.skip("needs 40 GB of GPU memory")

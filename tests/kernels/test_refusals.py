@@ -21,8 +21,8 @@ from .fused import DEVICE, draw
 X, W, T = draw(2, 8), draw(8), torch.tensor([0, 1], device=DEVICE)
 
 
-# RELIABILITY 44. Shape, dtype and device are asked of a weight or bias by one function, of which
-# each call has a row.
+# An error names the argument and the allowed values. One function checks shape, dtype and device of
+# a weight or bias, and each call of it has a row.
 @pytest.mark.parametrize(
     "call, error, message",
     [

@@ -116,7 +116,7 @@ TWO_RANKS = ("launch/train.py", "--nproc=2", *ARGUMENTS)
 def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_run(
     undisturbed, tmp_path, running
 ):
-    """RELIABILITY 46 and §0 B: SIGKILL of a rank during rendezvous, then of the other in the middle of training."""
+    """Kill one rank during rendezvous, then the other in the middle of training."""
     run = running(*TWO_RANKS, "--max-restarts=2")
     run.until(lambda: len(run.workers()) == 2)
     first = run.workers()
@@ -132,7 +132,7 @@ def test_killed_ranks_are_restarted_and_the_losses_are_those_of_an_undisturbed_r
 
 
 def test_a_rank_that_hangs_past_the_timeout_fails_the_run_with_a_message(tmp_path, running):
-    """The fault table: SIGSTOP. The peer errs at the timeout of 4 s, and the run is no success."""
+    """Stop a rank by SIGSTOP: its peer fails at the timeout of 4 s, and so does the run."""
     run = running(*TWO_RANKS, "--steps=5000", "--timeout=4")
     run.until(started(tmp_path, 3))
     begin = time.monotonic()

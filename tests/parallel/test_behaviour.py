@@ -57,7 +57,7 @@ class Scaled(nn.Module):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @on_two_ranks
 def test_half_precision_is_divided_before_it_is_summed(context, strategy, backend):
-    """RELIABILITY 14: 40000 + 40000 exceeds fp16's 65504; the mean does not."""
+    """Check the mean in fp16: 40000 + 40000 exceeds fp16's maximum of 65504, the mean does not."""
     model = Scaled(torch.float16).to(context.device)
     wrapper = STRATEGIES[strategy](model, process_group=context.group)
     wrapper(torch.tensor(40000.0, dtype=torch.float16, device=context.device)).backward()
@@ -68,7 +68,7 @@ def test_half_precision_is_divided_before_it_is_summed(context, strategy, backen
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.ranks(3)
 def test_a_subgroup_averages_among_itself(context, strategy):
-    """RELIABILITY 17."""
+    """Check that a subgroup averages its own ranks, starting from its first rank's values."""
     pair = dist.new_group([1, 2])
     if context.rank == 0:
         return

@@ -56,13 +56,11 @@ TRANSFORMS: dict[str, Callable[[TransformerLM], nn.Module]] = {
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @on_two_ranks
 def test_strategies_with_transformed_models(context, transform):
-    """DESIGN §3 "With the rest"; RELIABILITY 10, 28, 30, 31.
+    """Compare strategies with one process under compile, recomputation and autocast.
 
-    What FSDP refuses of these has its own test.
-
-    Without autocast random models have all but compiled ones, and reentrant checkpoints.
-
-    Of three micro-batches under autocast, under each strategy, beside those of one process.
+    A step has three micro-batches under autocast. Random models cover steps without autocast,
+    except for compiled models and reentrant checkpoints. Another test covers combinations that FSDP
+    refuses.
     """
     torch._dynamo.reset()
 

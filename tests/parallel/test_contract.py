@@ -105,7 +105,7 @@ def train_beside_reference(context, strategy, case, set_to_none, shard_size=None
     wrapper = (WITH_FSDP | ON_GPUS)[strategy](model, process_group=context.group, **mesh)
     reference = Reference(case, context.world_size, context.device)
     parameters = wrapper.full_parameters()
-    assert_same_on_all_ranks([*parameters.values(), *model.buffers()], context)  # RELIABILITY 2, 12
+    assert_same_on_all_ranks([*parameters.values(), *model.buffers()], context)  # rank 0's values
     optimizer = torch.optim.SGD(
         [parameter for parameter in wrapper.parameters() if parameter.requires_grad], lr=0.1
     )
@@ -144,7 +144,7 @@ def train_beside_reference(context, strategy, case, set_to_none, shard_size=None
             # the next step compares its own rounding alone
             reference.model.load_state_dict(parameters, strict=False)
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad or parameter.grad is None, name  # RELIABILITY 5
+        assert parameter.requires_grad or parameter.grad is None, name  # frozen: no gradient
     assert_same_on_all_ranks([*parameters.values()], context)
     for name, expected in reference.model.named_parameters():
         assert not exact or torch.equal(parameters[name], expected), name
@@ -186,11 +186,11 @@ def rows_of(strategy, world_size, shard_size=None):
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", WITH_FSDP)
 def test_gradients_are_the_mean_over_ranks(strategy, world_size, backend):
-    """RELIABILITY 1, 2, 4 to 8, 11, 12, 13, 17, 28, 29, 30: one process's training, whatever the model.
+    """Compare training with one process, for parameters and buffers of every kind.
 
     zero_grad(set_to_none=False) keeps bucket views, and autograd accumulates into them. In
-    "unused-on-some" a rank uses a head in an earlier micro-batch only. Random models have three
-    ranks.
+    "unused-on-some" a rank uses a head in an earlier micro-batch only. Three ranks are covered by
+    random models.
     """
     run(
         every_row,
@@ -228,7 +228,7 @@ def test_late_ddp_is_right_as_the_page_has_it(backend):
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("strategy", ON_GPUS)
 def test_gradients_are_the_mean_over_gpus(strategy, world_size):
-    """RELIABILITY 1, 2, 4, 5, 6, 7, 11, 13, 17, for what runs on GPUs only."""
+    """Compare training with one process, for strategies that run on GPUs only."""
     run(
         every_row,
         world_size,

@@ -94,10 +94,10 @@ def backward_behind_a_reentrant_checkpoint(context, strategy):
 @pytest.mark.parametrize("failing", [(0, 1), (1,)], ids=["all-ranks", "one-rank"])
 @on_two_ranks
 def test_micro_batches_accumulated_after_an_exception_in_backward_all_count(context, failing):
-    """RELIABILITY 20: the original error surfaces, and no stale handle or gradient reaches the next attempt.
+    """Check that an exception in backward surfaces, and that the next attempt starts clean.
 
-    What was accumulated under no_sync() between the exception and the next synchronised backward is
-    kept.
+    No handle or gradient of the failed backward is left. Gradients accumulated under no_sync()
+    between the exception and the next synchronised backward are kept.
     """
     for strategy in STRATEGIES:
         for numbers in ((1,), (1, 2, 3)):
@@ -118,10 +118,10 @@ def die_in_backward(context):
 
 
 def test_a_lost_rank_makes_the_other_fail_within_the_timeout():
-    """RELIABILITY 20 and its fault table: no hang, and no success.
+    """Check that a lost rank makes the others fail: they neither hang nor succeed.
 
-    tests/test_testing.py has an exception, a rank that sleeps and one that exits early, and
-    tests/comm/test_wait_diagnostics.py what the others are told.
+    tests/test_testing.py covers an exception, a rank that sleeps and one that exits early.
+    tests/comm/test_wait_diagnostics.py covers the message on the other ranks.
     """
     run_ranks(str, 2, group_timeout_s=TIMEOUT_S)  # the processes have started
     begin = time.monotonic()

@@ -117,7 +117,7 @@ def test_construction_from_meta_takes_the_buffers_and_vectors_of_rank_0(context)
 
 @on_two_ranks
 def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
-    """The contract's 8."""
+    """Check that finish sends gradients that only no_sync() has accumulated on this rank."""
     fsdp = FSDP(build("unused-on-some", 0, context.device), process_group=context.group)
     one = OneProcess(
         partial(build, "unused-on-some", 0, context.device), context.world_size, torch.optim.SGD
@@ -138,7 +138,7 @@ def test_a_unit_that_only_an_earlier_micro_batch_used_is_sent_too(context):
 
 @on_two_ranks
 def test_a_retained_graph_gives_the_same_gradients_again(context):
-    """The contract's 9."""
+    """Check that a second backward over a graph gathers again and keeps nothing stale."""
     fsdp = wrapped(context)
     for step in range(0, 4, 2):  # the second time the order is known and units are fetched ahead
         loss = sum(own_loss(fsdp, context.rank, step + i, context.device) for i in range(2))

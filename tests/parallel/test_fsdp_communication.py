@@ -27,7 +27,7 @@ E, B = 84, 364
 @pytest.mark.parametrize("dtype", [None, torch.float16], ids=["fp32", "fp16"])
 @on_two_ranks
 def test_collectives_of_a_usual_step(context, dtype, backend):
-    """RELIABILITY 33: two all-gathers and one reduce-scatter per unit, each gather one unit ahead, same everywhere.
+    """Check for two all-gathers, one unit ahead, and one reduce-scatter per unit on all ranks.
 
     Parameters travel in the compute type, gradients in fp32, all norms and biases in one
     all-reduce.
@@ -99,10 +99,10 @@ def bytes_held(fsdp):
 @pytest.mark.parametrize("backend", BACKENDS)
 @on_two_ranks
 def test_at_most_two_units_are_gathered(context, backend):
-    """RELIABILITY 33: the memory bound; the first step, before the order is known, fetches nothing ahead.
+    """Check the bound on gathered memory.
 
-    Counted are the units that hold memory, whenever a unit runs forward and whenever it runs
-    backward.
+    The first step does not know the order of the units, so it fetches none ahead.
+    The test counts the units that hold memory each time a unit runs forward or backward.
     """
     fsdp = wrapped(context)
     held: dict[str, list[int]] = {"forward": [], "backward": []}

@@ -197,9 +197,10 @@ def trains_as_one_process(context, name):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_trains_as_one_process(world_size, backend):
-    """RELIABILITY 10, 28 to 31, the contract's 6, 7, 9 and 19: fp32 masters and gradients in any compute dtype.
+    """Compare weights and gradients with one process: tied, frozen and uneven parameters.
 
-    Rows are 7, 11 and 13, which nothing divides, and a rank may hold nothing of a parameter.
+    Masters and gradients are fp32 in any compute dtype. Row counts are 7, 11 and 13, which no
+    world size divides, and a rank may hold no part of a parameter.
     """
     names = [name for name in ROWS if world_size == 2 or name.startswith("shapes")]
     run(every_row, world_size, trains_as_one_process, [(name,) for name in names], backend=backend)

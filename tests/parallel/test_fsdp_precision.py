@@ -53,7 +53,7 @@ class Norms(nn.Module):
 @pytest.mark.parametrize("dtype", HALVES)
 @on_two_ranks
 def test_norms_of_all_kinds_compute_in_fp32(context, dtype, backend):
-    """RELIABILITY 31: inputs are cast for the modules that own matrices; BatchNorm stays in fp32."""
+    """Check that FSDP casts inputs only of modules that own matrices. BatchNorm stays fp32."""
     torch.manual_seed(0)
     model = Norms().to(context.device)
     with torch.no_grad():

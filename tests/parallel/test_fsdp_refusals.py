@@ -85,7 +85,7 @@ def test_an_optimizer_built_before_wrapping(context):
 
 @on_one_rank
 def test_what_a_wrapped_module_refuses(context):
-    """Moving, copying, replacing; RELIABILITY 13 for sparse gradients."""
+    """Check that moving, copying, replaced parameters and sparse gradients raise errors."""
     fsdp = FSDP(linear(), process_group=context.group)
     for change in (fsdp.half, fsdp.double, lambda: fsdp.to("meta")):
         with pytest.raises(TypeError, match=r"cannot change.*before wrapping it.*compute_dtype"):

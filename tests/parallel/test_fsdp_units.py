@@ -24,7 +24,10 @@ SHAPES = st.lists(
 
 @given(SHAPES, st.integers(1, 9), st.sampled_from([0, WORTH_A_BUFFER]))
 def test_shards_of_all_ranks_make_up_each_parameter(shapes, world_size, worth):
-    """RELIABILITY 29: each element has one owner, padding has none, slices are equal, and cuts lie between rows."""
+    """Check that each element has one owner, padding has none, and slices are equal.
+
+    Rows are never cut.
+    """
     with mock.patch.object(planning, "WORTH_A_BUFFER", worth):
         buffers = plan_buffers(shapes, world_size)
     assert sorted(index for indices in buffers for index in indices) == list(range(len(shapes)))
@@ -152,7 +155,7 @@ def test_the_outermost_module_list_decides_and_containers_are_no_units():
 
 
 def test_types_of_masters_and_of_computation():
-    """RELIABILITY 31: masters are fp32 or wider; BatchNorm and integers keep their type."""
+    """Check that masters are fp32 or wider, and that BatchNorm and integers keep their type."""
     module = nn.Sequential(nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2).double(), nn.BatchNorm1d(2))
     masters = {e.name: e.master_dtype for e in list_entries(module, torch.float16)}
     compute = {e.name: e.compute_dtype for e in list_entries(module, torch.float16)}

@@ -27,7 +27,7 @@ def message_of(make):
 
 @pytest.mark.ranks(3)
 def test_ranks_with_different_models_all_get_the_same_error(context):
-    """RELIABILITY 3: before any broadcast, on every rank, naming both ranks' tensors."""
+    """Check that every rank raises before any broadcast, and names both ranks' tensors."""
     for difference in (
         lambda model: model.append(nn.Linear(1, 1)),
         lambda model: model[0].bias.requires_grad_(False),
@@ -48,7 +48,7 @@ def test_ranks_with_different_models_all_get_the_same_error(context):
 
 @on_two_ranks
 def test_mistakes_are_named_with_what_to_do_instead(context):
-    """RELIABILITY 5, 13, 17, 18: each error says what to do instead."""
+    """Check that each error says what to do: frozen models, odd tensors, wrong groups, copies."""
     frozen, complex_, wrapped = (
         nn.Linear(2, 2).requires_grad_(False),
         nn.Linear(2, 2),

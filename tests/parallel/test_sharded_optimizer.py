@@ -38,7 +38,7 @@ def assert_equal_parameters(one, other):
 @pytest.mark.parametrize("implementation", ["foreach", "fused"])
 @pytest.mark.ranks
 def test_parity_with_the_unsharded_optimizer(context, implementation, world_size, backend):
-    """RELIABILITY 21: bit for bit, whatever the implementation; random models have other optimizers and models."""
+    """Compare with torch's optimizer bit for bit. Random models cover other optimizers."""
     options = {"lr": 0.01, "weight_decay": 0.1, implementation: True}
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(
@@ -72,7 +72,7 @@ def shares(context):
 
 
 def test_state_is_divided_evenly():
-    """RELIABILITY 22: by the largest parameter, or by one element; together the state is whole, once."""
+    """Check that no rank exceeds its share by more than one parameter or one element."""
     *loads, (total, *_), (largest, *_) = zip(*run(shares, 3), strict=True)
     for load, uneven in zip(loads, (largest, 1), strict=True):
         assert sum(load) == 2 * total  # Adam keeps two numbers per element
@@ -88,10 +88,7 @@ def groups(model):
 
 @on_two_ranks
 def test_groups_schedulers_and_late_groups(context):
-    """RELIABILITY 24.
-
-    A late group beside a scheduler, and the learning rate after loading.
-    """
+    """Check that a scheduler reaches the inner optimizer, in a late group and after loading."""
     model, plain = build("plain", 0, context.device), build("plain", 0, context.device)
     sharded = ShardedOptimizer(
         groups(model), torch.optim.AdamW, process_group=context.group, lr=0.01
@@ -112,7 +109,7 @@ def test_groups_schedulers_and_late_groups(context):
 
 @on_two_ranks
 def test_parameters_come_as_generators_and_mistakes_are_refused(context):
-    """RELIABILITY 25."""
+    """Check that a generator works, and that an empty list or a wrong type raises an error."""
     model = nn.Linear(2, 2)
     sgd = partial(
         ShardedOptimizer, optimizer_cls=torch.optim.SGD, process_group=context.group, lr=0.1
@@ -216,7 +213,7 @@ def resume(context, kind, saved):
 
 @pytest.mark.parametrize("kind", ["sharded-optimizer", "zero1"])
 def test_a_state_saved_at_two_ranks_resumes_at_any_number(kind):
-    """RELIABILITY 26: what is stored is unpadded; a process without shards takes it, too."""
+    """Check that padding is not stored, by loading at 4 ranks and in an unsharded process."""
     plain = with_scale(0)
     train_alike(plain, torch.optim.AdamW(groups(plain), lr=0.01), range(5))
     saved = run(save, 2, kind)[0]

@@ -96,7 +96,10 @@ def overflow_on_one_rank(context, strategy):
 
 @pytest.mark.parametrize("strategy", ["bucketed", "zero1", "fsdp"])
 def test_an_overflow_on_one_rank_is_skipped_by_all(strategy):
-    """RELIABILITY 16: the same decision everywhere, nothing changed, the scale halved; the norm is unscaled."""
+    """Check that all ranks skip the step, halve the scale and change nothing else.
+
+    The reported norm is unscaled.
+    """
     expected = run_ranks(losses_and_norms, 2, [{}])[0][0][1]
     for skipped, unchanged, scale, norm in run_ranks(overflow_on_one_rank, 2, strategy):
         assert skipped and unchanged and scale == 2.0
@@ -108,9 +111,9 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(strategy):
 def test_a_nan_stops_all_ranks_with_step_and_rank_and_the_last_good_checkpoint_stays(
     context, tmp_path, where
 ):
-    """RELIABILITY 16: what rank 1 computed has reached every rank's weights; no checkpoint must hold them.
+    """Check that no checkpoint holds a NaN that rank 1 computed and every rank has received.
 
-    A NaN in the fourth step, after which a checkpoint is due.
+    The NaN occurs in the fourth step, after which a checkpoint is due.
     """
     run = Run(context, tmp_path, checkpoint_every=2, steps=6, clip=0.0)
     trainer = run.trainer
@@ -190,7 +193,7 @@ def ragged_validation(context, strategy):
 
 
 def test_validation_counts_each_token_once_at_every_world_size():
-    """RELIABILITY 15: a ragged last window, ranks with unequal numbers of windows, one with none in a round."""
+    """Check a ragged last window, unequal numbers of windows, and a rank without any."""
     alone = run_ranks(ragged_validation, 1, "bucketed")[0]
     for world_size, strategy in ((2, "bucketed"), (3, "fsdp")):
         losses = run_ranks(ragged_validation, world_size, strategy)
