@@ -125,6 +125,8 @@ class Experiment(Generic[C]):
         gpus: number of GPUs that the run needs, except in preset `smoke` and in those with a form
             `NAME-cpu`.
         nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
+        prepare: (config, context) → the configuration with what depends on the machine filled in.
+            Called on every rank before the run's folder is opened, so records have the result.
         wrong: rows → reasons to end with exit code 1, which are the first findings.
         may_change: options that a resumed run may have otherwise than before.
         parts: views of further rows that `measure` puts into `run.part(view.name)`.
@@ -137,6 +139,7 @@ class Experiment(Generic[C]):
     ranks: Literal["none", "one", "many"] = "one"
     gpus: int = 0
     nproc: int | None = None
+    prepare: Callable[[C, RankContext], C] = lambda config, context: config
     wrong: Callable[[Records], Sequence[str]] = lambda records: ()
     may_change: Sequence[str] = ()
     parts: Sequence[View] = ()
@@ -245,6 +248,7 @@ class Experiment(Generic[C]):
                 another.
         """
         progress = Progress(context)
+        config = self.prepare(config, context)
         with (
             run_folder(context, frame.out, self.name, frame.name, fresh=frame.fresh) as folder,
             hold(folder, context, progress.keep),

@@ -1,14 +1,14 @@
-"""Is a strategy's step slower than it was?
+r"""Is a strategy's step slower than it was?
 
 Two versions of this repository, timed in the same processes.
 
-    git archive --prefix=before/ COMMIT distlab kernels | tar x -C outputs torchrun --standalone
-    --nproc-per-node 2 -m tests.paired_trees outputs/before --size xl --batch 2 --dtype bf16
+    git archive --prefix=before/ COMMIT distlab kernels | tar x -C outputs
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees outputs/before \
+        --size xl --batch 2 --dtype bf16
+    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . \
+        --strategies fsdp --now hsdp --size xl --dtype bf16
 
-    torchrun --standalone --nproc-per-node 2 -m tests.paired_trees . --strategies fsdp --now hsdp
-    --size xl --dtype bf16
-
-Not part of the test suite. The second line compares two strategies of this version. Each round
+Not part of the test suite. The last command compares two strategies of this version. Each round
 attaches every strategy with the code of the other tree and with that of this one, in alternating
 order, and times a block of steps of each; sample i of both form a pair. Clock drift between two
 runs, which is larger than the differences that matter here, hits both.

@@ -85,9 +85,8 @@ class OwnModel(Options):
         if self.factory is not None:
             check_name(self.factory)
             if getattr(self, "compile", "off") == "blocks":
-                raise ValueError(
-                    "--compile blocks is of the lab's Transformer; with --model give model or off"
-                )
+                # The default on GPUs is for the lab's blocks. `check_given` refuses it if it was asked for.
+                object.__setattr__(self, "compile", "off")
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
@@ -97,6 +96,10 @@ class OwnModel(Options):
             *(each.name for each in fields(ModelChanges) if each.name != "compile"),
             "checkpointing",
         )
+        if given.get("factory") and given.get("compile") == "blocks":
+            raise ValueError(
+                "--compile blocks is for the lab's Transformer; with --model give model or off"
+            )
         idle = [name for name in of_ours if name in given]
         if given.get("factory") and idle:
             raise ValueError(

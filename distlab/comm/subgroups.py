@@ -201,8 +201,7 @@ def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGro
 def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
     """Make, once, a group of each of these parts, which may overlap; None for those without this rank.
 
-    Call it on every
-    rank alike.
+    Call it on every rank alike.
 
     Args:
         parts: global ranks.

@@ -304,8 +304,7 @@ def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tenso
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary position embedding (Su et al.
 
-    2021): each pair (x_i, x_{i+D/2}) is rotated by its position's
-    angle.
+    2021): each pair (x_i, x_{i+D/2}) is rotated by its position's angle.
 
     The pairs are the two halves of a head (GPT-NeoX and Llama's form), not neighbours: for a model
     that is trained with it the two differ by a permutation of the columns of the projections.

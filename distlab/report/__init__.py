@@ -1,7 +1,6 @@
 """From measurements to something a person reads: records, tables, pictures, a page.
 
-Knows nothing of what was
-measured.
+Knows nothing of what was measured.
 """
 
 from distlab.report.charts import (

@@ -1,7 +1,6 @@
 """Columns that are derived from others: noise, ratios with their interval, errors of predictions.
 
-Nothing that measures
-computes one.
+Nothing that measures computes one.
 
 Noise is a row's own: on one machine a row may repeat itself within 1 % and the next not within 20
 %. An experiment that knows it better writes it as `noise_pct`; otherwise it is the larger of two

@@ -1,7 +1,6 @@
 """``Record``: what one variant of one experiment measured.
 
-Every table, plot and README row is drawn from
-records.
+Every table, plot and README row is drawn from records.
 
 A metric's name carries its unit (``step_p50_ms``, ``peak_alloc_bytes``, ``algbw_gb_per_s``). A
 metric that was not measured is None, never a default; a metric that came out as NaN stays NaN,

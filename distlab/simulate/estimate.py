@@ -474,8 +474,7 @@ def read_object(path: str | Path) -> dict[str, Any]:
 class MachineOptions(ModelChanges):
     """A model in one dtype on one kind of device, as options.
 
-    Raises ValueError for an unknown name of any of them, and
-    for sizes that do not go together.
+    Raises ValueError for an unknown name of any of them, and for sizes that do not go together.
     """
 
     model: str = option(

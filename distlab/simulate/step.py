@@ -201,8 +201,7 @@ def simulate_training(
 def _collecting_only_what_is_new() -> Iterator[None]:
     """Whole collections are cheap within: they leave out what exists already.
 
-    One more at the end, because finalizers
-    of fake storages write into the log: let them do it now.
+    One more at the end, because finalizers of fake storages write into the log: let them do it now.
     """
     gc.freeze()
     try:

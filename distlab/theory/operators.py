@@ -321,8 +321,7 @@ class Workload:
     def _update(self) -> Iterator[Compute]:
         """AdamW reads and writes parameters, gradients and both moments, in fp32.
 
-        Muon has one moment of a matrix, and
-        its update in fp32 and bf16 besides.
+        Muon has one moment of a matrix, and its update in fp32 and bf16 besides.
         """
         blocks, by_muon = self.shape.num_layers, 0
         for shape in self.shape.matrix_shapes_per_block if self.optimizer == "muon" else ():

@@ -32,8 +32,7 @@ class StopSignals:
     def caught(self) -> Iterator["StopSignals"]:
         """Catch them inside; the handlers before come back afterwards.
 
-        In threads other than the main one,
-        which get no signals, nothing happens.
+        In threads other than the main one, which get no signals, nothing happens.
         """
         with answered(self._note, self._hear):
             yield self

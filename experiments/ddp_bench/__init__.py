@@ -11,7 +11,7 @@ profiler), and whether its result equals training in one process.
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,12 +27,13 @@ from distlab.comm.rank_process import on_main
 from distlab.experiment import Experiment, RankContext, Record, Run, TimingOptions, option
 from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
 from distlab.measure.trace.account import nearest_step
+from distlab.model.config import PRESETS, ModelConfig
 from distlab.parallel import STRATEGIES, Layout, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
 from distlab.report import timeline
 from distlab.theory.axes import layout_volume
 from distlab.train.build import check_layout
-from distlab.train.memory_budget import rank_parts
+from distlab.train.memory_budget import ROOM, memory_of_a_rank, rank_parts
 from distlab.train.run import speed
 
 from .view import FAILED, REFUSED, RIGHT, VIEW, headline, wrong_rows
@@ -43,10 +44,31 @@ SMALL = small(num_layers=2, d_model=64, d_ff=128)
 TRACED_ON_CPU = 5  # steps at least, of which the one nearest the untraced median is drawn
 
 
+# Models that `--size auto` may choose, the largest first. On an H100 and on an H200, 8 × 2,048 tokens
+# of `medium` with compiled blocks keep the GPU busy for more than 90 % of a step. Larger models do
+# that as well, but their run takes longer than two minutes.
+# Each with the divisor of --batch: a half of the batch still keeps the GPU busier than a smaller model.
+AUTO_CHOICES = (
+    ("medium", 1),
+    ("medium", 2),
+    ("small", 1),
+    ("small", 2),
+    ("small", 4),
+    ("tiny", 1),
+    ("tiny", 4),
+)
+
+
 @dataclass(frozen=True)
 class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
 
+    size: str = option(
+        "tiny",
+        f"model preset: {', '.join(PRESETS)}; or auto: medium, or the next smaller one that fits into "
+        "the free memory with --batch sequences or fewer",
+        choices=("auto", *PRESETS),
+    )
     strategies: tuple[str, ...] = option(
         strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
     )
@@ -92,6 +114,48 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
             raise ValueError(
                 "--layouts: ranks share the lab's Transformer; with --model leave them out"
             )
+
+    def base(self) -> ModelConfig:
+        """Return the preset. Until `sized` has replaced `auto`, it is the smallest possible one."""
+        return PRESETS["tiny"] if self.size == "auto" else super().base()
+
+
+def sized(config: DDPBenchConfig, context: RankContext) -> DDPBenchConfig:
+    """Replace `--size auto` by the largest model and batch that fit, and bf16 by fp16 on older GPUs.
+
+    All ranks agree: the rank with the least free memory decides. If nothing fits, the smallest
+    choice is returned, and the run ends with the message of a model that does not fit.
+    """
+    if config.size != "auto":
+        return config
+    if config.factory is not None:
+        # a model of one's own: the preset's size only fills the field
+        return replace(config, size="tiny")
+    if config.dtype == "bf16" and not computes_in_bf16(context.device):
+        config = replace(config, dtype="fp16")
+    free = memory_of_a_rank(context.device, context)
+    choices = [
+        replace(config, size=size, batch=max(1, config.batch // divisor))
+        for size, divisor in AUTO_CHOICES
+    ]
+    for choice in choices:
+        if free is None or peak_bytes(choice, context) <= ROOM * free:
+            return choice
+    return choices[-1]
+
+
+def peak_bytes(config: DDPBenchConfig, context: RankContext) -> int:
+    """Return the predicted peak memory of the row that needs most, in bytes on each rank."""
+    on_gpu = context.device.type == "cuda"
+    plans = [config.planned(strategy) for strategy in config.strategies]
+    return max(plan.memory(context.world_size, on_gpu=on_gpu).peak.total for plan in plans)
+
+
+def computes_in_bf16(device: torch.device) -> bool:
+    """Return whether the device has instructions for bf16; GPUs before Ampere emulate it slowly."""
+    if device.type != "cuda":
+        return True
+    return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
@@ -355,14 +419,30 @@ EXPERIMENT = Experiment(
     measure,
     VIEW,
     presets={
+        # The GPU is the bottleneck: compiled blocks, and as many tokens as keep it busy. The run ends
+        # within two minutes on two H200s, compilation and traces included.
         "gpu": {
-            "size": "medium",
+            "size": "auto",
+            "batch": 8,
+            "context": 2048,
             "dtype": "bf16",
+            "compile": "blocks",
             "bucket_sizes_mb": (100.0,),
-            "warmup": 3,
-            "steps": 8,
+            "warmup": 2,
+            "steps": 4,
             "rounds": 3,
-            "strategies": strategies_on("cuda", meshes=False),
+            "strategies": (
+                "local",
+                "naive",
+                "flat",
+                "overlap",
+                "bucketed",
+                "bucketed-dma",
+                "zero1",
+                "fsdp",
+                "torch-ddp-tuned",
+                "fsdp2",
+            ),
         },
         # As many parameters and modules as xl has and next to nothing to compute: what a step takes
         # longer than local's is what the strategy costs the host.
@@ -374,6 +454,7 @@ EXPERIMENT = Experiment(
             "vocab": 64,
             "context": 16,
             "batch": 1,
+            "compile": "off",
             "bucket_sizes_mb": (1.0,),
             "rounds": 6,
             "steps": 20,
@@ -391,6 +472,7 @@ EXPERIMENT = Experiment(
             "vocab": 64,
             "batch": 1,
             "context": 16,
+            "compile": "off",
             "bucket_sizes_mb": (0.05,),
             "warmup": 1,
             "steps": 5,
@@ -399,5 +481,6 @@ EXPERIMENT = Experiment(
         },
     },
     ranks="many",
+    prepare=sized,
     wrong=wrong_rows,
 )

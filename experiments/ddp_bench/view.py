@@ -22,13 +22,13 @@ from distlab.report import (
     stacked_bars,
     text_column,
     verdict_of,
-    waiting,
     with_interval,
 )
 
 REFUSED = "refused"
 FAILED = "failed"
 NOISY_PCT = 10  # of a row, above which its noise is named as a reason for an open account
+IDLE_PCT = 10  # of local's step, above which the host is the bottleneck
 OVERHEAD_PCT = 10  # of a step, above which communication is in the way
 COVERED_PCT = 50  # of communication, below which it is not called hidden
 NOT_EXPLAINED = "not explained"
@@ -81,12 +81,21 @@ def examples_of(records: Records) -> str:
     )
 
 
+def host_bound(records: Records) -> str:
+    """Say that the host is what a run measures, if the GPU waits for it in more than 10 % of `local`'s step."""
+    local = LOCAL(records)
+    idle = None if local is None else local.metrics.get("gpu_idle_pct")
+    if not is_number(idle) or idle <= IDLE_PCT:
+        return ""
+    return f"; this run measures the host: the GPU is idle in {idle:.0f} % of local's step"
+
+
 headline = headline_from(
     "{size} ({num_parameters:M} parameters), {examples} per rank, {dtype}, "
-    "{world_size} × {device_name} ({backend}), torch {torch}{noise}{waiting}",
+    "{world_size} × {device_name} ({backend}), torch {torch}{noise}{host}",
     examples=examples_of,
     noise=lambda records: f"; {noise}" if (noise := noise_by_row(records)) else "",
-    waiting=lambda records: waiting([r for r in records if r.variant == "local"]),
+    host=host_bound,
 )
 
 
@@ -175,6 +184,8 @@ def what_communication_costs(records: Records) -> list[str]:
     trace in which compute covers at least half of the communication. *In the way* needs an interval
     that begins above 10 %. Everything else is *cannot tell*, with the reason and what would help.
     """
+    if records and records[0].config.get("world_size") == 1:
+        return ["There is one rank, and nothing is communicated: overheads are what wrappers cost."]
     overlapping = [
         r for r in ours(records, "overhead_ms") if not strategy_of(r.variant).after_backward
     ]

@@ -29,8 +29,8 @@ def measured(experiment, root, preset="smoke", **fields):
 def on_rank(context, name, root, preset, fields):
     """`measured` on this rank, our kernels in plain torch: interpreting them takes ten times as long.
 
-    However slow the
-    host is, all rows are explained."""
+    However slow the host is, all rows are explained.
+    """
     experiment = importlib.import_module(f"experiments.{name}").EXPERIMENT
     plain = patch("kernels._dispatch.runs_triton", lambda tensor: False)
     with plain, patch("experiments.ddp_bench.EXPLAINED_S", 1e9):
@@ -40,6 +40,7 @@ def on_rank(context, name, root, preset, fields):
 def _measured(experiment, context, root, preset, fields):
     config = experiment.config(**(experiment.preset(preset, on_gpu=False) | fields))
     with run_folder(context, root, experiment.name, "run") as folder:
+        config = experiment.prepare(config, context)
         run = experiment.open(config, context, folder)
         experiment.measure(config, context, run)
         if context.is_main:

@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from distlab.bench import reference, timing
 from distlab.bench.reference import parameter_difference
@@ -422,3 +423,40 @@ def test_a_row_that_ran_eager_is_wrong():
         "naive: measured eager code, although --compile blocks was given: 0 of 24 compiled parts"
     )
     assert cells(row)["compiled"] == "0 of 24"
+
+
+@pytest.mark.parametrize(
+    "free_gib, choice",
+    [(139, ("medium", 8)), (23, ("medium", 4)), (15, ("small", 8)), (7, ("small", 2))],
+)
+def test_the_size_follows_the_free_memory(monkeypatch, free_gib, choice):
+    config = ddp_bench.DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("", on_gpu=True))
+    context = SimpleNamespace(device=torch.device("cuda"), world_size=2)
+    monkeypatch.setattr(ddp_bench, "computes_in_bf16", lambda device: True)
+    monkeypatch.setattr(ddp_bench, "memory_of_a_rank", lambda device, context: free_gib * 2**30)
+    sized = ddp_bench.sized(config, context)
+    assert (sized.size, sized.batch, sized.dtype) == (*choice, "bf16")
+    assert ddp_bench.peak_bytes(sized, context) < free_gib * 2**30
+    # An option that was given stays.
+    given = ddp_bench.sized(replace(config, size="large"), context)
+    assert (given.size, given.batch) == ("large", 8)
+
+
+def test_an_older_gpu_computes_in_fp16(monkeypatch):
+    config = ddp_bench.DDPBenchConfig(**ddp_bench.EXPERIMENT.preset("", on_gpu=True))
+    context = SimpleNamespace(device=torch.device("cuda"), world_size=2)
+    monkeypatch.setattr(ddp_bench, "computes_in_bf16", lambda device: False)
+    monkeypatch.setattr(ddp_bench, "memory_of_a_rank", lambda device, context: 15 * 2**30)
+    assert ddp_bench.sized(config, context).dtype == "fp16"
+
+
+def test_the_default_on_gpus_leaves_a_users_model_uncompiled():
+    preset = ddp_bench.EXPERIMENT.preset("", on_gpu=True)
+    config = ddp_bench.DDPBenchConfig(**preset | {"factory": "examples.own_model:build"})
+    assert preset["compile"] == "blocks" and config.compile == "off"
+
+
+@pytest.mark.parametrize("idle_pct, said_so", [(9.0, False), (11.0, True)])
+def test_the_headline_says_when_the_host_is_measured(idle_pct, said_so):
+    record = Record("ddp_bench", "local", {}, {"gpu_idle_pct": idle_pct}, {}, None)
+    assert ("this run measures the host" in view.host_bound([record])) == said_so

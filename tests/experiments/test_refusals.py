@@ -26,7 +26,7 @@ REFUSED = {
     "ddp_bench --nproc 1 --backend gloo --batch 100000000 --check-steps 0": "does not fit in the memory of cpu",
     "ddp_bench --model resnet": "package.module:function",
     "ddp_bench --model a:b --size xl": "--size is of the lab's Transformer",
-    "ddp_bench --model a:b --compile blocks": "--compile blocks is of",
+    "ddp_bench --model a:b --compile blocks": "--compile blocks is for",
     "ddp_bench --model a:b --kv-heads 2": "--kv-heads is of",
     "ir softmix": "give MODULE or MODULE.KERNEL of elementwise",
     "kernel_roofline --quick --chain norm": "'norm' is unknown",

@@ -187,8 +187,7 @@ LOSSES = {
 def test_ignored_rows_have_no_gradient_whatever_arrives_in_each_backward(name, factor, either):
     """Loss scaling overflows now and then: rows that count nothing stay out of it, whatever they hold.
 
-    A loss may be
-    changed in place.
+    A loss may be changed in place.
     """
     z, t = draw(3, 40), targets_for(3, 40, ignored=(1,))
     z[1] = float("-inf")

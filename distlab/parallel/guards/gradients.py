@@ -120,8 +120,8 @@ class GradientGuard(Guard):
     def _backward_ended(self) -> None:
         """Autograd calls this when a backward ends.
 
-        If it was nested (in a reentrant checkpoint), wait for the outer
-        one: what runs next there says when that one ends.
+        If it was nested (in a reentrant checkpoint), wait for the outer one: what runs next there
+        says when that one ends.
         """
         around = torch._C._current_autograd_node()
         following = (
