@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.profiler import profile, record_function
+from torch.profiler import record_function
 
 from distlab.files import AnyPath
 from distlab.measure.clock import Device, synchronize
@@ -39,8 +39,8 @@ from distlab.measure.trace.capture import (
     STEP,
     Entry,
     Phases,
-    activities_on,
     read_trace_file,
+    recording_trace,
 )
 from distlab.measure.trace.kernels import OUTSIDE, readable
 
@@ -151,9 +151,7 @@ def record_memory(
             gradients = (p.grad for p in parameters_of(model, optimizer) if p.grad is not None)
             held.after_backward = _addresses(gradients, "gradients")
 
-    with profile(
-        activities=activities_on(device), profile_memory=True, acc_events=True
-    ) as profiler:
+    with recording_trace(device, memory=True) as profiler:
         with record_function(STEP), phases.step():
             step(mark)
         synchronize(device)

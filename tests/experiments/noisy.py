@@ -4,9 +4,22 @@ from random import Random
 
 from distlab.measure import percentile_metrics
 
-SEEDS = range(200)
+SEEDS = 200
 NOISES = (0.005, 0.05, 0.3, 0.8)  # sigma of a lognormal distribution
 PAIRS = (3, 4, 5, 12)
+
+
+def each_seed(check):
+    """Call `check(seed)` with every seed.
+
+    One test of them all costs less than 200 tests to collect and report.
+    """
+    for seed in range(SEEDS):
+        try:
+            check(seed)
+        except Exception as error:
+            error.add_note(f"with seed {seed}")
+            raise
 
 
 class Noise:

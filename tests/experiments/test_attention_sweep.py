@@ -11,7 +11,7 @@ from distlab.report import Record, write_json
 from experiments import attention_sweep as sweep
 from experiments._attention import Shape, exact, naive
 from tests.experiments.frame import measured
-from tests.experiments.noisy import SEEDS, Noise, side_of_one
+from tests.experiments.noisy import Noise, each_seed, side_of_one
 
 
 def row(variant, shape="2x32x2048x128", error=1e-3, **ratios):
@@ -93,8 +93,11 @@ def test_peers_that_are_faster_are_named_and_the_mean_is_of_the_twelve():
     assert "1.50 behind" in table and "2.00 behind" not in table
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_noise_puts_ours_behind_no_peer(seed, few_resamples):
+def test_noise_puts_ours_behind_no_peer(few_resamples):
+    each_seed(findings_follow_intervals)
+
+
+def findings_follow_intervals(seed):
     """Of made-up runs: rows are named, marked and counted as their intervals say."""
     noise = Noise(seed)
     records = []

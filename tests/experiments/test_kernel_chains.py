@@ -1,5 +1,7 @@
 """Chains of operations as one kernel: right against float64, their traffic by hand, and what is said of them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -19,7 +21,7 @@ from experiments.kernel_roofline.chains import (
 from experiments.kernel_roofline.view import compare
 from kernels import _dispatch
 from tests.experiments.frame import measured
-from tests.experiments.noisy import SEEDS, Noise, side_of_one
+from tests.experiments.noisy import Noise, each_seed, side_of_one
 from tests.kernels.fused import DEVICE, TOLERANCE
 from tests.kernels.near import near
 
@@ -90,9 +92,12 @@ def test_chains_in_small(smoke, tmp_path):
     )
 
 
-@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("chain", [("add", "layer_norm"), ("bias", "gelu")], ids="+".join)
-def test_noise_makes_no_advice(chain, seed, few_resamples):
+def test_noise_makes_no_advice(chain, few_resamples):
+    each_seed(partial(advice_follows_intervals, chain))
+
+
+def advice_follows_intervals(chain, seed):
     """Of made-up runs: a kernel pays, or Inductor's, where the interval of their ratio says so."""
     noise = Noise(seed)
     case = chain_case(chain)

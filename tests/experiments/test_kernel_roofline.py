@@ -18,7 +18,7 @@ from experiments.kernel_roofline.timing import fits
 from experiments.kernel_roofline.view import compare, headline, verdicts, wall_notes
 from tests.commands import python
 from tests.experiments.frame import measured
-from tests.experiments.noisy import SEEDS, Noise, side_of_one
+from tests.experiments.noisy import Noise, each_seed, side_of_one
 
 
 def test_operations_are_right_in_the_smoke_run(smoke):
@@ -185,8 +185,11 @@ def test_predictions_are_close_where_the_whole_interval_is():
     assert counted(1.14, noise_pct=5.0).startswith(doubt)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_noise_makes_no_verdict(seed, few_resamples):
+def test_noise_makes_no_verdict(few_resamples):
+    each_seed(verdicts_follow_intervals)
+
+
+def verdicts_follow_intervals(seed):
     """Of made-up runs: the rows that are counted as faster, slower and unclear are those whose intervals say so."""
     noise = Noise(seed)
     records = []

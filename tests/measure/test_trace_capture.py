@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
+from distlab.measure.memory_timeline import record_memory
 from distlab.measure.trace import capture
 from distlab.measure.trace.capture import load_trace, profile_steps
 
@@ -103,6 +104,27 @@ def test_a_step_that_fails_leaves_no_trace(tmp_path):
     with pytest.raises(ValueError, match="steps >= 1"):
         profile_steps(broken, steps=0, **settings)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_trace_is_written_without_parsing_its_events(tmp_path, monkeypatch):
+    """Parsing takes longer than the steps, and the file does not need it."""
+
+    def refuse(*_, **options):
+        raise AssertionError("parsed")
+
+    monkeypatch.setattr(torch.autograd.profiler.profile, "_parse_kineto_results", refuse)
+    path = tmp_path / "trace.json"
+    profile_steps(lambda: torch.ones(2) + 1, steps=1, path=path, rank=0, world_size=1, device="cpu")
+    assert any(event.name == "aten::add" for event in load_trace(path))
+    model = torch.nn.Linear(2, 2)
+    record_memory(
+        lambda mark: model(torch.ones(1, 2)),
+        model,
+        torch.optim.SGD(model.parameters()),
+        path,
+        "cpu",
+    )
+    assert path.stat().st_size > 0
 
 
 def test_ranks_of_two_hosts_with_one_process_id_stay_apart():

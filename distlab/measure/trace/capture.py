@@ -91,6 +91,24 @@ def activities_on(device: Device) -> list[ProfilerActivity]:
     return [ProfilerActivity.CPU]
 
 
+@contextmanager
+def recording_trace(device: Device, memory: bool = False) -> Iterator[profile]:
+    """Record a trace under torch.profiler, for `export_chrome_trace` only.
+
+    Args:
+        device: CUDA activities are recorded if it is a CUDA device.
+        memory: record each allocation.
+    """
+    with profile(
+        activities=activities_on(device), profile_memory=memory, acc_events=True
+    ) as profiler:
+        # `acc_events` spares torch 2.11's warning about cleared events. At the end it would also
+        # parse all events into Python objects, which takes longer than the steps did. A trace that
+        # is only written needs none of them.
+        profiler.profiler.acc_events = False
+        yield profiler
+
+
 class _RangesOnly(autograd_profiler.profile):
     """torch's profiler without the host's operators, which double the host's time: ranges, launches, and the GPU."""
 
@@ -148,9 +166,9 @@ def profile_steps(
         )
     on_cuda = torch.device(device).type == "cuda"
     if operators or not on_cuda:
-        recording = profile(activities=activities_on(device), acc_events=True)
+        recording = recording_trace(device)
     else:
-        recording = _RangesOnly(use_kineto=True, use_device="cuda", acc_events=True)
+        recording = _RangesOnly(use_kineto=True, use_device="cuda")
     with recording as profiler:
         synchronize(device)
         for name in ["distlab:warmup"] * warmup + [STEP] * steps + [NEXT] * (queued and on_cuda):
