@@ -179,8 +179,8 @@ def _gib(metric: str, title: str) -> Column:
     return gib_column(f"metrics.{metric}", title, ".4g")
 
 
-def _error(quantity: str) -> Column:
-    return prediction_error(f"predicted_{quantity}_bytes", f"{quantity}_bytes", "err %", "+.1f")
+def _error(quantity: str, title: str) -> Column:
+    return prediction_error(f"predicted_{quantity}_bytes", f"{quantity}_bytes", title, "+.1f")
 
 
 headline = headline_from(
@@ -232,16 +232,16 @@ VIEW = View(
         *(
             column
             for name, title in zip(
-                STATES, ("parameters GiB", "gradients", "optimizer state"), strict=True
+                STATES, ("parameters", "gradients", "optimizer state"), strict=True
             )
-            for column in (_gib(f"{name}_bytes", title), _error(name))
+            for column in (_gib(f"{name}_bytes", f"{title} GiB"), _error(name, f"{title} err %"))
         ),
         _gib("after_init_bytes", "after init GiB"),
-        _gib("before_step_bytes", "before step"),
-        _gib("after_step_bytes", "after step"),
+        _gib("before_step_bytes", "before step GiB"),
+        _gib("after_step_bytes", "after step GiB"),
         _gib("peak_alloc_bytes", "peak GiB"),
-        _gib("predicted_peak_alloc_bytes", "predicted"),
-        _error("peak_alloc"),
+        _gib("predicted_peak_alloc_bytes", "predicted peak GiB"),
+        _error("peak_alloc", "peak err %"),
         Column("metrics.predicted_peak_phase", "peak in"),
     ],
     headline=headline,

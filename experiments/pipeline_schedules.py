@@ -206,7 +206,7 @@ VIEW = View(
         sparse_column("metrics.held", "micro-batches held", ".1f"),
         PEAK,
         OVER_TORCH.column("÷ torch's", missing=""),
-        sparse_column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        sparse_column("metrics.max_abs_param_diff", "parameter error", ".1e"),
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(

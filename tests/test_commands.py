@@ -93,7 +93,7 @@ def checkout(tmp_path_factory):
         r"```python\n(def parallelize.*?)```", (ROOT / "docs/learn/check.md").read_text(), re.DOTALL
     )
     (copy / "my_code.py").write_text(
-        "# ruff: noqa\nimport torch.distributed as dist\n" + own.group(1)
+        "# ruff: noqa\nimport torch.distributed as dist\n\n\n" + own.group(1)
     )
     return copy
 

@@ -206,7 +206,7 @@ def waiting(records: Records) -> str:
 PEAK = gib_column("metrics.peak_alloc_bytes", "peak GiB", ".1f")
 NOISE = sparse_column(
     "metrics.noise_pct",
-    "± %",
+    "noise ± %",
     ".1f",
     derived=lambda record: noise_of(record.metrics),
     about="noise of the row: the larger of half its spread from p20 to p80 and what it measures against itself",

@@ -127,19 +127,48 @@ def render_for_terminal(records: Records, columns: Sequence[Column], width: int 
     ]
     titles = [column.title for column in columns]
     if _width(_tabulate(rows, columns, titles)) > width:
-        words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
-        lengths = [max(1, *map(len, cells)) for cells in zip(words, *rows, strict=True)]
-        broken = [
-            textwrap.wrap(title, length) for title, length in zip(titles, lengths, strict=True)
-        ]
-        height = max(map(len, broken))
-        titles = ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
+        titles = _broken_titles(titles, rows, width)
     for shown in range(len(columns), 0, -1):
         text = _tabulate([row[:shown] for row in rows], columns[:shown], titles[:shown])
         if _width(text) <= width:
             break
     hidden = len(columns) - shown
     return text + (f"\n{hidden} more column{'s' * (hidden > 1)} in the page" if hidden else "")
+
+
+def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> list[str]:
+    """Break headings into lines, into no more lines than the table's width asks for.
+
+    Every column begins as narrow as its cells and the longest word of its heading. Then the room
+    that is left goes to the columns whose headings have the most lines.
+    """
+    longest_words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
+    lengths = [max(1, *map(len, column)) for column in zip(longest_words, *rows, strict=True)]
+    room = width - sum(lengths) - 2 * (len(lengths) - 1)
+
+    def lines_of(column: int, length: int) -> list[str]:
+        return textwrap.wrap(titles[column], length) or [""]
+
+    fixed = set()  # columns whose headings cannot lose a line in the room that is left
+    while len(fixed) < len(titles):
+        column = max(
+            (each for each in range(len(titles)) if each not in fixed),
+            key=lambda each: len(lines_of(each, lengths[each])),
+        )
+        before = len(lines_of(column, lengths[column]))
+        wider = [
+            length
+            for length in range(lengths[column] + 1, lengths[column] + room + 1)
+            if len(lines_of(column, length)) < before
+        ]
+        if before == 1 or not wider:
+            fixed.add(column)
+            continue
+        room -= wider[0] - lengths[column]
+        lengths[column] = wider[0]
+    broken = [lines_of(column, length) for column, length in enumerate(lengths)]
+    height = max(map(len, broken))
+    return ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]
 
 
 def _tabulate(

@@ -315,12 +315,12 @@ VIEW = View(
     columns=[
         Column("variant", "strategy"),
         Column("metrics.step_p20_ms", "step p20 ms", ".1f", about="a fifth of the steps took less"),
-        Column("metrics.step_p50_ms", "p50 ms", ".1f", about="the median step"),
-        Column("metrics.step_p80_ms", "p80 ms", ".1f", about="a fifth of the steps took more"),
+        Column("metrics.step_p50_ms", "step ms", ".1f", about="the median step"),
+        Column("metrics.step_p80_ms", "step p80 ms", ".1f", about="a fifth of the steps took more"),
         NOISE,
         Column(
             "metrics.forward_backward_p50_ms",
-            "fwd+bwd+sync ms",
+            "forward + backward + sync ms",
             ".1f",
             about="median of forward, backward and the wait for communication",
         ),
@@ -390,12 +390,12 @@ VIEW = View(
             about="most that torch's allocator held",
         ),
         OVER_TORCH.column(
-            "÷ torch",
+            "÷ torch DDP",
             about="over torch DDP's fastest row, paired step by step; a tie where the 95 % interval contains 1",
         ),
         Column(
             "metrics.max_abs_param_diff",
-            "max |Δparam|",
+            "parameter error",
             ".1e",
             about="the largest difference of any parameter from training in one process, after a few steps of fp32 SGD "
             "on the tiny preset",
@@ -422,7 +422,7 @@ VIEW = View(
             about="the step under the profiler whose account is given: on a CPU, of several the one nearest the median",
         ),
         *(
-            Column(f"metrics.{name}", f"overhead: {part} ms", form, optional=True, about=about)
+            Column(f"metrics.{name}", f"of it {part} ms", form, optional=True, about=about)
             for name, part, form, about in (
                 (
                     "overhead_exposed_ms",

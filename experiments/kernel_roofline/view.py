@@ -181,12 +181,14 @@ def wall_notes(record: Record) -> str:
 
 
 # Of both tables.
-ROW = [Column("config.label", "operation", align="left"), Column("config.direction", "")]
+ROW = [Column("config.label", "operation", align="left"), Column("config.direction", "direction")]
 WALL = Column(
     "metrics.wall_p50_ms", "wall µs", ",.1f", scale=1000, missing="", optional=True, note=wall_notes
 )
-WALL_OVER_PEER = OVER_PEER_WALL.column("ours / best peer, wall", ".2f", missing="", optional=True)
-NOISE = Column("metrics.noise_pct", "± %", ".1f", derived=lambda r: noise_of(r.metrics, "time"))
+WALL_OVER_PEER = OVER_PEER_WALL.column("ours ÷ best peer, wall", ".2f", missing="", optional=True)
+NOISE = Column(
+    "metrics.noise_pct", "noise ± %", ".1f", derived=lambda r: noise_of(r.metrics, "time")
+)
 SHARES = [
     Column("metrics.of_copy_pct", "% of copy", ".0f", missing=""),
     Column("metrics.of_cublas_pct", "% of cuBLAS", ".0f", missing=""),
@@ -196,7 +198,7 @@ HELD = [
     Column("metrics.error", "error", ".0e"),
 ]
 NAIVE = [
-    OVER_NAIVE.column("ours / naive (in fp32)", ".3f", missing=""),
+    OVER_NAIVE.column("ours ÷ naive (in fp32)", ".3f", missing=""),
     Column("metrics.predicted_over_naive", "predicted", ".3f", missing=""),
     OFF,
 ]
@@ -210,10 +212,10 @@ COMPARISON_COLUMNS = [
         Column(f"metrics.{peer}_ms", peer, ",.1f", scale=1000, missing="", optional=True)
         for peer in PEERS
     ),
-    Column("metrics.over_peer", "ours / best peer", ".2f", note=_tie),
+    Column("metrics.over_peer", "ours ÷ best peer", ".2f", note=_tie),
     *SHARES,
     *HELD,
-    OVER_BUILTIN.column("ours / builtin", ".2f", missing="", optional=True),
+    OVER_BUILTIN.column("ours ÷ builtin", ".2f", missing="", optional=True),
     *NAIVE,
 ]
 
@@ -288,7 +290,7 @@ VIEW = View(
         Column("metrics.time_p50_ms", "device µs", ",.1f", scale=1000),
         NOISE,
         WALL_OVER_PEER,
-        OVER_PEER.column("ours / best peer", ".2f", missing="", optional=True),
+        OVER_PEER.column("ours ÷ best peer", ".2f", missing="", optional=True),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         *SHARES,
         Column("metrics.kernels", "kernels"),

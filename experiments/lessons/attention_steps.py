@@ -226,38 +226,36 @@ VIEW = View(
         Column("variant", "step"),
         *(
             Column(f"metrics.{way}_p50_ms", f"{text} ms", ".3f")
-            for way, text in zip(PASSES, ("fwd", "bwd", "f+b"), strict=True)
+            for way, text in zip(PASSES, ("forward", "backward", "forward + backward"), strict=True)
         ),
         Column(
             "metrics.noise_pct",
-            "± %",
+            "noise ± %",
             ".1f",
             derived=lambda record: noise_of(record.metrics, "fwd_bwd"),
         ),
         *(
             column
-            for way in PASSES
+            for way, text in zip(PASSES, ("forward", "backward", "both"), strict=True)
             for column in (
+                sparse_column(f"metrics.{way}_gain", f"{text} gain", ".2f"),
                 sparse_column(
-                    f"metrics.{way}_gain",
-                    f"{way.replace('_bwd', '+b').replace('fwd+b', 'f+b')} ×",
-                    ".2f",
+                    f"metrics.{way}_predicted_gain", f"{text} predicted", ".2f", optional=True
                 ),
-                sparse_column(f"metrics.{way}_predicted_gain", "predicted", ".2f", optional=True),
-                prediction_error(f"{way}_predicted_gain", f"{way}_gain"),
+                prediction_error(f"{way}_predicted_gain", f"{way}_gain", f"{text} off %"),
             )
         ),
-        Column("metrics.fwd_tflop_per_s", "fwd TFLOP/s", ".0f"),
-        Column("metrics.bwd_tflop_per_s", "bwd", ".0f"),
+        Column("metrics.fwd_tflop_per_s", "forward TFLOP/s", ".0f"),
+        Column("metrics.bwd_tflop_per_s", "backward TFLOP/s", ".0f"),
         Column("metrics.error", "error", ".0e"),
-        Column("metrics.grad_error", "grad", ".0e"),
+        Column("metrics.grad_error", "gradient error", ".0e"),
         Column("metrics.status", "status", optional=True),
     ],
     headline=headline,
-    reading="× is the time of the step before over this one's, the median over interleaved rounds; the first step has "
-    "none, nor has what stands around the staircase. Predicted is the same ratio of multiplications in the tiles that "
-    "are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one backward pass (five "
-    "matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are multiplied by "
+    reading="Gain is the time of the step before over this one's, the median over interleaved rounds. The first step "
+    "has none, and neither have the rows before and after the steps. Predicted is the same ratio of multiplications in "
+    "the tiles that are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one "
+    "backward pass (five matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are multiplied by "
     "wgmma, which reads operands from shared memory, where 16 rows leave most of a tensor core idle and load K and V "
     "once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more programs resident; "
     "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "

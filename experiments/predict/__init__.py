@@ -144,15 +144,15 @@ VIEW = View(
         *(
             sparse_column(f"metrics.{name}", title, form, optional=True)
             for name, title, form in (
-                ("published_step_ms", "published", ",.0f"),
-                ("step_ms_error_pct", "error %", "+.1f"),
+                ("published_step_ms", "published step ms", ",.0f"),
+                ("step_ms_error_pct", "step error %", "+.1f"),
                 ("predicted_tokens_per_s_per_gpu", "tokens/s/GPU", ",.0f"),
-                ("published_tokens_per_s_per_gpu", "published", ",.0f"),
-                ("predicted_memory_gib", "GiB", ",.1f"),
-                ("published_memory_gib", "published", ",.1f"),
-                ("memory_gib_error_pct", "error %", "+.1f"),
+                ("published_tokens_per_s_per_gpu", "published tokens/s/GPU", ",.0f"),
+                ("predicted_memory_gib", "memory GiB", ",.1f"),
+                ("published_memory_gib", "published memory GiB", ",.1f"),
+                ("memory_gib_error_pct", "memory error %", "+.1f"),
                 ("predicted_states_gb", "states GB", ",.1f"),
-                ("published_states_gb", "published", ",.1f"),
+                ("published_states_gb", "published states GB", ",.1f"),
             )
         ),
         text_column("config.memory_is", "memory is", optional=True),
@@ -216,12 +216,12 @@ COMPARISON_VIEW = View(
         Column("config.world_size", "ranks"),
         Column("variant", "strategy"),
         Column("metrics.predicted_step_ms", "predicted step ms", ".1f"),
-        Column("metrics.measured_step_p50_ms", "measured p50", ".1f"),
+        Column("metrics.measured_step_p50_ms", "measured step ms", ".1f"),
         Column("metrics.step_error_pct", "error %", "+.1f"),
         Column("metrics.predicted_overhead_ms", "predicted overhead ms", ".1f"),
-        Column("metrics.measured_overhead_ms", "measured", ".1f"),
+        Column("metrics.measured_overhead_ms", "measured overhead ms", ".1f"),
         gib_column("metrics.predicted_peak_alloc_bytes", "predicted peak GiB", ".1f"),
-        gib_column("metrics.measured_peak_alloc_bytes", "measured", ".1f"),
+        gib_column("metrics.measured_peak_alloc_bytes", "measured peak GiB", ".1f"),
         text_column("metrics.volume_as_predicted", "calls and bytes as predicted"),
     ],
     headline=headline_from(

@@ -280,7 +280,7 @@ VIEW = View(
         text_column("config.strategy", "in"),
         text_column("config.layout", "layout"),
         text_column("metrics.caught_by", "caught by"),
-        Column("metrics.max_abs_param_diff", "max |Δparam|", ".1e"),
+        Column("metrics.max_abs_param_diff", "parameter error", ".1e"),
         Column("metrics.collectives_beyond_prediction", "calls too many", "+d"),
         Column("metrics.attention_error", "attention error", ".1e"),
         Column("metrics.pairs_of_busiest", "pairs of busiest", ",d"),

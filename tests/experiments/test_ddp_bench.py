@@ -383,9 +383,9 @@ def test_a_comparison_inside_its_interval_prints_as_a_tie():
     ratio = {"vs_torch_ddp": 1.013, "vs_torch_ddp_low": 0.98, "vs_torch_ddp_high": 1.05}
     ratio |= {"vs_local": 1.07, "vs_local_low": 0.99, "vs_local_high": 1.1}
     found = cells(compared("bucketed", **ratio))
-    assert (found["÷ torch"], found["overhead ms"]) == ("1.013 tie", "4.0 tie")
+    assert (found["÷ torch DDP"], found["overhead ms"]) == ("1.013 tie", "4.0 tie")
     found = cells(compared("bucketed", **ratio | {"vs_torch_ddp_low": 1.001, "vs_local_low": 1.01}))
-    assert (found["÷ torch"], found["overhead ms"]) == ("1.013", "4.0")
+    assert (found["÷ torch DDP"], found["overhead ms"]) == ("1.013", "4.0")
 
 
 OPEN = {"overhead_closes": False, "overhead_unexplained_ms": -30.0}

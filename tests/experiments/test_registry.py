@@ -102,3 +102,10 @@ def test_help_shows_no_source_of_a_value(capsys):
         main(["run", name, "--help"])
         shown = capsys.readouterr().out
         assert not re.search(r"\w\((?!s\))[^)]*\)\]|: \w+\(", shown), f"{name}: {shown}"
+
+
+@pytest.mark.parametrize("name", registered())
+def test_no_table_has_two_columns_of_one_name(name):
+    for view in load(name).EXPERIMENT.views().values():
+        titles = [column.title for column in view.columns]
+        assert "" not in titles and len(set(titles)) == len(titles), (view.name, titles)

@@ -122,30 +122,30 @@ def compare(records: Sequence[Record]) -> None:
 VIEW = View(
     columns=[
         Column("variant", "case"),
-        Column("metrics.time_p50_ms", "µs", ",.1f", scale=1000),
+        Column("metrics.time_p50_ms", "time µs", ",.1f", scale=1000),
         Column(
             "metrics.noise_pct",
-            "± %",
+            "noise ± %",
             ".1f",
             derived=lambda record: noise_of(record.metrics, "time"),
         ),
-        Column("metrics.factor", "× first", ".2f"),
-        Column("metrics.predicted_factor", "predicted", ".2f"),
+        Column("metrics.factor", "÷ first", ".2f"),
+        Column("metrics.predicted_factor", "predicted ÷ first", ".2f"),
         Column("metrics.gb_per_s", "GB/s", ",.0f"),
         Column("metrics.in_flight_kib", "KiB under way", ",.0f", missing=""),
         Column("metrics.registers", "registers", missing=""),
         Column("metrics.spill_bytes", "spilled", missing=""),
         Column("metrics.same_bits", "same bits", missing=""),
         Column("metrics.predicted_ms", "predicted µs", ",.1f", scale=1000, missing=""),
-        prediction_error("predicted_factor", "factor"),
-        prediction_error("predicted_ms", "time_p50_ms"),
+        prediction_error("predicted_factor", "factor", "off % of ÷ first"),
+        prediction_error("predicted_ms", "time_p50_ms", "off % of time"),
         Column("metrics.error", "error", ".0e"),
         Column("metrics.status", "status"),
     ],
     headline=headline_from("{device_name}, torch {torch}, triton {triton}"),
     derive=compare,
     parted_by="config.part",
-    reading="Each effect is counted, not fitted: × first is a time over that of the table's first row.\n\n"
+    reading="Each effect is counted, not fitted: ÷ first is a time over that of the table's first row.\n\n"
     "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
     "sectors, so that reading costs sixteen times as much from stride 16 on; writing stays as it is. That is what a "
     "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
