@@ -252,15 +252,18 @@ VIEW = View(
         Column("metrics.status", "status", optional=True),
     ],
     headline=headline,
-    reading="Gain is the time of the step before over this one's, the median over interleaved rounds. The first step "
-    "has none, and neither have the rows before and after the steps. Predicted is the same ratio of multiplications in "
-    "the tiles that are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one "
-    "backward pass (five matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are multiplied by "
-    "wgmma, which reads operands from shared memory, where 16 rows leave most of a tensor core idle and load K and V "
-    "once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more programs resident; "
-    "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "
-    "matmul hides, and programs of unequal length. Errors are over the largest exact value, of the first head. "
-    "TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's interpreter times say nothing.",
+    reading="Gain is the time of the step before over this one's, the median over interleaved rounds. "
+    "The first step has none, and neither have the rows before and after the steps. Predicted "
+    "is the same ratio of multiplications in the tiles that are visited, for the two steps that "
+    "compute less: skipped tiles (nearly half of all), and one backward pass (five matmuls per "
+    "tile instead of seven). The other steps do the same work in another way: full tiles are "
+    "multiplied by wgmma, which reads operands from shared memory, where 16 rows leave most of "
+    "a tensor core idle and load K and V once per 16 queries; a diagonal apart takes "
+    "comparisons out of the loop; tuned tiles keep more programs resident; descriptors take "
+    "addresses out of registers. Between two prediction and measurement stand the softmax, "
+    "which no matmul hides, and programs of unequal length. Errors are over the largest exact "
+    "value, of the first head. TFLOP/s count causal pairs only, backward as 2.5 forwards. In "
+    "Triton's interpreter times say nothing.",
     terminal=(
         "fwd_p50_ms",
         "bwd_p50_ms",
