@@ -1,6 +1,7 @@
 """What a layout sends, and what its ranks hold, against the strategies' own code on fake ranks."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -20,6 +21,21 @@ from distlab.train.memory_budget import PlannedStep, rank_parts
 
 CONFIG = ModelConfig(512, 1408, 3, 8, vocab_size=4096, context_length=512, num_kv_heads=4)
 LAYOUTS = ["", "tp2", "cp2", "tp2,cp2"]
+
+
+@cache
+def simulated(config, strategy, layout, dtype, checkpointing="none"):
+    """Simulate a step on 8 fake ranks; tests of messages and of memory look at the same ones."""
+    shared = Layout.parse(layout)
+    return simulate_training(
+        config,
+        strategy,
+        batch=1,
+        world_size=8,
+        dtype=dtype,
+        layout=shared,
+        checkpointing=checkpointing,
+    )
 
 
 def assert_as_said(step, strategy, layout, shape, ranks, **options):
@@ -43,8 +59,8 @@ def assert_as_said(step, strategy, layout, shape, ranks, **options):
 def test_a_step_sends_what_the_closed_form_says(strategy):
     """In bf16: the strategy's messages of cut matrices, and those of both axes."""
     in_bf16 = {"itemsize": 2, "casts_parameters": get_strategy(strategy).casts_parameters}
-    for layout in map(Layout.parse, LAYOUTS):
-        step = simulate_training(CONFIG, strategy, batch=1, world_size=8, layout=layout)
+    for name in LAYOUTS:
+        step, layout = simulated(CONFIG, strategy, name, "bf16"), Layout.parse(name)
         assert_as_said(step, strategy, layout, ModelShape.of(CONFIG, layout.tensor), 8, **in_bf16)
 
 
@@ -104,9 +120,7 @@ def test_a_rank_of_a_pipeline_sends_what_the_closed_form_says(strategy):
 def _error(config, strategy, layout, dtype, **keeps):
     """Of the closed form's peak, relative to that of the step on a fake rank."""
     shared = Layout.parse(layout)
-    seen = simulate_training(
-        config, strategy, batch=1, world_size=8, dtype=dtype, layout=shared, **keeps
-    ).peak.total
+    seen = simulated(config, strategy, layout, dtype, **keeps).peak.total
     planned = PlannedStep(config, shared.ranks, strategy, dtype, layout=shared, **keeps).memory(8)
     return (planned.peak.total - CUBLAS_WORKSPACES) / seen - 1
 
