@@ -30,6 +30,7 @@ from distlab.parallel.full_state import (
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
 from distlab.parallel.tensor_parallel import gather_cuts
+from distlab.parallel.torch_names import check_arguments
 from distlab.precision import autocast
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # or groups of them
@@ -369,6 +370,11 @@ class LocalOptimizer(Optimizer, ABC):
         ValueError: no parameters, or one given twice. TypeError: something that is no tensor. By
             torch's checks.
     """
+
+    def __new__(cls, *given: Any, **named: Any) -> "LocalOptimizer":
+        """Refuse torch's argument names in a sentence, before Python finds one unexpected."""
+        check_arguments(cls, (), named)
+        return super().__new__(cls)
 
     def __init__(
         self,

@@ -12,7 +12,15 @@ from torch import nn
 
 from distlab.comm import collectives
 from distlab.measure.collectives import CollectiveRecorder
-from distlab.parallel import BucketedDDP, NaiveDDP
+from distlab.parallel import (
+    FSDP,
+    BucketedDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    ShardedOptimizer,
+    ZeroOptimizer,
+)
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from tests.parallel.cases import OneProcess, by_op, drawn
 from tests.parallel.test_contract import STRATEGIES, on_one_rank, on_two_ranks
@@ -185,3 +193,33 @@ def test_a_parameter_unfrozen_after_wrapping_is_named(context):
     wrapper(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="'bias' was frozen"):
         wrapper.finish_gradient_synchronization()
+
+
+TORCH_NAMES = {  # what somebody who knows torch's classes writes
+    "bucket_cap_mb": (BucketedDDP, (), {"bucket_cap_mb": 25}, "give bucket_size_mb, in MiB"),
+    "device_ids": (NaiveDDP, ([0],), {}, "move the module to this rank's device"),
+    "mp_policy": (FSDP, (), {"mp_policy": None}, "give compute_dtype"),
+    "sharding_strategy": (FSDP, (), {"sharding_strategy": 1}, "two-dimensional mesh"),
+    "find_unused_parameters": (FlatDDP, (), {"find_unused_parameters": True}, "leave it out"),
+}
+
+
+@pytest.mark.parametrize("name", TORCH_NAMES)
+def test_arguments_of_torchs_wrappers_are_answered_by_ours(name, one_rank):
+    wrapper, positional, named, answer = TORCH_NAMES[name]
+    with pytest.raises(TypeError, match=answer):
+        wrapper(nn.Linear(2, 2), *positional, **named)
+
+
+@pytest.mark.parametrize("wrapper", [NaiveDDP, FlatDDP, OverlapDDP, BucketedDDP, FSDP])
+def test_a_process_group_by_position_is_answered_by_its_name(wrapper, one_rank):
+    with pytest.raises(TypeError, match=r"give it by name, process_group="):
+        wrapper(nn.Linear(2, 2), one_rank.group)
+
+
+def test_arguments_of_torchs_sharded_optimizer_are_answered_by_ours(one_rank):
+    ddp = BucketedDDP(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="give optimizer_cls"):
+        ZeroOptimizer(ddp, optimizer_class=torch.optim.SGD, lr=0.1)
+    with pytest.raises(TypeError, match="overlap_with_ddp: leave it out"):
+        ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=0.1, overlap_with_ddp=True)

@@ -17,6 +17,7 @@ from distlab.comm import collectives
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.guards import hooks
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
+from distlab.parallel.torch_names import check_arguments
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -187,6 +188,11 @@ class Guarded(ParallelModel):
     """
 
     guard: Guard
+
+    def __new__(cls, *given: Any, **named: Any) -> "Guarded":
+        """Refuse torch's arguments in a sentence, before Python finds one unexpected."""
+        check_arguments(cls, given[1:], named)
+        return super().__new__(cls)
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
