@@ -7,6 +7,7 @@ copies them from anything that has attributes of these names.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any
 
 from distlab.theory.checks import at_least_one
@@ -113,18 +114,18 @@ class ModelShape:
         """Rows of the embedding, and of the head, on a rank; V for one rank alone."""
         return self.vocab_size // self.tensor
 
-    @property
+    @cached_property
     def matrices_per_block(self) -> tuple[int, ...]:
         """Elements of the matrices of one block in the order in which they run: qkv, output, w1, w3, w2."""
         return tuple(map(math.prod, self.matrix_shapes_per_block))
 
-    @property
+    @cached_property
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
         """Their shapes, (outputs, inputs)."""
         d, q, f = self.d_model, self.width, self.inner
         return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
-    @property
+    @cached_property
     def block_matrices(self) -> int:
         """Elements of all matrices of one block."""
         return sum(self.matrices_per_block)
@@ -149,7 +150,7 @@ class ModelShape:
         """Two of each block, and the final one."""
         return 2 * self.num_layers + self.has_head
 
-    @property
+    @cached_property
     def num_parameters(self) -> int:
         """All distinct parameters: embeddings (once or twice V·d), L blocks, final norm d."""
         norm = self.has_head * self.d_model

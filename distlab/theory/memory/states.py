@@ -6,7 +6,8 @@ file in `distlab/parallel`.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from functools import cached_property
 
 from distlab.theory.forms import Form
 from distlab.theory.memory.activations import FP32, Activations, Precision
@@ -57,7 +58,16 @@ class Breakdown:
     @property
     def total(self) -> int:
         """Bytes of all parts together."""
-        return sum(getattr(self, field.name) for field in fields(self))
+        return (
+            self.parameters
+            + self.gradients
+            + self.optimizer_state
+            + self.buckets
+            + self.gathered
+            + self.weight_copies
+            + self.activations
+            + self.temporary
+        )
 
     @property
     def states(self) -> int:
@@ -93,12 +103,12 @@ class Setting:
         """Whether buffers of matrices have whole rows on every rank, as those of this lab's FSDP."""
         return self.shards_parameters and not self.strategy.is_peer
 
-    @property
+    @cached_property
     def block_buffer(self) -> int:
         """Elements of one block's matrices where they are gathered, with FSDP's padding."""
         return self._padded(self.shape.matrix_shapes_per_block)
 
-    @property
+    @cached_property
     def embedding_buffer(self) -> int:
         """The same of the embedding, or of the head."""
         return self._padded([(self.shape.words, self.shape.d_model)])
@@ -111,10 +121,14 @@ class Setting:
         """
         if not self.pads:
             return FP32 * -(-numel // (self.world_size if self.shards_parameters else 1))
-        whole = self.shape.num_parameters
+        return FP32 * -(-numel * self._kept_elements // self.shape.num_parameters)
+
+    @cached_property
+    def _kept_elements(self) -> int:
+        """Elements that this rank keeps under FSDP: all norms, and its part of the padded matrices."""
         norms = self.shape.norms * self.shape.d_model
-        kept = norms + (padded_parameters(self.shape, self.world_size) - norms) // self.world_size
-        return FP32 * -(-numel * kept // whole)
+        padded = padded_parameters(self.shape, self.world_size)
+        return norms + (padded - norms) // self.world_size
 
     def _padded(self, shapes: Sequence[Sequence[int]]) -> int:
         if self.pads:
