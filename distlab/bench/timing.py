@@ -390,8 +390,14 @@ class Trial:
 
     def profile(self, path: Path, steps: int, *, warmup: int = 1) -> None:
         """Write the profiler's trace of a few steps of this rank to `path`."""
+
+        def marked_step() -> None:
+            phases = Phases()
+            with phases.step():
+                self("step", phases.mark)
+
         profile_steps(
-            partial(self, "step", Phases().mark),
+            marked_step,
             steps=steps,
             warmup=warmup,
             queued=True,

@@ -322,7 +322,11 @@ LANES = {
 
 
 def timeline(
-    path: Path, rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]], *, title: str
+    path: Path,
+    rows: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    *,
+    title: str,
+    phases: Mapping[str, Mapping[str, float]] | None = None,
 ) -> None:
     """Per strategy a compute lane and a communication lane, all on one axis of milliseconds.
 
@@ -331,11 +335,23 @@ def timeline(
         rows: strategy → lane → disjoint intervals ``(start_ms, end_ms)`` from the start of the
             step. Lanes: ``compute`` and ``copies`` (upper row), ``communication`` and, over it in a
             strong colour, ``exposed``, the part that no compute covers (lower row).
+        phases: strategy → name of a phase → when it begins, in ms. A vertical line marks each.
     """
     with picture(path, title, 1.3 + 0.78 * len(rows)) as figure:
         axes = figure.add_subplot()
         labelled = set()  # lanes that the legend has
-        for top, content in zip(range(0, 3 * len(rows), 3), rows.values(), strict=True):
+        for top, (name, content) in zip(range(0, 3 * len(rows), 3), rows.items(), strict=True):
+            for phase, begin in (phases or {}).get(name, {}).items():
+                axes.plot([begin, begin], [top - 0.6, top + 1.5], color=INK, linewidth=0.8)
+                axes.annotate(
+                    phase,
+                    (begin, top - 0.48),
+                    (2, 0),
+                    textcoords="offset points",
+                    va="bottom",
+                    fontsize=6,
+                    bbox=_BEHIND,
+                )
             for lane, (row, legend) in LANES.items():
                 bars = [(start, stop - start) for start, stop in content.get(lane, ())]
                 if bars:

@@ -26,7 +26,7 @@ from distlab.comm import collectives
 from distlab.comm.rank_process import on_main
 from distlab.experiment import Experiment, RankContext, Record, Run, TimingOptions, option
 from distlab.measure import CollectiveRecorder, account, explain, lanes, load_trace
-from distlab.measure.trace.account import nearest_step
+from distlab.measure.trace.account import nearest_step, phase_starts
 from distlab.model.config import PRESETS, ModelConfig
 from distlab.parallel import STRATEGIES, Layout, Strategy, check_shard_size, strategies_on
 from distlab.precision import DTYPES
@@ -321,7 +321,7 @@ def explain_rows(
     steps = config.profile_steps
     if context.device.type == "cpu":  # where one step may take twice as long as the next
         steps = max(steps, TRACED_ON_CPU)
-    accounts, drawn = {}, {}  # row → account and picture of its trace
+    accounts, drawn, phases = {}, {}, {}  # row → account, lanes and phases of its trace
     left = sorted(rows, key=lambda name: (name != "local", noted[name].metrics["step_p50_ms"]))
     try:
         while left and on_main(
@@ -335,9 +335,9 @@ def explain_rows(
                 events = load_trace(path)
                 window = nearest_step(events, metrics["step_p50_ms"])
                 seen = accounts[name] = account(events, window)
-                drawn[f"{name}\n{metrics['step_p50_ms']:.0f} ms, traced {seen.step_ms:.0f}"] = (
-                    lanes(events, window)
-                )
+                label = f"{name}\n{metrics['step_p50_ms']:.0f} ms, traced {seen.step_ms:.0f}"
+                drawn[label] = lanes(events, window)
+                phases[label] = phase_starts(events, window)
                 metrics.update(
                     comm_ms=seen.comm_ms, overlap_pct=seen.overlap_pct, exposed_ms=seen.exposed_ms
                 )
@@ -361,7 +361,7 @@ def explain_rows(
         )
     if context.is_main and drawn:
         title = f"One step of rank {context.rank} under the profiler: {headline(run.records)}"
-        timeline(run.path / "timeline.png", drawn, title=title)
+        timeline(run.path / "timeline.png", drawn, title=title, phases=phases)
 
 
 def sent(

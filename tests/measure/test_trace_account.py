@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from distlab.measure.trace.account import account, closes, explain, step_windows
+from distlab.measure.trace.account import account, closes, explain, phase_starts, step_windows
 from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event, load_trace
 from tests.measure.test_trace_intervals import event
 
@@ -47,6 +47,21 @@ def test_on_a_gpu_the_optimizer_is_what_the_host_launched_as_such():
     )
     found = account(events)
     assert (found.compute_ms, found.optimizer_ms, found.idle_ms) == (14, 6, 6)
+
+
+def test_a_phase_begins_with_its_first_kernel_on_the_device():
+    events = step(
+        20,
+        Event("distlab:forward", "range", "thread 1", -9, -4),
+        Event("distlab:backward", "range", "thread 1", -4, -2),
+        update(-2, 0),
+        event("compute", 1, 6, launched=-8),
+        event("compute", 6, 14, launched=-3),
+        event("communication", 5, 16, "ncclAllReduce", "stream 20", launched=-4),
+        event("compute", 14, 18, "adam", launched=-1),
+    )
+    assert phase_starts(events, (0, 20)) == {"forward": 1, "backward": 6, "optimizer": 14}
+    assert phase_starts(events, (10, 20)) == {"optimizer": 4}
 
 
 def test_an_account_closes_within_five_per_cent_or_one_millisecond():

@@ -100,6 +100,8 @@ def test_timeline_has_a_row_per_strategy_and_says_when_nothing_was_sent(tmp_path
         "communication, covered by compute",
         "communication, exposed",
     ]  # no copies ran
+    timeline(path, ROWS, title="One step", phases={"naive": {"forward": 0.0, "backward": 4.0}})
+    assert {"forward", "backward"} <= set(texts(drawn[1]))
     assert "ms" in axes.get_xlabel() and axes.get_xlim()[0] == 0 and axes.get_xlim()[1] >= 14
 
 

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from distlab.measure.trace.capture import NEXT, OPTIMIZER, STEP, Event
+from distlab.measure.trace.capture import NEXT, OPTIMIZER, PHASES, STEP, Event
 from distlab.measure.trace.intervals import Interval, intersect, subtract, total
 
 KINDS = ("compute", "communication", "copy")
@@ -168,6 +168,28 @@ def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, 
         lane: [(start - begin, end - begin) for start, end in spans]
         for lane, spans in found.items()
     }
+
+
+def phase_starts(events: Sequence[Event], window: Interval) -> dict[str, float]:
+    """Return when each phase of a step begins to compute, in ms from the start of `window`.
+
+    A kernel belongs to the phase in which the host launched it, so on a GPU a phase begins with its
+    first kernel and not when the host gets there. A phase without compute is left out.
+    """
+    begin, end = window
+    found = {}
+    for phase in PHASES:
+        ranges = [(e.start_ms, e.end_ms) for e in events if e.name == f"distlab:{phase}"]
+        starts = [
+            event.start_ms - begin
+            for event in events
+            if event.kind == "compute"
+            and begin <= event.start_ms < end
+            and any(first <= event.on_host_ms < last for first, last in ranges)
+        ]
+        if starts:
+            found[phase] = min(starts)
+    return found
 
 
 def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interval]:
