@@ -65,11 +65,48 @@ if another := foreign_kernels():
     warnings.warn(another, RuntimeWarning, stacklevel=2)
 
 
-def run(experiment: str, **options: object) -> list[dict]:
+class Picture:
+    """A picture of a run, which a notebook shows if it is the last value of a cell."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
+class Rows(list):
+    """Rows of a run, a dictionary each.
+
+    Attributes:
+        folder: holds the run's records, pictures and page.
+    """
+
+    def __init__(self, rows: list[dict], folder: Path) -> None:
+        super().__init__(rows)
+        self.folder = folder
+
+    def picture(self, name: str) -> Picture:
+        """Return a picture of the run by its file's name, such as `step_time.png`.
+
+        Raises:
+            FileNotFoundError: the run has no such picture; the message lists those it has.
+        """
+        path = self.folder / name
+        if not path.is_file():
+            found = ", ".join(sorted(each.name for each in self.folder.glob("*.png")))
+            raise FileNotFoundError(
+                f"no picture {name!r} in {self.folder}; it has {found or 'none'}"
+            )
+        return Picture(path)
+
+
+def run(experiment: str, **options: object) -> Rows:
     """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.
 
         rows = distlab.run("ddp_bench", strategies=["flat", "bucketed"], batch=4)
         pandas.DataFrame(rows)
+        rows.picture("step_time.png")  # in a notebook
 
     Args:
         options: as on the command line, with `_` for `-`; a list for several values, True for an
@@ -96,5 +133,9 @@ def run(experiment: str, **options: object) -> list[dict]:
         raise RuntimeError(
             f"distlab run {experiment} ended with exit code {done.returncode}:\n{done.stderr}"
         )
-    records = read_json(json.loads(done.stdout.splitlines()[-1])["out"] + "/records.json")
-    return [{"variant": record.variant, **record.config, **record.metrics} for record in records]
+    folder = Path(json.loads(done.stdout.splitlines()[-1])["out"])
+    rows = [
+        {"variant": record.variant, **record.config, **record.metrics}
+        for record in read_json(folder / "records.json")
+    ]
+    return Rows(rows, folder)

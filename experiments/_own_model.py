@@ -15,12 +15,20 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 
-from distlab.bench.task import made, own_task
+from distlab.bench.task import factory_of, made, own_task, source_of
 from distlab.cli_errors import message_of
 from distlab.parallel import ParallelModel
 from distlab.precision import DTYPES
+from distlab.report.provenance import commit_of
 from distlab.simulate.step import Mark, SimulatedStep, simulate_step
 from distlab.train.step import TrainStep, under_autocast
+
+
+def own_facts(factory: str | None) -> dict[str, str | None]:
+    """Return what a record says of a user's model: the commit of the repository that holds it."""
+    if factory is None:
+        return {}
+    return {"model_commit": commit_of(source_of(factory_of(factory)))}
 
 
 @lru_cache(maxsize=256)

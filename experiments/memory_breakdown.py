@@ -32,7 +32,7 @@ from distlab.measure import allocated_bytes, parameters_of, peak_memory, tensor_
 from distlab.parallel import STRATEGIES as KNOWN
 from distlab.report import gib_column, prediction_error, stacked_bars
 from distlab.theory.memory.peak import Breakdown
-from experiments._own_model import peaks
+from experiments._own_model import own_facts, peaks
 
 STRATEGIES = (
     "local",
@@ -83,7 +83,7 @@ def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
             else max(rank[name] for rank in ranks)
             for name in ranks[0]
         }
-        run.add(variant.name, fullest, **config.facts(context))
+        run.add(variant.name, fullest, **config.facts(context), **own_facts(config.factory))
     if context.is_main:  # the others need not wait for it
         predictions = _simulated(config, context, rows) if config.factory is not None else None
         for record in run.records:

@@ -184,7 +184,7 @@ VIEW = View(
     ],
     pictures={"step.png": step_bars("forward_backward", "optimizer")},
     headline=headline_from(
-        "Muon beside AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, "
+        "Muon compared with AdamW: {size} ({num_parameters:M} parameters), batch {batch} × context {context} per rank, "
         "{dtype}, {world_size} × {device_name} ({backend}), torch {torch}"
     ),
     derive=partial(OVER_ADAMW.add_within, lambda record: record.config["strategy"]),

@@ -22,6 +22,7 @@ are synchronised.
 """
 
 import importlib
+import inspect
 import sys
 import sysconfig
 import traceback
@@ -133,6 +134,12 @@ def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
     if not callable(found):
         raise ValueError(f"{flag} {name}: {module} has no function {function!r}")
     return found
+
+
+def source_of(factory: Callable[..., Any]) -> str:
+    """Return the file of the module in which a factory is written, or of the one that imports it."""
+    module = inspect.unwrap(factory).__module__
+    return sys.modules[module].__file__ or ""
 
 
 def made(name: str, seed: int = 0) -> tuple[nn.Module, Callable[..., Any], LossFunction]:

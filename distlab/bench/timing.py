@@ -24,7 +24,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from distlab.bench.task import BATCHES, Task, examined, num_parameters, own_task, refusal
+from distlab.bench.task import (
+    BATCHES,
+    Task,
+    examined,
+    num_parameters,
+    own_task,
+    refusal,
+)
 from distlab.comm import RankContext, collectives
 from distlab.measure import (
     CollectiveRecorder,

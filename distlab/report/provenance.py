@@ -108,12 +108,28 @@ def commit(default: str | None = None) -> str | None:
     head = git(here, "rev-parse", "HEAD")
     if tracked is None or head is None:
         return default
-    paths = (":(top)", ":(top,exclude)records")
-    status = git(here, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
-    changes = [
-        line for line in status.splitlines() if not line.startswith("??") or line.endswith(".py")
-    ]
-    return f"{head}-dirty" if changes else head
+    return f"{head}-dirty" if _is_changed(here, ":(top,exclude)records") else head
+
+
+def commit_of(file: str | Path) -> str | None:
+    """Return the commit of the repository that tracks a file, with ``-dirty`` as `commit` does.
+
+    None if no repository tracks the file: then no commit says what is in it.
+    """
+    path = Path(file).resolve()
+    if git(path.parent, "ls-files", "--error-unmatch", path.name) is None:
+        return None
+    head = git(path.parent, "rev-parse", "HEAD")
+    if head is None:
+        return None
+    return f"{head}-dirty" if _is_changed(path.parent) else head
+
+
+def _is_changed(folder: Path, *left_out: str) -> bool:
+    """Return whether a repository has changed tracked files, or untracked ``.py`` files."""
+    paths = (":(top)", *left_out)
+    status = git(folder, "status", "--porcelain", "--untracked-files=all", "--", *paths) or ""
+    return any(not line.startswith("??") or line.endswith(".py") for line in status.splitlines())
 
 
 def date_of_commit(commit: str) -> str | None:

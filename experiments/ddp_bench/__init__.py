@@ -35,6 +35,7 @@ from distlab.theory.axes import layout_volume
 from distlab.train.build import check_layout
 from distlab.train.memory_budget import ROOM, memory_of_a_rank, rank_parts
 from distlab.train.run import speed
+from experiments._own_model import own_facts
 
 from .view import FAILED, REFUSED, RIGHT, VIEW, headline, wrong_rows
 
@@ -65,7 +66,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
 
     size: str = option(
         "tiny",
-        f"model preset: {', '.join(PRESETS)}; or auto: medium, or the next smaller one that fits into "
+        "model preset (--help all lists them); auto takes medium, or the next smaller one that fits into "
         "the free memory with --batch sequences or fewer",
         choices=("auto", *PRESETS),
     )
@@ -282,7 +283,11 @@ def time_rows(
                 metrics |= verdicts.get(name, {})
             size = variant.bucket_size_mb if variant.strategy.has_buckets else None
             noted[name] = noted.get(name) or run.add(
-                name, metrics, **config.facts(context), bucket_size_mb=size
+                name,
+                metrics,
+                **config.facts(context),
+                **own_facts(config.factory),
+                bucket_size_mb=size,
             )
             noted[name].metrics.clear()
             noted[name].metrics.update(metrics)

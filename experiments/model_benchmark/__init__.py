@@ -34,6 +34,7 @@ from distlab.measure import attempt
 from distlab.measure.trace.capture import PHASES
 from distlab.report import NOISE, gib_column, prediction_error, stacked_bars, text_column, waiting
 from distlab.train.memory_budget import require
+from experiments._own_model import own_facts
 
 from .by_part import PART_VIEW
 from .memory import MEMORY_VIEW, SAVED_VIEW, memory, predicted_peak, saved
@@ -95,7 +96,7 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
             run.add(
                 names[mode, warmup],
                 metrics,
-                **asdict(trial) | trial.facts(context),
+                **asdict(trial) | trial.facts(context) | own_facts(trial.factory),
                 mode=mode,
                 warmup=warmup,
             )

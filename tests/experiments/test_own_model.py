@@ -70,6 +70,7 @@ def test_ddp_bench_takes_it_with_every_strategy_that_can(name, strategies, tmp_p
     assert (
         rows["local"].config["size"] == OURS + name and rows["local"].config["num_parameters"] > 100
     )
+    assert len(rows["local"].config["model_commit"].removesuffix("-dirty")) == 40
     assert (
         "Left out: fsdp " in (tmp_path / "ddp_bench/run/report.html").read_text()
         or name != "mixture"

@@ -6,6 +6,7 @@ import math
 import shlex
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import numpy
@@ -21,6 +22,7 @@ from distlab.report import (
     read_json,
     write_json,
 )
+from distlab.report.provenance import commit_of
 from distlab.report.record import plain, write_csv
 
 
@@ -182,3 +184,18 @@ def test_the_command_of_a_record_can_be_pasted(monkeypatch, started, pasted):
     root = Path(provenance.__file__).resolve().parents[2]
     monkeypatch.setattr(provenance.sys, "orig_argv", started.format(root=root).split())
     assert shlex.split(provenance.command()) == pasted.split()
+
+
+def test_the_commit_of_a_users_file_is_that_of_its_repository(tmp_path):
+    run = partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
+    model = tmp_path / "model.py"
+    model.write_text("x = 1\n")
+    assert commit_of(model) is None  # nothing tracks it
+    run(["git", "init", "-q"])
+    run(["git", "add", "model.py"])
+    identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+    run(["git", *identity, "commit", "-q", "-m", "first"])
+    head = run(["git", "rev-parse", "HEAD"]).stdout.decode().strip()
+    assert commit_of(model) == head
+    model.write_text("x = 2\n")
+    assert commit_of(model) == f"{head}-dirty"
