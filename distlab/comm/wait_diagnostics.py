@@ -1,4 +1,4 @@
-"""Which rank did not come, where a collective fails; costs nothing as long as nobody waits for long.
+"""When a collective fails, report which rank is missing. Free unless a wait is long.
 
 A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's
 store, and removes the entry when the wait ends. When a wait fails, at the group's timeout or
@@ -124,10 +124,10 @@ class _Wait(NamedTuple):
 
     Attributes:
         group: name of the process group.
-        what: is being done.
-        number: of collectives that this rank had begun in the group on gloo. Ranks that wait for
-            the same one have the same number, because they run the same program. 0 on NCCL, where
-            the host runs ahead, and for messages between two ranks.
+        what: activity, in words.
+        number: number of collectives that this rank had begun in the group on gloo. Ranks that wait
+            for the same one have the same number, because they run the same program. 0 on NCCL,
+            where the host runs ahead, and for messages between two ranks.
     """
 
     group: str
@@ -193,7 +193,11 @@ def _store() -> Store:
 
 
 def _key(rank: int) -> str:
-    """Waits of threads in the background, such as a checkpoint's, are apart: they say nothing of where its step is."""
+    """Return the key of this rank's wait in the store.
+
+    Threads in the background, such as a checkpoint's, have another key: their waits do not say
+    where the rank's step is.
+    """
     main = threading.current_thread() is threading.main_thread()
     return f"waits/{rank}" if main else f"waits/{rank}/background"
 

@@ -282,7 +282,7 @@ def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch,
         (143, "was stopped by signal SIGTERM (exit code 143)"),
         (
             -7,
-            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, the data for example, "
+            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, for example the data, "
             "or shared memory ran out",
         ),
     ],
