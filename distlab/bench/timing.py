@@ -146,10 +146,12 @@ class BenchOptions(ModelOptions):
 
     factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
     ops: str = option(
-        "torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES
+        "torch",
+        "operations of the model: torch, or triton for this lab's kernels",
+        choices=OPS_CHOICES,
     )
     batch: int = option(4, "sequences per rank", least=1)
-    seed: int = option(0, "of parameters and data", **SEED)
+    seed: int = option(0, "seed of parameters and data", **SEED)
 
     def task(self) -> Task:
         """Return the training task: the Transformer on synthetic tokens, or the user's model.

@@ -1,4 +1,4 @@
-"""When a collective fails, report which rank is missing. Free unless a wait is long.
+"""Report which rank is missing when a collective fails. Free unless a wait is long.
 
 A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's
 store, and removes the entry when the wait ends. When a wait fails, at the group's timeout or

@@ -333,21 +333,23 @@ class ModelChanges(Options):
     vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", least=1)
     d_model: int | None = option(None, "width of the model (default: the preset's)", least=1)
     d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
-    layers: int | None = option(None, "blocks (default: the preset's)", least=1)
-    heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
-    kv_heads: int | None = option(None, "heads of keys and values (default: the preset's)", least=1)
+    layers: int | None = option(None, "number of blocks (default: the preset's)", least=1)
+    heads: int | None = option(None, "number of attention heads (default: the preset's)", least=1)
+    kv_heads: int | None = option(
+        None, "number of heads of keys and values (default: the preset's)", least=1
+    )
     attention: str = option(
         "sdpa",
-        "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster",
+        "attention: naive, torch's sdpa, flash (this lab's kernel), or auto: the faster",
         choices=ATTENTION_CHOICES,
     )
     ops: str = option(
         "torch",
-        "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each",
+        "operations: torch, triton (this lab's kernels, also AdamW), or auto: the faster of each",
         choices=OPS_CHOICES,
     )
     compile: str = option(
-        "off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES
+        "off", "compilation: off, the model as one graph, or its blocks", choices=COMPILE_CHOICES
     )
 
     def dimensions(self) -> dict[str, int]:
@@ -389,7 +391,11 @@ class ModelOptions(ModelChanges):
     """
 
     size: str = option("tiny", f"model preset: {', '.join(PRESETS)}", choices=tuple(PRESETS))
-    dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
+    dtype: str = option(
+        "fp32",
+        "dtype of the computation: fp32, or bf16 or fp16 over fp32 parameters",
+        choices=tuple(DTYPES),
+    )
     checkpointing: str = option(
         "none",
         "activations that backward recomputes: none, each block, every-K; each block except its attention, "

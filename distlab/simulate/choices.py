@@ -76,7 +76,7 @@ def choices(
     """Yield every strategy with every micro-batch that divides a rank's sequences.
 
     For a pipeline the number of micro-batches is a multiple of its ranks, because interleaved
-    schedules take only these, and others need as many to be busy. Strategies with buckets come with
+    schedules take only these, and others need that number to be busy. Strategies with buckets come with
     small and large ones. On a mesh, groups are one node and 2, 4, 8, … nodes that divide the ranks
     and are fewer.
 

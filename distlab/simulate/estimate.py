@@ -484,15 +484,15 @@ class MachineOptions(ModelChanges):
     """
 
     model: str = option(
-        "xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes"
+        "xl", f"model preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes"
     )
     device: str = option("h200", "kind of GPU, such as h100")
-    link: str = option("nvlink", "inside a node, nvlink or pcie")
+    link: str = option("nvlink", "link inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
     devices_per_node: int = option(8, "GPUs that share a node", least=1)
     dtype: str = option("bf16", "dtype of the computation", choices=("bf16", "fp32"))
     cluster: str | None = option(
-        None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"
+        None, "cluster NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"
     )
 
     def __post_init__(self) -> None:
