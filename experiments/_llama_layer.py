@@ -1,4 +1,4 @@
-"""A decoder layer in the shape of Hugging Face's Llama, of torch's modules, of this lab's or of Liger's.
+"""A decoder layer in the shape of Hugging Face's Llama, of torch's, this lab's or Liger's modules.
 
 It has Llama's attribute names, and so its state dict, and is written in plain torch: transformers
 is not needed. Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a head,
@@ -55,7 +55,11 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """A layer of Llama; norm and mlp make modules of `(d, eps)` and `(d, d_ff)`, for the others see `SelfAttention`."""
+    """A layer of Llama.
+
+    `norm` and `mlp` make modules of `(d, eps)` and `(d, d_ff)`. The others are those of
+    `SelfAttention`.
+    """
 
     def __init__(
         self, shape: ModelConfig, norm: Callable, mlp: Callable, rotate: Callable, attend: Callable
@@ -78,12 +82,18 @@ def each(turn: Callable, cos: Tensor, sin: Tensor) -> Callable:
 
 
 def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """What torch has, and by its operations what it has not: norm, MLP, rotation and attention."""
+    """Return torch's norm, MLP, rotation and attention.
+
+    What torch does not have is made of its operations.
+    """
     return nn.RMSNorm, MLP, each(rope, cos, sin), sdpa
 
 
 def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """This lab's operations, with attention as a function of (B, H, T, D) tensors: a rotated q has that shape."""
+    """Return this lab's norm, MLP, rotation and attention.
+
+    Attention is a function of (B, H, T, D) tensors, because a rotated q has that shape.
+    """
     import kernels.nn
     from kernels.flash_attention import flash_attention
     from kernels.rope import rope
@@ -97,7 +107,10 @@ def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
 
 def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """Liger's, with torch's attention, as its patch of Llama leaves it; these imports ask for no transformers."""
+    """Return Liger's norm, MLP and rotation, with torch's attention, as its patch of Llama does.
+
+    These imports need no transformers.
+    """
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 
     def mlp(d: int, d_ff: int) -> nn.Module:

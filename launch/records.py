@@ -129,7 +129,7 @@ def parser() -> argparse.ArgumentParser:
         "--minutes",
         type=float,
         default=float("inf"),
-        help="minutes after which no run may end: a longer one is not started",
+        help="minutes to use: a run that would end later is not started",
     )
     found.add_argument("--into", metavar="FOLDER", help="folder for records [records/]")
     found.add_argument("--commit", help="commit of this tree, where there is no git")

@@ -37,7 +37,7 @@ class SampleOptions(Options):
     )
     seed: int = option(0, "seed of the draws", **SEED)
     export: str | None = option(
-        None, "write the model to this folder instead, as safetensors with Llama's names"
+        None, "folder to write the model to instead, as safetensors with Llama's names"
     )
     backend: str | None = option(
         None, "communication backend [nccl if there are GPUs]", choices=("nccl", "gloo")

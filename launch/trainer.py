@@ -58,7 +58,7 @@ class RunOptions(FrameOptions):
     """
 
     log_every: int = option(10, "steps between progress lines", least=1)
-    quick: bool = option(False, "ten steps of the tiny preset")
+    quick: bool = option(False, "train ten steps of the tiny preset")
     plan: bool = option(False, "print the memory and time of a step, and train nothing")
 
 

@@ -1,4 +1,6 @@
-"""One kernel for chains around a row operation: [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu].
+"""One kernel for chains around a row operation.
+
+    [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu]
 
     s = x + residual, in fp32, never stored;  z = RMSNorm(s)·w, LayerNorm(s)·w + b or softmax(s)
     y = silu(SCALE·z + bias)

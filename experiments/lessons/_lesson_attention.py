@@ -1,4 +1,4 @@
-"""FlashAttention as a staircase: three kernels of Triton whose flags are the steps from a first version to a fast one.
+"""FlashAttention as a staircase: three kernels of Triton whose flags are the steps to a fast one.
 
     forward      O = softmax(scale · Q Kᵀ) V          a program per BLOCK_M queries, walking over keys
     dK, dV       dV = Pᵀ dO,  dK = scale · dSᵀ Q      a program per BLOCK_N keys, walking over queries
@@ -12,7 +12,7 @@ flags, in the order of the steps:
     SKIP      tiles that the mask hides are not visited: half of the work
     SPLIT     only tiles that the mask cuts compare indices; the others are a loop of their own
     TMA       tiles are loaded through tensor descriptors: one thread asks, no registers hold addresses
-    FUSED     one backward pass: whoever computes dS for dK adds dS K to dQ in memory: five matmuls instead of seven
+        FUSED     one backward pass: a program that computes dS for dK adds dS K to dQ: five matmuls, not seven
 
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
@@ -239,7 +239,10 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N rows of dK and dV; FUSED: and their share of dQ / scale, added to the fp32 matrix at dq_ptr."""
+    """Compute BLOCK_N rows of dK and dV.
+
+    FUSED: also add their share of dQ / scale to the fp32 matrix at dq_ptr.
+    """
     begin = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_N)
@@ -472,7 +475,7 @@ class Step:
 
 
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
-    """A host's tensor descriptor per (H, T, D) tensor, of tiles (rows, D); None where they are not wanted."""
+    """Return a tensor descriptor per (H, T, D) tensor, of tiles (rows, D). None if not wanted."""
     if not wanted:
         return [None] * len(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor

@@ -12,7 +12,10 @@ from kernels._dispatch import tl, triton
 def column_sums_kernel(
     x_ptr, out_ptr, rows, cols, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Σ over this program's rows of BLOCK columns of x (rows, cols): added to out (cols), or row p of out (P, cols)."""
+    """Sum BLOCK columns of x (rows, cols) over this program's rows.
+
+    The sum is added to out (cols), or written to row p of out (P, cols).
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -97,7 +100,10 @@ def prologue_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y = f(x) w, f computed in every program that multiplies with those rows: nothing, GeLU, or softmax of rows."""
+    """Compute y = f(x) w, with f in every program that multiplies with those rows.
+
+    f is nothing, GeLU, or softmax of rows.
+    """
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -156,7 +162,10 @@ def gelu_backward_kernel(
 
 @triton.jit
 def log_sum_kernel(x_ptr, y_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr):
-    """y (count) = log Σ_k exp x (K, count): all K values of an element are needed twice, and stay in registers."""
+    """Compute y (count) = log Σ_k exp x (K, count).
+
+    All K values of an element are needed twice, and stay in registers.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.arange(0, K).to(tl.int64)[:, None] * count + at[None, :]).to(tl.float32)
     top = tl.max(x, 0)

@@ -4,12 +4,12 @@
     distlab run attention_steps --head-dims 64 128    # of two widths
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
-Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be
-read beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want;
-masked tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the
-backward in one pass. Around them, in the same rounds: attention as in the formula, a
-`torch.compile`d backward behind a Triton forward, the shipped kernels, torch's own, and the shipped
-kernels in fp32, with exact fp32 multiplications and with emulated ones.
+Seven kernels in Triton, each the one before with one thing changed (read `_lesson_attention.py`
+next to this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked
+tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in
+one pass. Around them, in the same rounds: attention as in the formula, a `torch.compile`d backward
+behind a Triton forward, the shipped kernels, torch's own, and the shipped kernels in fp32, with
+exact fp32 multiplications and with emulated ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,10 +59,10 @@ Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its 
 class Config(Options):
     """One run: a row per head dim and variant."""
 
-    head_dims: tuple[int, ...] = option((64,), "head dims", choices=tuple(TUNED))
-    heads: int = option(64, "batch × heads", least=1)
+    head_dims: tuple[int, ...] = option((64,), "widths of a head", choices=tuple(TUNED))
+    heads: int = option(64, "number of heads, batch × heads", least=1)
     length: int = option(4096, "tokens, a multiple of every tile", least=1)
-    dtype: str = option("bfloat16", "of the steps", choices=tuple(TOLERANCE))
+    dtype: str = option("bfloat16", "dtype of the steps", choices=tuple(TOLERANCE))
     rounds: int = option(6, "interleaved rounds", least=3)
     calls: int = option(10, "timed calls in a round", least=1)
 
@@ -94,7 +94,10 @@ def staircase(head_dim: int) -> list[Step]:
 def calls_of(
     name: str, shape: Shape, tensors: Sequence[Tensor], steps: Mapping[str, Step]
 ) -> Calls:
-    """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (1, H, T, D); each can be called alone."""
+    """Return `fwd` → o and `bwd` → (dq, dk, dv) of one variant.
+
+    They take q, k, v, dO of (1, H, T, D), and each can be called alone.
+    """
     q, k, v, do = tensors
     if step := steps.get(name):  # of (H, T, D)
         q, k, v, do = (x.detach()[0] for x in tensors)
@@ -112,7 +115,10 @@ def calls_of(
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
-    """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
+    """Return the largest error of o and of a gradient on the last head.
+
+    Each is divided by the largest exact value.
+    """
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
     apart = [
@@ -184,9 +190,10 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
 
 
 def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
-    """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
-    the matmuls of the tiles visited before over those visited now, where a step changes what is
-    computed.
+    """Write the measured and predicted gain of each timed step over the one before.
+
+    The measured gain is taken round by round. The predicted one, for a step that changes what is
+    computed, is the matmuls of the tiles visited before over those visited now.
     """
     for before, now in pairwise(steps):
         work = [step.matmul_flops(length) for step in (before, now)]
@@ -201,7 +208,10 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
 
 
 def draw(records: Records, path: Path) -> None:
-    """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
+    """Draw forward and backward of each step, and of the peers, as one bar.
+
+    Rows that take several times longer stay in the table.
+    """
     records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1
     labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]
@@ -255,14 +265,15 @@ VIEW = View(
     ],
     headline=headline,
     reading="× is the time of the step before over this one's, the median over interleaved rounds; the first step has "
-    "none, nor has what stands around the staircase. Predicted is the same ratio of multiplications in the tiles that "
-    "are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one backward pass (five "
-    "matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are multiplied by "
-    "wgmma, which reads operands from shared memory, where 16 rows leave most of a tensor core idle and load K and V "
-    "once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more programs resident; "
-    "descriptors take addresses out of registers. Between two prediction and measurement stand the softmax, which no "
-    "matmul hides, and programs of unequal length. Errors are over the largest exact value, of the first head. "
-    "TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's interpreter times say nothing.",
+    "none, and neither have rows around the staircase. Predicted is the ratio of multiplications in the tiles that "
+    "are visited, for the two steps that compute less: skipped tiles (nearly half of all), and one backward pass "
+    "(five matmuls per tile instead of seven). The other steps do the same work in another way: full tiles are "
+    "multiplied by wgmma, which reads operands from shared memory, where 16 rows leave most of a tensor core idle and "
+    "load K and V once per 16 queries; a diagonal apart takes comparisons out of the loop; tuned tiles keep more "
+    "programs resident; descriptors take addresses out of registers. Prediction and measurement differ by the "
+    "softmax, which no matmul hides, and by programs of unequal length. Errors are over the largest exact value, of "
+    "the first head. TFLOP/s count causal pairs only, backward as 2.5 forwards. In Triton's interpreter times say "
+    "nothing.",
     terminal=(
         "fwd_p50_ms",
         "bwd_p50_ms",

@@ -36,7 +36,10 @@ TOLERANCE = 1e-3
 
 @triton.jit
 def gram_kernel(x_ptr, y_ptr, rows, cols):
-    """y (rows, rows) += x xᵀ, a program per element and block of columns; the order is that of tiles in groups."""
+    """Compute y (rows, rows) += x xᵀ, with a program per element and block of columns.
+
+    The order is that of tiles in groups.
+    """
     place = tl.program_id(0)
     row = place // (2 * rows) * 2 + place % 2  # ERROR: the last group may have one row
     col = place % (2 * rows) // 2
@@ -114,7 +117,10 @@ GELU = (
 
 
 def trials() -> list[tuple]:
-    """List the errors: name, operation, benign input, hostile input, this input in words, what ours does instead."""
+    """List the errors.
+
+    Each has name, operation, benign input, hostile input, this input in words, and what ours does.
+    """
     deep = torch.full((4, 512), 9.0)  # fp16 holds the sums of `short`: 2,592 and 1,944
     short = deep[:, :32]
     descending = torch.randn(4, 32).sort(descending=True).values
@@ -181,9 +187,9 @@ def trials() -> list[tuple]:
 
 @dataclass(frozen=True)
 class Config(Options):
-    """What to try."""
+    """Options of the experiment."""
 
-    seed: int = option(0, "of the inputs", least=0)
+    seed: int = option(0, "seed of the inputs", least=0)
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:

@@ -80,7 +80,7 @@ def timed(
 
 
 def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
-    """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
+    """Call `attempt` with one status on all ranks: a failure on one rank counts for all."""
     found = attempt(measure)
     failed = [
         status
@@ -112,7 +112,9 @@ def time_mode(
     config: BenchmarkConfig,
     pace: Callable[[], None] = lambda: None,
 ) -> dict[int, Metrics] | str:
-    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
+    """Return metrics of one mode by number of warm-up calls.
+
+    If the first call failed on some rank, return its status.
 
     Memory runs out in the first call or not at all, so the ranks agree on it there, before they go
     on together.
