@@ -1,4 +1,4 @@
-"""distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
+"""Hand-written data parallelism and sharding, and the instruments that measure them."""
 
 import importlib.util
 import sys

@@ -99,7 +99,7 @@ class _Stream(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From here on what is printed into a closed pipe, as in `distlab list | head`, is dropped.
+    """Drop what is printed into a closed pipe from here on, as in `distlab list | head`.
 
     The command goes on, so that a run of which only the first lines were wanted is saved
     nevertheless.
@@ -134,7 +134,7 @@ def _open_if_closed(number: int, name: str) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was sent the signal `number`. No `except Exception` holds it up."""
+    """Signal `number`, which this process was sent. No `except Exception` holds it up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -195,7 +195,7 @@ def hand_signals_over() -> None:
 
 @contextlib.contextmanager
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
-    """While the block runs, each of `SIGNALS` ends the process after one line.
+    """End the process after one line at each of `SIGNALS` while the block runs.
 
     For the import of torch: there is nothing to save, and an exception out of a handler would be
     swallowed there, or end in another error.

@@ -145,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: Any, known: Iterable[Any]) -> str:
-    """` (did you mean …?)` of the name that resembles a word most; nothing where none does."""
+    """Return ` (did you mean …?)` with the name that resembles a word most, or nothing."""
     close = difflib.get_close_matches(str(word), map(str, known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -190,7 +190,7 @@ def config_from(
 
 
 def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool]]:
-    """(field, type of one value, whether it takes several) of every field made by `option`."""
+    """Yield (field, type of one value, True if it takes several) of every `option` field."""
     hints = typing.get_type_hints(config)
     found = []
     for each in fields(config):

@@ -103,7 +103,7 @@ class Shape:
         return seen if ids is None else seen & (ids[query] == ids[key])
 
     def mask(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> Tensor:
-        """(queries from `start` to `stop`, keys): what is visible."""
+        """Return the mask of queries from `start` to `stop` and all keys, True if visible."""
         query, key = (
             torch.arange(self.queries, device=device)[start:stop, None],
             torch.arange(self.keys, device=device),

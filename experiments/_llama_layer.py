@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
         self.rotate, self.attend = rotate, attend
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
+        """Compute (B, T, d) → (B, T, d)."""
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         out_BHTD = self.attend(*self.rotate(q, k), v)
@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) · up_proj(x)) by torch's operations."""
+    """Feed-forward down_proj(silu(gate_proj(x)) · up_proj(x)), by torch's operations."""
 
     def __init__(self, d: int, d_ff: int) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d) → (…, d)."""
+        """Compute (…, d) → (…, d)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
@@ -71,7 +71,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp(shape.d_model, shape.d_ff)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
+        """Compute (B, T, d) → (B, T, d)."""
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 

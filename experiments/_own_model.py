@@ -104,7 +104,7 @@ def peaks(
 
 
 def main(name: str, batch: str, ranks: str, dtype: str, *strategies: str) -> None:
-    """`peaks` in this process, as JSON on stdout."""
+    """Print `peaks` in this process as JSON."""
     found = {}
     for strategy in strategies:
         with suppress(ValueError):

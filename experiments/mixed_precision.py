@@ -96,7 +96,7 @@ def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
 
 
 def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
-    """1,000 × 0.01: the sum, by which format predicts it, and how far from ten it is."""
+    """Yield sums of 1,000 × 0.01 by accumulator, their predictions, and distances from ten."""
     for accumulator in DTYPES:
         for held_in in ("fp32", accumulator) if accumulator != "fp32" else DTYPES:
             total = torch.zeros((), dtype=DTYPES[accumulator], device=device)

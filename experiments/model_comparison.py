@@ -100,7 +100,7 @@ class Config(BenchOptions):
 
 
 def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
-    """`model`, made on meta, with the parameters of `base` themselves."""
+    """Return `model`, made on meta, with the parameters of `base` themselves."""
     for name, parameter in base.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)

@@ -75,7 +75,7 @@ class PlacementsConfig(BenchOptions, TimingOptions):
             )
 
     def rows(self) -> list[Variant]:
-        """Each strategy with AdamW, and with Muon in each of its placements."""
+        """Return a row for each strategy with AdamW, and with Muon in each of its placements."""
         rows = []
         for name in self.strategies:
             adamw = Variant(f"{name} adamw", get_strategy(name), micro_batches=self.micro_batches)

@@ -61,7 +61,7 @@ class SchedulesConfig(BenchOptions, TimingOptions):
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
     def rows(self, ranks: int) -> list[Variant]:
-        """Each schedule with each number of micro-batches that it takes, ours and torch's."""
+        """Return a row for each schedule with each number of micro-batches, ours and torch's."""
         rows = []
         for count in self.micro_batches:
             for schedule in SCHEDULES:

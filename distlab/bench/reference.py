@@ -154,7 +154,7 @@ def relative_errors(
     expected: Sequence[Tensor],
     scale: float = 1.0,
 ) -> dict[str, float]:
-    """`loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖ over all parameters."""
+    """Return `loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖."""
     difference = norm = 0.0
     for mine, theirs in zip(gradients, expected, strict=True):
         difference += float(torch.linalg.vector_norm(mine.double() / scale - theirs.double())) ** 2

@@ -89,7 +89,7 @@ class Variant:
         *optimizer: Any,
         **more: Any,
     ) -> Training:
-        """`build_training` with this row's strategy, bucket and shard sizes and layout."""
+        """Call `build_training` with this row's strategy, bucket and shard sizes and layout."""
         return build_training(
             source,
             self.strategy,

@@ -57,7 +57,7 @@ class UserWrapper(ParallelModel):
         self._finish()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """See `ParallelModel.full_parameters`."""
+        """Return the parameters, as in `ParallelModel.full_parameters`."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: whole_tensor(p).detach() for name, p in named}
 

@@ -218,7 +218,7 @@ class Checkpointer:
             self._thread.join(self.context.timeout_s)
 
     def close(self) -> None:
-        """`finish`, and give back the group; nothing can be saved or loaded any more."""
+        """Call `finish` and free the group. Nothing can be saved or loaded any more."""
         self.finish()
         if self._group is not None and (self._thread is None or not self._thread.is_alive()):
             dist.destroy_process_group(self._group)

@@ -96,7 +96,7 @@ def merged(indices: Sequence[Index]) -> Index:
 
 
 def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
-    """(shape, dtype) of every stored tensor."""
+    """Return (shape, dtype) of every stored tensor."""
     index = stored.content["tensors"]
     return {
         key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()
@@ -173,7 +173,7 @@ def _values(
 
 
 def kinds_of(model: Sequence[Shard]) -> list[tuple[str, Kind]]:
-    """(name, (shape of the whole, dtype)) of each."""
+    """Return (name, (shape of the whole, dtype)) of each shard."""
     return [(shard.name, (tuple(shard.shape), shard.tensor.dtype)) for shard in model]
 
 

@@ -283,7 +283,7 @@ def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging obje
 
 
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks."""
+    """Return True on every rank if `condition` is true on all, else False on every rank. Blocks."""
     return sum_over_ranks(float(condition), device, group) == group.size()
 
 

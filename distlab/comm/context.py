@@ -34,7 +34,7 @@ SETTLING_S = 5.0  # what a store that is reached may take beyond the timeout to 
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process's place among the ranks of one job.
+    """Place of this process among the ranks of one job.
 
     Args:
         rank: 0 … world_size − 1, over all hosts.
@@ -57,7 +57,7 @@ class RankContext:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes files."""
+        """Return True on the rank that prints and writes files."""
         return self.rank == 0
 
 

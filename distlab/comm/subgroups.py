@@ -21,7 +21,7 @@ from distlab.comm.context import RankContext
 
 
 def doubling_sizes(world_size: int) -> tuple[int, ...]:
-    """1, 2, 4, … and the world size itself."""
+    """Return 1, 2, 4, … and the world size itself."""
     sizes = [2**k for k in range(world_size.bit_length()) if 2**k < world_size]
     return (*sizes, world_size)
 
@@ -71,7 +71,7 @@ def rest(context: RankContext, name: str, busy_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's groups of a mesh of R replicas × S ranks each.
+    """Groups of this rank in a mesh of R replicas × S ranks each.
 
         rank   0 1 2 3 │ 4 5 6 7      `shard` of rank 5: 4 5 6 7, such as the GPUs of its host
                host 0  │ host 1       `replicate` of rank 5: 1 5, which hold the same shard

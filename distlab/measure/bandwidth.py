@@ -205,7 +205,7 @@ def disturb(
     """
 
     def alone(calls: int) -> list[float]:
-        """ms of `calls` computations, three times."""
+        """Return ms of `calls` computations, three times."""
         timer = PhaseTimer(context.device)
         for _ in range(3):
             timer.start()

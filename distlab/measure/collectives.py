@@ -1,4 +1,4 @@
-"""``CollectiveRecorder``: which collectives a step issues, with how many bytes, in which order.
+"""Recorder of the collectives that a step issues, with their bytes, in order.
 
 It works in torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch
 DDP and FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It says

@@ -64,7 +64,7 @@ class Emitter(NamedTuple):
 
 
 def emitter(name: str) -> Emitter:
-    """``"nvtx"`` for Nsight Systems, ``"profiler"`` for the traces of torch.profiler.
+    """Return the emitter ``"nvtx"``, for Nsight Systems, or ``"profiler"``, for torch.profiler.
 
     Raises:
         ValueError: another name, or NVTX without a CUDA device.

@@ -21,7 +21,7 @@ class Ratio(NamedTuple):
 
 
 def percentiles(samples: Samples) -> dict[str, float]:
-    """``{"p20": …, "p50": …, "p80": …}`` of the samples, in their unit, with linear interpolation.
+    """Return ``{"p20": …, "p50": …, "p80": …}`` of the samples, with linear interpolation.
 
     Raises:
         ValueError: fewer than three samples, or one that is not finite.
@@ -69,7 +69,7 @@ def unpaired_ratio(a: Samples, b: Samples) -> Ratio:
 
 
 def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """(RESAMPLES, count): which samples make each resample."""
+    """Return the samples of each resample, as numbers (RESAMPLES, count)."""
     return generator.integers(count, size=(RESAMPLES, count))
 
 

@@ -366,7 +366,7 @@ class ModelChanges(Options):
         return {name: value for name, value in given.items() if value is not None}
 
     def changed(self, base: ModelConfig) -> ModelConfig:
-        """`base` with what was given.
+        """Return `base` with the options that were given.
 
         Raises:
             ValueError: dimensions that do not go together.

@@ -63,12 +63,12 @@ class Ops:
 
 
 def positions(T: int, device: torch.device) -> Tensor:
-    """0 … T − 1 in fp32, for a rank that has the whole sequence."""
+    """Return 0 … T − 1 in fp32, for a rank that has the whole sequence."""
     return torch.arange(T, device=device, dtype=torch.float32)
 
 
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Causal attention as in the formula: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
+    """Compute causal attention by the formula softmax(q kᵀ/√D + mask) v, with all scores in memory.
 
     The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or
     autocast's. Keys and values of fewer heads are repeated.
@@ -118,7 +118,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 
 
 class _MixedRMSNorm(torch.autograd.Function):
-    """`rms_norm` of x in a narrower dtype than the weight's, by torch's fused kernels.
+    """RMSNorm of x in a narrower dtype than the weight's, by torch's fused kernels.
 
     Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's
     dtype.
@@ -141,7 +141,7 @@ class _MixedRMSNorm(torch.autograd.Function):
 
 
 def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-    """Causal attention by torch's fused kernels; keys and values may have fewer heads."""
+    """Compute causal attention by torch's fused kernels. Keys and values may have fewer heads."""
     shared = k_BKTD.shape[1] != q_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=shared)
 
@@ -186,13 +186,13 @@ def _refuse_create_graph(what: str) -> None:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x + residual, and that sum."""
+    """Return `rms_norm` of x + residual, and that sum."""
     total = residual + x
     return rms_norm(total, weight_d, eps), total
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
+    """Return x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
 
     On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's
     own dtype, fp32: torch's form rounds it to autocast's dtype and casts it in a separate pass. It
@@ -228,7 +228,7 @@ def gradient_target(weight: Tensor) -> Tensor | None:
 
 
 class _CastLinear(torch.autograd.Function):
-    """`linear` of an fp32 weight in another dtype, in which x and the weight are saved.
+    """Linear layer of an fp32 weight in another dtype, in which x and the weight are saved.
 
     What is saved does not lead back to x and the weight: the gradient of a gradient is refused with
     RuntimeError.
@@ -250,7 +250,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀ x in the weight's dtype; on a GPU in one pass, to where `gradient_target` says."""
+    """Return dyᵀ x in the weight's dtype, on a GPU in one pass, in its `gradient_target` if any."""
     dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
     if not on_gpu(x) or x.dtype == weight.dtype:
         return torch.mm(dy.t(), x).to(weight.dtype)
@@ -263,7 +263,7 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_with_late_weight(x: Tensor, weight: Tensor, *, put_off: PutOff) -> Tensor:
-    """`linear` whose backward only makes the gradient of x.
+    """Return `linear` of x, whose backward only makes the gradient of x.
 
     It hands over the weight with the tensors that make its gradient.
     """
@@ -405,7 +405,7 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
 
 
 def _triton_ops(attention: Attention) -> Ops:
-    """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
+    """Return this lab's kernels. Without Triton, as on a CPU, they compute in plain torch."""
     from kernels import rmsnorm, rope, swiglu
 
     losses = _triton_cross_entropy, _triton_linear_cross_entropy
@@ -451,7 +451,7 @@ def _on_hopper() -> bool:
 
 
 def _auto_attention() -> Attention:
-    """By whichever of `sdpa` and `flash` is known to be the faster."""
+    """Return attention by `sdpa` or `flash`, whichever is known to be faster for a call."""
     if not _on_hopper():
         return sdpa
     flash = _flash_attention()

@@ -48,7 +48,7 @@ class Split(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias whose weight is left as it is allocated.
+    """Layer `nn.Linear` without bias whose weight is left as it is allocated.
 
     The model draws all parameters itself. torch's own initialisation, thrown away a moment later,
     would take tens of seconds for 3.4 B parameters on a CPU core, and would move the global
@@ -84,7 +84,7 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` left as it is allocated, like `Linear`; looked up by `ops`."""
+    """Layer `nn.Embedding` left as it is allocated, like `Linear`, and looked up by `ops`."""
 
     def __init__(self, rows: int, width: int, ops: Ops, **factory) -> None:
         super().__init__(rows, width, **factory)
@@ -98,7 +98,7 @@ class Embedding(nn.Embedding):
 
 
 class RMSNorm(nn.Module):
-    """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`.
+    """RMSNorm, `(..., d) -> (..., d)`. Under autocast the output has autocast's dtype.
 
     With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
     """
@@ -119,7 +119,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions, `(B, T, d) -> (B, T, d)`."""
+    """Multi-head causal self-attention with rotary positions, `(B, T, d) -> (B, T, d)`."""
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()

@@ -130,7 +130,7 @@ class Ratio:
         return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
     def tie(self, record: Record) -> str:
-        """` tie` where the interval contains 1; a row over itself is exactly 1 and no tie."""
+        """Return ` tie` if the interval contains 1. A row over itself is 1 and not a tie."""
         low, high = (record.metrics.get(f"{self.name}_{end}") for end in ("low", "high"))
         return TIE if is_number(low) and is_number(high) and low <= 1 <= high and low < high else ""
 
@@ -170,7 +170,7 @@ def prediction_error(
 
 
 def noise_by_row(records: Records) -> str:
-    """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
+    """Return a headline `noise by row 1.2 to 5.0 %`, or nothing if no row has noise."""
     found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
     if not found:
         return ""

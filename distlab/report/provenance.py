@@ -1,4 +1,4 @@
-"""On what and with which code a record was made. No host names, no paths: records are committed and
+"""Device and code of a record. No host names, no paths: records are committed and
 published.
 """
 

@@ -1,4 +1,4 @@
-"""``Record``: what one variant of one experiment measured.
+"""``Record``: the result of one variant of one experiment.
 
 Every table, plot and README row is drawn from records.
 
@@ -292,7 +292,7 @@ def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> st
 
 
 def plain(value: Any, where: str = "value") -> Any:
-    """``value`` in JSON's types, except that NaN and infinities stay floats."""
+    """Convert ``value`` to JSON's types, except that NaN and infinities stay floats."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -331,7 +331,7 @@ def _encoded(leaf: Any) -> Any:
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every entry."""
+    """Yield (dotted name, value) of every entry."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flattened(f"{name}.{key}", item)

@@ -1,4 +1,4 @@
-"""From a few measured figures of one machine to the cost model that predicts the others.
+"""Cost model of a machine from a few measured figures, which predicts the others.
 
 Five numbers are fitted, each to one measurement, in this order:
 

@@ -238,7 +238,7 @@ def predict(case: Case) -> Prediction:
 
 
 def step(case: Case) -> StepTime:
-    """Its time."""
+    """Return the time of the case."""
     return estimate_step(
         case.model,
         case.strategy,
@@ -301,7 +301,7 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
 
 
 def shortage(case: Case) -> str | None:
-    """By how much a case does not fit its GPUs, and what would; None if it does."""
+    """Return by how much a case does not fit its GPUs, and what would. None if it does."""
     usable = USABLE * case.cluster.gpu.hbm_bytes
     needed = max(moment.total for _, moment in peak(case))
     if needed <= usable:

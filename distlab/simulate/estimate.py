@@ -528,7 +528,7 @@ class MachineOptions(ModelChanges):
         return self.changed(known)
 
     def kernels(self) -> str | None:
-        """As `Workload` calls them; None for what the model's `ops` do.
+        """Name of the kernels in `Workload`. None: those of the model's `ops`.
 
         Raises:
             ValueError: attention whose time has no closed form.
@@ -553,7 +553,7 @@ class MachineOptions(ModelChanges):
         return self.cluster or f"{self.gpu().name} ({self.link}, {self.between})"
 
     def machine(self) -> Machine:
-        """See `machine_of`, and `machine_on` where a cluster was named."""
+        """Return the machine, by `machine_of`, or by `machine_on` if a cluster was named."""
         shape = self.shape()  # None: a user's own model
         computes = {"dtype": self.dtype} | ({} if shape is None else {"head_dim": shape.head_dim})
         if self.cluster is not None:

@@ -104,7 +104,7 @@ class EventLog(CollectiveRecorder):
             yield self
 
     def own_parameters(self, parameters: Iterator[Tensor]) -> None:
-        """From now on the memory of these counts as `parameters`."""
+        """Count the memory of these parameters as `parameters` from now on."""
         for parameter in parameters:
             key = id(parameter.untyped_storage())
             if key in self._sizes:
@@ -112,7 +112,7 @@ class EventLog(CollectiveRecorder):
 
     @property
     def current_phase(self) -> str:
-        """`backward` inside a backward, else the phase that was set."""
+        """Return `backward` inside a backward, else the phase that was set."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     # -- operators and collectives -------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class EventLog(CollectiveRecorder):
             weakref.finalize(storage, self._free, id(storage))
 
     def _keep(self, key: int, category: str, size: int) -> None:
-        """From now on a storage, new or not, has `size` bytes that count as `category`."""
+        """Note that a storage, new or not, has `size` bytes of `category` from now on."""
         before, held = self._sizes.get(key, (category, 0))
         self._alive[before] -= held
         self._alive[category] += size

@@ -139,7 +139,7 @@ class CollectiveFit:
         return (valid[-1] if valid else self.pieces[0]).seconds(num_bytes)
 
     def metrics(self, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
-        """For a record: pieces, and the errors at measured points."""
+        """Return a record's metrics: pieces, and the errors at measured points."""
         errors = relative_errors(self, sizes, seconds)
         return {
             "pieces": [asdict(piece) for piece in self.pieces],
@@ -203,7 +203,7 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
 def relative_errors(
     fit: CollectiveFit, sizes: Sequence[float], seconds: Sequence[float]
 ) -> list[float]:
-    """fit/measured − 1 of each point."""
+    """Return fit/measured − 1 of each point."""
     return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
 
 

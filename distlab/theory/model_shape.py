@@ -103,7 +103,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """k, width of the keys of a rank's heads, and of the values."""
+        """Width of the keys of a rank's heads, and of the values, k."""
         return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads) // self.tensor
 
     @property
@@ -123,7 +123,7 @@ class ModelShape:
 
     @property
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
-        """Their shapes, (outputs, inputs)."""
+        """Shapes of the matrices of one block, (outputs, inputs)."""
         d, q, f = self.d_model, self.width, self.inner
         return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
@@ -134,7 +134,7 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
+        """Elements of a block, 2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
         return self.block_matrices + 2 * self.d_model
 
     @property

@@ -103,7 +103,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """n."""
+        """Number of tokens, n."""
         return self.batch * self.context
 
     @property

@@ -47,7 +47,7 @@ class FloatFormat:
         return 2.0 ** (exponent - self.mantissa_bits)
 
     def nearest(self, x: float) -> float:
-        """`x` as this format holds it."""
+        """Return `x` rounded to this format."""
         if x == 0 or not math.isfinite(x):
             return x
         spacing = self.spacing(x)

@@ -62,7 +62,7 @@ class Network:
     def seconds(
         self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce"
     ) -> float:
-        """`messages` collectives of together `num_bytes`; 0 for a single rank.
+        """Return the seconds of `messages` collectives with `num_bytes` in sum. 0 for one rank.
 
         Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead,
         2·log₂N hops. Several rings run side by side, each leaving a node through another device's

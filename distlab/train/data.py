@@ -66,7 +66,7 @@ def stamp(path: str | Path) -> tuple[int, int] | None:
 
 
 class SyntheticSequences:
-    """`random_walks`, one sequence per number; numbers never end."""
+    """Sequences of `random_walks`, one per number. Numbers never end."""
 
     count = None
     file = None
@@ -75,7 +75,7 @@ class SyntheticSequences:
         self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
+        """Return `(len(numbers), T + 1)` int64. The last T of a row are targets of the first T."""
         sizes = (self.vocab_size, 1, self.context_length)
         return np.concatenate([random_walks((self.seed, number, 0), *sizes) for number in numbers])
 

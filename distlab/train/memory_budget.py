@@ -248,7 +248,7 @@ def require(
 def shortage(
     plan: PlannedStep, device: torch.device | str, context: RankContext | None = None
 ) -> str | None:
-    """Why a step cannot fit here, and what would; None if it may. The same answer on every rank."""
+    """Return why a step cannot fit here, and what would. None if it may, on every rank alike."""
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     ranks = 1 if context is None else context.world_size

@@ -148,7 +148,7 @@ class GatheredMetrics:
 
 
 class Journal:
-    """`metrics.jsonl`, a line per step, which one rank writes.
+    """The file `metrics.jsonl`, a line per step, which one rank writes.
 
     A restart continues it at the step of the checkpoint.
 

@@ -109,7 +109,7 @@ class Case:
         return variant in self.variants or made.get(variant, False)
 
     def inputs(self, device: str) -> list[Tensor]:
-        """Its tensors; on the meta device nothing is drawn."""
+        """Return the inputs of the operation. On the meta device nothing is drawn."""
         dtype, found = getattr(torch, self.dtype), []
         generator = (
             None
@@ -520,7 +520,7 @@ def _losses() -> list[Case]:
 
 @functools.cache
 def _torchao() -> Function:
-    """torchao's linear layer in fp8, by its default recipe and compiled, as its users have it."""
+    """Return torchao's linear layer in fp8, by its default recipe and compiled, as its users do."""
     from torchao.float8 import convert_to_float8_training
 
     layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))

@@ -77,7 +77,7 @@ def launch(
     silu: bool,
     eps: float = 1e-5,
 ) -> Tensor:
-    """y; `kind` is rms_norm, layer_norm or softmax."""
+    """Return y. `kind` is rms_norm, layer_norm or softmax."""
     y, (rows, cols) = torch.empty_like(x), x.shape
     how = row_launch("chain", cols)
     _dispatch.launch(

@@ -36,7 +36,9 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
 
 
 def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str, float]:
-    """`predicted_over_naive`, ours over the naive form; empty for matmuls and without a naive form.
+    """Return `predicted_over_naive`, ours over the naive form.
+
+    Empty for matmuls and without a naive form.
 
     Args:
         case, direction: the row.

@@ -38,7 +38,7 @@ NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
-    """(operation and shape, direction) → variant → record."""
+    """Return (operation and shape, direction) → variant → record."""
     groups = grouped(records, lambda r: (r.config["label"], r.config["direction"]))
     return {row: {r.variant: r for r in mine} for row, mine in groups.items()}
 

@@ -454,7 +454,7 @@ class Step:
     fused: bool = False
 
     def visited(self, kernel: str, length: int) -> int:
-        """(query, key) pairs of the tiles that a kernel multiplies, of one head."""
+        """Return the (query, key) pairs of the tiles that a kernel multiplies, of one head."""
         tile, own = getattr(self, kernel), "n" if kernel == "dkdv" else "m"
         if not self.skip:
             return length**2
@@ -466,7 +466,10 @@ class Step:
         return sum(min(-(-(begin + block) // other) * other, length) * block for begin in edges)
 
     def matmul_flops(self, length: int) -> dict[str, int]:
-        """`fwd` and `bwd`: of all visited tiles of one head, masked or not; per 2 · head dim."""
+        """Return FLOPs of `fwd` and `bwd` over 2 · head dim, for all visited tiles of one head.
+
+        Masked pairs in visited tiles count.
+        """
         two_passes = 4 * self.visited("dkdv", length) + 3 * self.visited("dq", length)
         return {
             "fwd": 2 * self.visited("forward", length),
@@ -486,7 +489,7 @@ def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[obje
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(H, T, D) → o (H, T, D) and the log-sum-exp in units of log2, (H, T) in fp32."""
+    """Return o (H, T, D) for (H, T, D), and the log-sum-exp in units of log2, (H, T) in fp32."""
     heads, length, head_dim = q.shape
     tile, o = step.forward, torch.empty_like(q)
     lse2 = torch.empty(heads, length, device=q.device)
@@ -516,7 +519,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def backward(
     step: Step, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), all (H, T, D)."""
+    """Return (dq, dk, dv), all (H, T, D)."""
     heads, length, head_dim = q.shape
     scale, flags = (
         head_dim**-0.5,

@@ -32,7 +32,7 @@ def column_sums_kernel(
 
 @triton.jit
 def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """y (rows) = the variance of each row of x (rows, cols); a program per row."""
+    """Compute y (rows) = the variance of each row of x (rows, cols), with a program per row."""
     x_ptr += tl.program_id(0).to(tl.int64) * cols
     at = tl.arange(0, BLOCK)
     mean = tl.zeros([BLOCK], tl.float32)  # of what each lane has read, or the sum
@@ -70,7 +70,7 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """y = softmax of each row of x (rows, BLOCK); programs take turns at the rows."""
+    """Compute y = softmax of each row of x (rows, BLOCK). Programs take turns at the rows."""
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         at = row * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at)
@@ -83,7 +83,7 @@ def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr
 
 @triton.jit
 def gelu_of(x):
-    """x·Φ(x), Φ by tanh's approximation."""
+    """Return x·Φ(x), with Φ by tanh's approximation."""
     return x / (1 + tl.exp(-1.5957691 * (x + 0.044715 * x * x * x)))
 
 
@@ -133,7 +133,7 @@ def prologue_kernel(
 
 @triton.jit
 def gelu_forward_kernel(x_ptr, h_ptr, y_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr):
-    """h = scale·x, y = GeLU(h); h is stored or not."""
+    """Compute h = scale·x and y = GeLU(h). h is stored or not."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(x_ptr + at).to(tl.float32) * scale
     if STORED:
@@ -145,7 +145,7 @@ def gelu_forward_kernel(x_ptr, h_ptr, y_ptr, scale, STORED: tl.constexpr, BLOCK:
 def gelu_backward_kernel(
     dy_ptr, x_ptr, h_ptr, dx_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dx = scale·dy·GeLU′(h), h read or computed again."""
+    """Compute dx = scale·dy·GeLU′(h), with h read or computed again."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if STORED:
         h = tl.load(h_ptr + at).to(tl.float32)

@@ -20,7 +20,7 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
 
 @triton.jit
 def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], read past the L1."""
+    """Compute y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], past the L1."""
     total = tl.zeros([BLOCK], tl.float32)
     # loads of four rounds are under way at once
     for r in tl.range(0, rounds, loop_unroll_factor=4):
@@ -31,7 +31,7 @@ def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def strided_kernel(x_ptr, y_ptr, stride, offset, BLOCK: tl.constexpr):
-    """y[i] = x[offset + i · stride]."""
+    """Compute y[i] = x[offset + i · stride]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + at, tl.load(x_ptr + offset + at * stride))
 
@@ -68,7 +68,7 @@ DIVERGENT = tl.constexpr(
 
 @triton.jit
 def divergent_kernel(y_ptr, rounds, WIDTH: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr):
-    """As `busy_kernel`; WIDTH neighbouring lanes take the same one of WAYS branches."""
+    """Compute `busy_kernel` in branches: WIDTH neighbouring lanes take the same one of WAYS."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     branch = (at // WIDTH) % WAYS
     x = tl.inline_asm_elementwise(

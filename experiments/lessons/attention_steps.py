@@ -180,7 +180,7 @@ def ready(
 
 
 def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """ms of forward and of backward, timed in one round, and their sums as both."""
+    """Return ms of forward and of backward, timed in one round, and their sums as both."""
     warmup = int(device.type == "cuda")
     times = {
         way: clock.measure(call, warmup=warmup, repeats=repeats, device=device)

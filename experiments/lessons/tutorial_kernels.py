@@ -52,7 +52,7 @@ def gram_kernel(x_ptr, y_ptr, rows, cols):
 
 @triton.jit
 def statistics_kernel(x_ptr, y_ptr, rows, cols):
-    """y (2, rows) = log Σ exp and the variance of each row of x, a program per row, by blocks."""
+    """Compute y (2, rows) = log Σ exp and variance of rows of x, a program per row, by blocks."""
     row = tl.program_id(0)
     top = float("-inf")
     total = 0.0
@@ -75,7 +75,7 @@ def statistics_kernel(x_ptr, y_ptr, rows, cols):
 
 @triton.jit
 def gelu_kernel(x_ptr, y_ptr, rows, cols):
-    """y (rows, cols) = GeLU(x), a row of 32 per program."""
+    """Compute y (rows, cols) = GeLU(x), a row of 32 per program."""
     at = tl.program_id(0) * 32 + tl.arange(0, 32)
     x = tl.load(x_ptr + at)
     power = tl.exp(1.5957691 * (x + 0.044715 * x * x * x))
@@ -89,7 +89,7 @@ def launch(kernel, x: Tensor, y: Tensor, *grid: int) -> Tensor:
 
 
 def gram(x: Tensor) -> Tensor:
-    """x xᵀ in fp16."""
+    """Compute x xᵀ in fp16."""
     rows, cols = x.shape
     return launch(
         gram_kernel, x, torch.zeros(rows, rows).half(), rows * rows, triton.cdiv(cols, 16)

@@ -88,7 +88,7 @@ def part_of(name: str) -> str:
 
 
 def trace_ranges(trial: Trial) -> Any:
-    """While it is open, every part of the model is a range of the profiler's trace."""
+    """Make every part of the model a range of the profiler's trace while it is open."""
     push, pop = emitter("profiler")
     return named_ranges(
         trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer

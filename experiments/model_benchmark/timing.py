@@ -1,4 +1,4 @@
-"""Each mode of a combination timed, and whether its row can be believed."""
+"""Timing of each mode of a combination, with a check of each row."""
 
 import gc
 import itertools
@@ -95,7 +95,7 @@ def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
 
 
 def verdict(checked: Metrics, trial: TrialConfig) -> str:
-    """`ok`, or why the row must not be believed."""
+    """Return `ok`, or why the row is not valid."""
     if checked["status"] != "ok":
         return f"unchecked ({checked['status']})"
     # which has no plainer form to be held against; ddp_bench checks its gradients

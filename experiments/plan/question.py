@@ -153,7 +153,7 @@ class PlanConfig(MachineOptions):
 
 
 def mismatch(config: PlanConfig, layout: Layout) -> str | None:
-    """Why the devices cannot share this model and batch so; None if they can."""
+    """Return why the devices cannot share this model and batch in this layout. None if they can."""
     _, count = config.fleet()
     nodes = config.machine().network.devices_per_node
     if count % layout.ranks or config.batch % (count // layout.ranks):

@@ -202,7 +202,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
 
 
 def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[Metrics]:
-    """`examine` without the mistake, then with it."""
+    """Call `examine` without the mistake, then with it."""
     return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
 
 

@@ -45,7 +45,7 @@ def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
 
 
 class SumInsteadOfMean(FlatDDP):
-    """`ReduceOp.SUM`, and no division afterwards."""
+    """Strategy that sums gradients, as by `ReduceOp.SUM`, and does not divide."""
 
     def _synchronize(self) -> None:
         super()._synchronize()
@@ -65,7 +65,7 @@ class AllButTheLast(AllReduce):
 
 
 class LastBucketStays(BucketedDDP):
-    """`BucketedDDP` with that exchange."""
+    """Strategy `BucketedDDP` with that exchange."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -134,7 +134,7 @@ class HookOrder(OverlapDDP):
 
 
 class KeepsItsShard(ShardedOptimizer):
-    """Each rank updates its parameters, and none is sent."""
+    """Optimizer of which each rank updates its parameters, and sends none."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with patch.object(
@@ -165,7 +165,7 @@ class StaleSums(FlatDDP):
 
 
 class SendsEachMicroBatch(BucketedDDP):
-    """`no_sync()` that also averages.
+    """Strategy whose `no_sync()` also averages.
 
     The gradient is right, since a mean that is averaged once more stays the same.
     """
@@ -180,7 +180,7 @@ class SendsEachMicroBatch(BucketedDDP):
 
 
 class WaitsInOwnersForward(ZeroOptimizer):
-    """Only the forward of the module that owns parameters waits for their all-gather.
+    """Optimizer whose all-gather only the forward of the owning module waits for.
 
     Messages as small as these usually arrive before the parameters are read. So the results of an
     all-gather are held back until the wait, as on a slow network.

@@ -68,7 +68,7 @@ def step_windows(events: Sequence[Event]) -> list[Interval]:
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
-    """(range on the host, window on the device) of each step."""
+    """Return (range on the host, window on the device) of each step."""
     named = sorted((e for e in events if e.name in (STEP, NEXT)), key=lambda event: event.start_ms)
     ranges = [(event.start_ms, event.end_ms) for event in named]
     queued = bool(named) and named[-1].name == NEXT

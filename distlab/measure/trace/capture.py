@@ -113,7 +113,7 @@ def recording_trace(device: Device, memory: bool = False) -> Iterator[profile]:
 
 
 class _RangesOnly(autograd_profiler.profile):
-    """torch's profiler without host operators, which double the host's time.
+    """Profiler of torch without host operators, which double the host's time.
 
     Ranges, launches and the GPU's work are recorded.
     """
@@ -277,7 +277,7 @@ class Phases:
             yield
 
     def mark(self, phase: str) -> None:
-        """`phase` ends here and the next in order begins."""
+        """End `phase` here and begin the next in order."""
         self._open.close()
         following = PHASES.index(phase) + 1
         if following < len(PHASES):

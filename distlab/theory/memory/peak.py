@@ -224,7 +224,7 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
 def _walk(
     setting: held.Setting, states: Breakdown, waiting: int
 ) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) of every moment that could be the fullest, without workspaces.
+    """Yield (phase, bytes) of every moment that could be the peak, without workspaces.
 
     Args:
         waiting: micro-batches that have been forward through a stage and not yet back.
@@ -244,7 +244,7 @@ def _walk(
 
 
 def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) through a stage and back."""
+    """Yield (phase, bytes) through a stage and back."""
     shape, kept, layers = setting.shape, setting.kept, setting.layers
     states = replace(states, gradients=held.gradients_after(setting, 0))
     blocks, _ = _kept_of_stage(setting)
@@ -283,7 +283,7 @@ def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str
 def _head(
     setting: held.Setting, states: Breakdown, forward: Breakdown
 ) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) of the head and its loss, forward and back, behind `forward` of the blocks."""
+    """Yield (phase, bytes) of head and loss, forward and back, after `forward` of the blocks."""
     shape, kept, precision, layers = setting.shape, setting.kept, setting.precision, setting.layers
     unit = setting.block_buffer
     head = held.gathered(setting, setting.embedding_buffer)
@@ -357,7 +357,7 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 
 
 def _kept_of_stage(setting: held.Setting) -> tuple[int, int]:
-    """(bytes kept of a stage's blocks, how many of them are kept in full)."""
+    """Return (bytes kept of a stage's blocks, number of blocks that are kept in full)."""
     if setting.group:
         return -(-setting.layers // setting.group) * setting.kept.checkpoint, 0
     return _kept_below(setting, setting.layers)

@@ -130,7 +130,10 @@ def resident(setting: Setting) -> Breakdown:
 
 
 def optimizer_state(setting: Setting) -> int:
-    """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
+    """Return the bytes on the rank that has most.
+
+    Owners get whole parameters, largest first. Slices divide evenly.
+    """
     parameters = setting.shape.num_parameters
     if setting.shards_parameters:
         return int(setting.state_numbers * setting.sharded(parameters))
@@ -165,7 +168,7 @@ def gradients_after(setting: Setting, done: int) -> int:
 
 
 def all_gradients(setting: Setting) -> int:
-    """After backward; the flat buffer takes every gradient over one by one and lets it go."""
+    """Return the bytes after backward. The flat buffer takes over gradients one by one."""
     if in_place(setting):
         embedding = setting.shape.has_embedding * setting.shape.embedding_parameters
         return 0 if setting.strategy.sends == "buckets" else FP32 * embedding

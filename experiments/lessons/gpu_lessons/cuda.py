@@ -30,7 +30,7 @@ STEP = lesson.Step("tuned tiles", **TUNED[64], skip=True, split=True)
 
 
 def add(bench: Bench) -> None:
-    """x + y in fp32."""
+    """Compare x + y in fp32."""
     x, y = normal(bench, 2, size(8192, 8), 4096, dtype=torch.float32)
     triton = filling(partial(elementwise.launch_flat, elementwise.add_kernel, "add"))
     compare(bench, "add", triton, torch.add, (x, y), (x.numel() // 1024, 1), 256)
@@ -52,7 +52,7 @@ def product(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """Causal, forward, of (heads, length, 64)."""
+    """Compare causal attention, forward, of (heads, length, 64)."""
     heads, length = size(64, 1), size(2048, 128)
 
     def by_torch(*qkv: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ def attention(bench: Bench) -> None:
 
 
 def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
-    """`launch(*inputs, y)` as a function that returns y, which is like the first input."""
+    """Return `launch(*inputs, y)` as a function that returns y, which is like the first input."""
 
     def call(*inputs: Tensor) -> Tensor:
         launch(*inputs, y := torch.empty_like(inputs[0]))

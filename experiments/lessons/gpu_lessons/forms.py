@@ -26,7 +26,7 @@ def normal(bench: Bench, *shape: int, dtype: torch.dtype | None = None) -> Tenso
 
 
 def sums(bench: Bench) -> None:
-    """Σ over the rows of x, and over all of it, in fp32."""
+    """Compare sums over the rows of x, and over all of it, in fp32."""
     rows, cols, parts = size(16384, 64), size(4096, 256), size(64, 2)
     x, out = normal(bench, rows, cols), torch.empty(parts, cols, device=bench.device)
     exact = x.double().sum(0)
@@ -168,7 +168,10 @@ def warps(bench: Bench) -> None:
 
 
 def operands(bench: Bench) -> None:
-    """log Σ exp over K tensors: one kernel moves each of them once, and keeps a value of each."""
+    """Compare log Σ exp over K tensors.
+
+    One kernel moves each of them once, and keeps a value of each.
+    """
     x = normal(bench, 32, size(2**22, 2048))
     y = torch.empty_like(x[0])
 

@@ -116,7 +116,7 @@ def _rope() -> None:
 
 
 def _dropout() -> None:
-    """With and without bias and GeLU."""
+    """Launch dropout with and without bias and GeLU."""
     x, w, seed = e(N, D), e(D), e(1, dtype=I)
     for gelu in (False, True):
         dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu)
@@ -274,7 +274,7 @@ def _lesson_forms() -> None:
 
 
 def _lesson_banks() -> None:
-    """Through shared memory without and with a swizzle."""
+    """Launch the copy through shared memory without and with a swizzle."""
     from experiments.lessons._lesson_banks import transpose_kernel
 
     for phases in (1, 32):
