@@ -5,10 +5,10 @@
 
 A request to stop is not an error, whether it comes from Ctrl-C (SIGINT) or from a scheduler
 (SIGTERM): one line says what was saved, and within two seconds the process is gone. The handler
-raises `Stopped` in the main
-thread, so that files are closed and temporary ones removed. A main thread that is inside a long
-call (a collective, a kernel, a compiler) does not see that before the call ends; then a thread,
-which the C-level handler wakes through a pipe, says the line and ends the process.
+raises `Stopped` in the main thread, so that files are closed and temporary ones removed. A main
+thread that is inside a long call (a collective, a kernel, a compiler) does not see that before the
+call ends. Then another thread, which the C-level handler wakes through a pipe, prints the line and
+ends the process.
 """
 
 from __future__ import annotations

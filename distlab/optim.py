@@ -50,7 +50,7 @@ Group = dict[str, Any]  # `params` and their options
 
 
 class Muon(Optimizer):
-    """Optimizer `torch.optim.Muon` for shards too. Groups with `orthogonalize=False` use AdamW.
+    """Optimizer `torch.optim.Muon`, also for shards. Groups with `orthogonalize=False` use AdamW.
 
         optimizer = Muon(Muon.split(model), lr=1e-3, adjust_lr_fn="match_rms_adamw")
 

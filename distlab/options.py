@@ -10,7 +10,7 @@
 
 `add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and
 `config_from(Config, args)` the config again. Limits are checked when a config is made, so that
-Python callers meet them too. Imports no torch.
+they also hold for Python callers. Imports no torch.
 """
 
 import argparse

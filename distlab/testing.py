@@ -315,7 +315,7 @@ def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
             script = getattr(sys.modules["__main__"], "__file__", "the main module")
             raise RuntimeError(
                 f"the rank processes did not get past importing {script}, as each new process does: put what the "
-                'script runs, its call of run_ranks too, under `if __name__ == "__main__":`'
+                'script runs, also its call of run_ranks, under `if __name__ == "__main__":`'
             ) from None
     return _ranks[:world_size]
 

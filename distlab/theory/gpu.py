@@ -3,8 +3,8 @@
     time ≥ max(FLOPs / peak, bytes / bandwidth)
 
 An operation whose intensity (FLOPs per byte) is below the ridge, peak / bandwidth, is bound by
-memory: less arithmetic does not help it, fewer bytes do. Source: Williams, Waterman
-& Patterson, Roofline (2009).
+memory: less arithmetic does not help it, fewer bytes do. Source: Williams, Waterman & Patterson,
+Roofline (2009).
 
 The occupancy: blocks of threads that share an SM, the limit, and the cost of a partly filled last
 wave.

@@ -395,9 +395,8 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
     A parameter may be cut between rows: those of its first dimension if there are at least as many
     as ranks, else those of the first two dimensions together, and so on. Past the last dimension it
     is cut between elements. It begins at a multiple of its row and of 8 elements. The buffer has a
-    multiple of
-    every row for each rank. Parameters with rows of different length share one buffer, unless one
-    for each length saves more than 1/64 of the elements and more than 2¹⁸.
+    multiple of every row for each rank. Parameters with rows of different length share one buffer,
+    unless one for each length saves more than 1/64 of the elements and more than 2¹⁸.
 
     Args:
         shapes: shapes of the unit's matrices in registration order, each from the outermost stride

@@ -18,7 +18,7 @@ predicted ratio to the naive form is next to the measured one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads'
 registers, and `add_gelu`, which torch.compile makes one kernel and ours are two. Chains
-(`add+rms_norm+silu`, in `chains`) are rows too, with an account of its traffic.
+(`add+rms_norm+silu`, in `chains`) are also rows, each with an account of its traffic.
 
 All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and
 temperature.

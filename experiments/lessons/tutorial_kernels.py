@@ -7,7 +7,7 @@
 Tutorials and course notes print kernels with errors that the shapes and values of their own tests
 hide. The kernels here are written for this lesson and have such errors, several each. Each is run
 on a benign input, on which it is right, and for each of its errors on a hostile one; the public
-function of `kernels` is run on the hostile input too. Every result is compared with PyTorch's in
+function of `kernels` also runs on the hostile input. Every result is compared with PyTorch's in
 float64. Blocks have 16 elements, so that small inputs have several.
 """
 

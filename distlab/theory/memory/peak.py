@@ -2,8 +2,7 @@
 
 With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et
 al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients in addition to an fp32 copy,
-see
-`zero_paper_bytes`)
+see `zero_paper_bytes`)
 
     sends and updates            parameters   gradients                         optimizer state
     nothing, gradients           4P           4P, as backward makes them        8P
