@@ -1,4 +1,4 @@
-"""distlab: hand-written data parallelism and sharding, and the instruments that measure them."""
+"""Hand-written data parallelism and sharding, and the instruments that measure them."""
 
 import importlib.util
 import sys
@@ -13,7 +13,7 @@ KERNELS = Path(__file__).parents[1] / "kernels"  # in a clone and in an installa
 
 
 class KernelsFinder:
-    """Finder of this lab's `kernels.NAME` where `import kernels` is another package, such as Hugging Face's.
+    """Finder of `kernels.NAME` if `import kernels` gives another package, such as Hugging Face's.
 
     Python asks it last, so it decides nothing where our folder is part of that package already
     (setup.py says when).
@@ -29,7 +29,7 @@ class KernelsFinder:
 
 
 def foreign_kernels() -> str | None:
-    """Say which of our kernels cannot be imported, because another package `kernels` hides them; None if all can."""
+    """Return a sentence that names a foreign package `kernels` which hides ours, or None."""
     spec = importlib.util.find_spec("kernels")
     if spec is None:
         return None
@@ -102,18 +102,20 @@ class Rows(list):
 
 
 def run(experiment: str, **options: object) -> Rows:
-    """Run an experiment as `distlab run` does, and return its rows: the variant, options and metrics of each.
+    """Run an experiment as `distlab run` does, and return its rows.
+
+    A row has the variant, its options and its metrics.
 
         rows = distlab.run("ddp_bench", strategies=["flat", "bucketed"], batch=4)
         pandas.DataFrame(rows)
         rows.picture("step_time.png")  # in a notebook
 
     Args:
-        options: as on the command line, with `_` for `-`; a list for several values, True for an
-            option without one.
+        options: options of the command line, with `_` for `-`. A list stands for several values,
+            True for an option without a value.
 
     Raises:
-        RuntimeError: the run failed, or a row is wrong; with what the command said.
+        RuntimeError: the run failed, or a row is wrong. The message is that of the command.
     """
     import json
     import subprocess

@@ -1,4 +1,6 @@
-"""Compare a training step on several ranks with the same micro-batches in one process, and name what differs.
+"""Compare a training step on several ranks with the same step in one process.
+
+The tensors that differ are named, with the mistake that explains them.
 
     verdict = check(context, task, strategy)        # on every rank
     verdict.right, print(verdict)
@@ -76,9 +78,7 @@ STALE = "right in step 1, not in step 2: weights of before the step"
 NOT_SENT = "gradients are right, and ranks differ after the step: update not sent"
 STEPPED_TWICE = "gradients are right, and the update was made twice"
 NOT_STEPPED = "gradients are right, and no update was made"
-DECAYED = (
-    "gradients are right, and the value shrinks besides the update: a decay that was not asked for"
-)
+DECAYED = "gradients are right, and the value also shrinks: a decay that was not asked for"
 STEPPED_WRONG = "gradients are right, the value after the step is not"
 FROZEN = "a parameter that does not train was changed"
 BUFFER = "differs from the buffer in one process"
@@ -96,11 +96,12 @@ class Finding:
     """A tensor that differs.
 
     Attributes:
-        tensor: its name in the module.
-        what: `initial value`, `gradient`, `value` (after a step) or `buffer`.
-        step: from 1 on; 0 before the first.
+        tensor: name in the module.
+        what: kind of value that differs: `initial value`, `gradient`, `value` (after a step) or
+            `buffer`.
+        step: number from 1 on, or 0 before the first step.
         error: largest |Δ| over ranks and elements, relative to the largest element in one process.
-        signature: which mistake gives these values.
+        signature: mistake that gives these values.
     """
 
     tensor: str
@@ -120,12 +121,12 @@ class Verdict:
         tensors: number of trainable parameters that were compared.
         findings: tensors that differ. Empty for a wrapper that is right with one micro-batch per
             step and does not claim to accumulate gradients, see `accumulation`.
-        loss: loss of the last step on ranks, mean over ranks.
-        expected_loss: the same in one process.
-        finish: which function was called after the last backward of each step.
-        accumulation: tensors that differ with several micro-batches per step, of a wrapper that has
-            no `no_sync()` and is right with one. `micro_batches` is then 1.
-        right_with_one: whether a wrong wrapper is right with one micro-batch per step; None if that
+        loss: mean over ranks of the loss of the last step.
+        expected_loss: the same loss in one process.
+        finish: name of the function that was called after the last backward of each step.
+        accumulation: tensors that differ with several micro-batches per step, if the wrapper has no
+            `no_sync()` and is right with one. `micro_batches` is then 1.
+        right_with_one: True if a wrong wrapper is right with one micro-batch per step. None if that
             was not tried.
     """
 
@@ -141,7 +142,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.findings
 
     def to_dict(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class Verdict:
 
 
 def _is_other(finding: Finding) -> bool:
-    """Return whether the finding is about a buffer or a frozen parameter, which `Verdict.tensors` does not count."""
+    """Return whether the tensor is a buffer or frozen, which `Verdict.tensors` does not count."""
     return finding.what == "buffer" or finding.signature == FROZEN
 
 
@@ -218,7 +219,7 @@ def check(
     """Train two steps on all ranks and in one process and compare them; call it on every rank.
 
     Args:
-        candidate: what the ranks train, where it is to be held against `task`.
+        candidate: task that the ranks train, if it is compared with another `task`.
         same_batch: ranks get the same batches, as ranks do that share a model's layers or a
             sequence.
         micro_batches: number per rank and step. Default: ranks + 1, so that a factor of one cannot
@@ -263,11 +264,12 @@ def on_rank(
     micro_batches: int | None = None,
     seed: int = 0,
 ) -> Verdict:
-    """Check a user's model, named `package.module:function`, under a wrapper so named or a strategy of ours.
+    """Check a user's model, named `package.module:function`, under a wrapper or a strategy.
+
+    The wrapper is named in the same form, the strategy by its name in the registry.
 
     Raises:
-        ValueError, TimeoutError: see `check`; also for a factory that fails or returns something
-            else.
+        ValueError, TimeoutError: as in `check`. Also if a factory fails or returns something else.
     """
     task = own_task(model, batch, seed)
     examined(model, task, context, seed)
@@ -279,7 +281,7 @@ def on_rank(
 
 @dataclass(frozen=True)
 class _Jobs:
-    """Everything that a comparison needs in addition to the ranks and the number of micro-batches."""
+    """Settings of a comparison, except the ranks and the number of micro-batches."""
 
     task: Task
     candidate: Task
@@ -454,7 +456,7 @@ def _from_main(value: Any, own: RankContext) -> Any:
 
 @dataclass(frozen=True)
 class _Trained:
-    """What one rank had: whole tensors by name, put together from all ranks where they are sharded."""
+    """Tensors of one rank by name. Sharded ones are gathered from all ranks."""
 
     initial: Tensors  # parameters and buffers
     gradients: list[Tensors]  # of each step
@@ -471,7 +473,7 @@ def _train(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: in
     """Train two steps under the strategy.
 
     Raises:
-        ValueError, TimeoutError: see `check`.
+        ValueError, TimeoutError: as in `check`.
     """
     task, strategy = jobs.candidate, jobs.strategy
     with _explained(strategy.name, own.timeout_s):
@@ -509,7 +511,7 @@ def _train(own: RankContext, group: ProcessGroup, jobs: _Jobs, micro_batches: in
 
 @torch.no_grad()
 def _whole_gradients(model: ParallelModel, own: RankContext) -> Tensors:
-    """Every trainable parameter's gradient on this rank, and of sharded ones the whole, from all ranks."""
+    """Return the gradient of every trainable parameter on this rank; sharded ones are gathered."""
     model.gradients()  # under ZeRO-1, lets shards have their gradients
     whole, trained = {}, False
     parts = {}  # name → (first element, values); a rank may have no element of a parameter
@@ -547,7 +549,7 @@ def _owned(
 
 
 def _plain(name: str) -> str:
-    """The name in the bare module, without what compilation and checkpointing put into it."""
+    """Return the name in the bare module, without parts from compilation and checkpointing."""
     return plain_name(name).replace("_checkpoint_wrapped_module.", "")
 
 
@@ -576,7 +578,9 @@ def _explained(name: str, timeout_s: float) -> Iterator[None]:
 
 
 def _step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float:
-    """Return the learning rate of the check: the task's, or for half precision one whose update can be seen.
+    """Return the learning rate of the check.
+
+    It is the task's. For half precision it is large enough that the update can be seen.
 
     A bf16 parameter keeps 8 bits, so an update of less than 1/256 of it is lost, and a wrong one
     looks like a right one. The norm of the update becomes at least 8 eps of the norm of the
@@ -609,15 +613,15 @@ def _step_size(task: Task, batch: Any, seed: int, device: torch.device) -> float
 
 @dataclass(frozen=True)
 class _Sums:
-    """Sums over a rank's micro-batches in fp64, of one parameter's gradients in one step.
+    """Sums of one parameter's gradients over a rank's micro-batches in one step, in fp64.
 
     Each gradient is that of the micro-batch's loss divided by the micro-batches, as in the training
     step.
 
     Attributes:
-        own: their sum.
-        first, last: the first and the last of them.
-        magnitude: sum of their absolute values.
+        own: sum of the gradients.
+        first, last: gradients of the first and the last micro-batch.
+        magnitude: sum of the absolute values of the gradients.
         partial: sum of the squares of the partial sums, which says how much the additions round.
         noise: sum of the squares of the changes when parameters move by their last bit.
         shift: sum of the changes.
@@ -662,9 +666,9 @@ class _Run:
     """One rank's training without a wrapper.
 
     Attributes:
-        sums: of each step, by parameter.
-        states: of each step, the buffers before each micro-batch and after the last.
-        loss: of the last step.
+        sums: for each step, sums by parameter.
+        states: for each step, the buffers before each micro-batch and after the last.
+        loss: loss of the last step.
         micro_batches: number per step.
     """
 
@@ -678,10 +682,10 @@ class _Copy:
     """A copy of the model that no wrapper has touched, on each rank.
 
     Attributes:
-        trainable: its parameters that train and have elements.
+        trainable: name → parameter, of those that train and have elements.
         frozen: names of the other parameters.
-        tied: names of those that the module has under several.
-        has_state: whether it has buffers of floating point, which forward may read and write.
+        tied: names of parameters that the module has under several names.
+        has_state: True if there are floating-point buffers, which forward may read and write.
     """
 
     def __init__(self, task: Task, initial: Tensors, seed: int, device: torch.device):
@@ -740,14 +744,14 @@ class _Copy:
         """Repeat the steps of this rank.
 
         Args:
-            parameters: of each step.
-            steps: micro-batches of each step.
-            initial: with the buffers before the first step.
-            policy: whose buffers forward reads.
+            parameters: for each step, parameters by name.
+            steps: for each step, its micro-batches.
+            initial: tensors by name, with the buffers before the first step.
+            policy: name of the buffers that forward reads, such as `OWN_BUFFERS`.
             main_states: `_Run.states` of rank 0, for a policy that reads its buffers.
-            late: parameters that arrive in the last step, if they are others.
-            arrival: phase before which they arrive: 1 the backward of the first micro-batch, 2 the
-                second forward, 0 never in this step. None: there are none.
+            late: parameters that arrive during the last step, if they differ from the others.
+            arrival: phase before which `late` arrives: 1 the backward of the first micro-batch, 2
+                the second forward, 0 not in this step. None: there is no `late`.
         """
         if is_main:
             policy = OWN_BUFFERS
@@ -785,7 +789,10 @@ class _Copy:
         read: Mapping[int, Tensors],
         moved: bool,
     ) -> tuple[list[Tensors], list[Tensors], float]:
-        """Return the gradients of each micro-batch, the buffers before each and after the last, and the mean loss."""
+        """Repeat one step. Return the gradients of each micro-batch, the buffers and the mean loss.
+
+        The buffers are those before each micro-batch and after the last.
+        """
         buffers = {name for name, _ in self.module.named_buffers()}
         self._load_parameters(parameters, buffers, moved)
         self.load({name: value for name, value in before.items() if name in buffers})
@@ -813,12 +820,12 @@ class _Copy:
 
 @dataclass(frozen=True)
 class _Right:
-    """A value, and how far a right one may be from it.
+    """A value, and the largest distance of a right one from it.
 
     Attributes:
-        value: in fp64.
-        element: the largest difference of an element.
-        rms: the largest root of the mean square of the differences.
+        value: expected tensor, in fp64.
+        element: largest difference of one element.
+        rms: largest root mean square of the differences.
     """
 
     value: Tensor
@@ -851,9 +858,9 @@ class _Expected:
     """The gradients of one step, added up from those of every rank and micro-batch.
 
     Args:
-        of_ranks: every rank's sums, by parameter.
-        dtypes: of the parameters.
-        micro_batches: number per rank.
+        of_ranks: for each rank, sums by parameter.
+        dtypes: parameter name → dtype.
+        micro_batches: number per rank and step.
     """
 
     def __init__(
@@ -870,7 +877,7 @@ class _Expected:
         return self.combination(name, [1 / self.ranks] * self.ranks)
 
     def combination(self, name: str, weights: Sequence[float], part: str = "own") -> _Right:
-        """Return Σ over ranks of weight × gradient, and how far a right implementation may be from it.
+        """Return Σ over ranks of weight × gradient, and the error that rounding may cause.
 
         Let u = eps / 2 of the parameter's dtype. Each addition and division rounds by at most u
         times its result.
@@ -891,7 +898,7 @@ class _Expected:
         - Numbers below the smallest normal one of fp16 lose bits at every division.
 
         Args:
-            part: "own", "first" or "last", see `_Sums`.
+            part: field of `_Sums` to add up: "own", "first" or "last".
         """
         sums = [rank[name] for rank in self.of_ranks]
         info = torch.finfo(self.dtypes[name])
@@ -949,8 +956,8 @@ class _Judge:
     """Findings about tensors that differ, with the mistake that explains each. Used on rank 0.
 
     Args:
-        ranks: what each had.
-        runs: what each repeated without a wrapper.
+        ranks: tensors of each rank.
+        runs: training of each rank without a wrapper.
     """
 
     def __init__(self, ranks: Sequence[_Trained], runs: Sequence[_Run], copy: _Copy, jobs: _Jobs):
@@ -965,7 +972,7 @@ class _Judge:
         """Name what differs, by its earliest evidence: later steps follow from a wrong one.
 
         Raises:
-            NothingToCompare: see `check`.
+            NothingToCompare: as in `check`.
         """
         return (
             self._initial()
@@ -1074,7 +1081,7 @@ class _Judge:
         return self._of_two_steps(step, name, seen) or UNKNOWN
 
     def _factors(self, step: int, name: str) -> Iterator[tuple[str, list[_Right]]]:
-        """Give what each rank would have under mistakes in sums and divisions, the simplest first."""
+        """Yield each rank's gradients under mistakes in sums and divisions, the simplest first."""
         expected = self.expected[step - 1]
         ranks, micro_batches = expected.ranks, expected.micro_batches
 
@@ -1117,7 +1124,7 @@ class _Judge:
             yield SCALED, seen, [mean.plus(mean, 0.0, factor)] * ranks
 
     def _other_steps(self, step: int, name: str, seen: Tensor) -> Iterator[Candidate]:
-        """Give what the previous step's gradient would give, for a gradient and for its next step."""
+        """Yield the gradients of this step and the next if the previous step's are used."""
         ranks = len(seen)
         before = self.expected[0].mean(name)
         if step == 1:
@@ -1131,7 +1138,7 @@ class _Judge:
         yield ADDED, seen, [self.expected[1].mean(name).plus(before)] * ranks
 
     def _of_two_steps(self, step: int, name: str, seen: Tensor) -> str | None:
-        """Return MIXED where a gradient is a weighted mean of this step's and the previous one's."""
+        """Return MIXED if a gradient is a weighted mean of this step's and the previous step's."""
         if step == 1 or seen[0].numel() < 4:
             return None
         now, before = self.expected[1].mean(name), self.expected[0].mean(name)
@@ -1267,7 +1274,10 @@ class _Judge:
         updated: Callable[[float], _Right],
         dtype: torch.dtype,
     ) -> bool:
-        """Return whether a value is (1 − d) · before − times · lr · gradient, with times near 1 and a d above 0."""
+        """Return whether a value is (1 − d) · before − times · lr · gradient, for some d > 0.
+
+        The fitted `times` must be near 1.
+        """
         if before.numel() < 3:
             return False
         right = updated(1)
@@ -1288,7 +1298,11 @@ class _Judge:
         return False
 
     def _buffers(self) -> list[Finding]:
-        """Compare every rank's: by its own batches, by the policy of the run, or all as rank 0's, once synchronised."""
+        """Compare the buffers of every rank with those of the runs without a wrapper.
+
+        They are right if they follow the rank's own batches, the policy of the run, or rank 0 on
+        all ranks.
+        """
         found = []
         of_main = self.runs[0].states[-1][-1]
         for name in of_main:
@@ -1315,7 +1329,9 @@ def _named_stale(
     steps: Sequence[Sequence[Any]],
     jobs: _Jobs,
 ) -> list[Finding]:
-    """Try whether the second step read weights of before the first update, and give that name if it did.
+    """Rename findings if the second step read weights from before the first update.
+
+    That is tried by repeating the step with such weights.
 
     All weights are tried, and those of one module at a time. Of each rank all of them are old, or
     all but the part that its own optimizer has updated. They are old in the whole step, or new ones

@@ -1,13 +1,14 @@
-"""How a command ends: with 0, with one line for what a person can mend, or because it was asked to stop.
+"""The end of a command: exit code 0, one line for an error the user can fix, or a stop on request.
 
     def main() -> int:
         return until_stopped("my_experiment", work)     # work's exit code, or 128 + the number of the signal
 
-To stop is no error, whether Ctrl-C asks for it (SIGINT) or a scheduler (SIGTERM): one line says
-what was saved, and within two seconds the process is gone. The handler raises `Stopped` in the main
-thread, so that files are closed and temporary ones removed. A main thread that is inside a long
-call (a collective, a kernel, a compiler) does not see that before the call ends; then a thread,
-which the C-level handler wakes through a pipe, says the line and ends the process.
+A request to stop is not an error, whether it comes from Ctrl-C (SIGINT) or from a scheduler
+(SIGTERM): one line says what was saved, and within two seconds the process is gone. The handler
+raises `Stopped` in the main thread, so that files are closed and temporary ones removed. A main
+thread that is inside a long call (a collective, a kernel, a compiler) does not see that before the
+call ends. Then another thread, which the C-level handler wakes through a pipe, prints the line and
+ends the process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ NO_MEMORY = re.compile(
 
 
 def message_of(error: Exception) -> str | None:
-    """Return the line for an error that the user can fix; None for any other, which keeps its traceback."""
+    """Return the line for an error that the user can fix. None for any other error.
+
+    Others keep their traceback.
+    """
     line = _line_of(error)
     # it may quote a file that came from elsewhere
     return None if line is None else for_terminal(line)
@@ -86,7 +90,7 @@ def is_out_of_memory(error: BaseException | None) -> bool:
 
 
 class _Stream(io.FileIO):
-    """A standard stream, where it does not matter that nobody reads any more."""
+    """A standard stream that ignores a reader which has gone away."""
 
     def write(self, data: Any) -> int:
         with contextlib.suppress(BrokenPipeError):
@@ -95,7 +99,7 @@ class _Stream(io.FileIO):
 
 
 def outlive_readers() -> None:
-    """From here on what is printed into a closed pipe, as in `distlab list | head`, is dropped.
+    """Drop what is printed into a closed pipe from here on, as in `distlab list | head`.
 
     The command goes on, so that a run of which only the first lines were wanted is saved
     nevertheless.
@@ -112,7 +116,9 @@ def outlive_readers() -> None:
 
 
 def _open_if_closed(number: int, name: str) -> None:
-    """Give a standard stream that was closed, as by `>&-`, the null device: what is printed there is dropped.
+    """Open the null device as a standard stream that was closed, as by `>&-`.
+
+    What is printed there is dropped.
 
     Its number is taken as well. Else the next file that is opened would get it, and what C code
     prints with it.
@@ -128,7 +134,7 @@ def _open_if_closed(number: int, name: str) -> None:
 
 
 class Stopped(KeyboardInterrupt):
-    """This process was sent the signal `number`. No `except Exception` holds it up."""
+    """Signal `number`, which this process was sent. No `except Exception` holds it up."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -136,11 +142,11 @@ class Stopped(KeyboardInterrupt):
 
 
 def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) -> int:
-    """Call `work` and return what it does; 128 + the number of the signal if one stops it.
+    """Call `work` and return its result, or 128 + the number of the signal that stops it.
 
     Args:
-        name: of the command, for the line on stderr.
-        speaks: whether this process says that line; of several ranks one does.
+        name: name of the command, for the line on stderr.
+        speaks: True if this process prints that line. One of several ranks does.
 
     In another than the main thread, which gets no signals, this is `work()`.
     """
@@ -164,21 +170,24 @@ def until_stopped(name: str, work: Callable[[], int], *, speaks: bool = True) ->
 
 
 def results_go_to(folder: Path) -> None:
-    """Note the folder of the results, for the message of a stopped command; the first folder of a run counts."""
+    """Note the folder of the results, for the message of a stopped command.
+
+    The first folder of a run counts.
+    """
     run = _current.get()
     if run is not None:
         run.folder = run.folder or folder
 
 
 def how_to_continue(text: str) -> None:
-    """What the line adds where something was saved, such as `the same command with --stamp x continues`."""
+    """Add advice to the line of a stopped command: `the same command with --name x continues`."""
     run = _current.get()
     if run is not None:
         run.continues = text
 
 
 def hand_signals_over() -> None:
-    """From here on somebody else answers signals: torchrun's agent, which gives its ranks time to save."""
+    """Leave signals to torchrun's agent from here on. It gives its ranks time to save."""
     run = _current.get()
     if run is not None:
         run.ended.set()
@@ -186,7 +195,7 @@ def hand_signals_over() -> None:
 
 @contextlib.contextmanager
 def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
-    """While the block runs, each of `SIGNALS` ends the process after one line.
+    """End the process after one line at each of `SIGNALS` while the block runs.
 
     For the import of torch: there is nothing to save, and an exception out of a handler would be
     swallowed there, or end in another error.
@@ -209,12 +218,13 @@ def answered(
     handler: Callable[[int, FrameType | None], None],
     hear: Callable[[int], None] = lambda number: None,
 ) -> Iterator[None]:
-    """While the block runs, `handler` answers `SIGNALS`, those apart that are ignored: nohup stays nohup.
+    """Call `handler` for `SIGNALS` in the block. Ignored signals stay ignored, as under nohup.
 
     In threads other than the main one, which get no signals, nothing happens.
 
     Args:
-        hear: called with the number in a thread, at once, whatever the main thread is doing.
+        hear: function called with the number in a thread, at once, while the main thread may be
+            busy.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -277,7 +287,7 @@ _current: ContextVar[_Run | None] = ContextVar("run that may be stopped", defaul
 
 
 def what_is_saved(folder: Path | None) -> str:
-    """What a folder of results holds, in words; one that holds nothing is removed."""
+    """Describe what a folder of results holds. Remove an empty folder."""
     if folder is None:
         return "nothing was saved"
     names = sorted(
@@ -321,6 +331,6 @@ def _watched(run: _Run) -> Iterator[None]:
 
 
 def _end_children() -> None:
-    """End the processes of pools, which would otherwise outlive this one or make it wait for them."""
+    """End the processes of pools, which would otherwise outlive this one or delay its end."""
     for child in multiprocessing.active_children():
         child.kill()

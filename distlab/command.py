@@ -1,4 +1,4 @@
-"""The script `distlab`: runs the command of the checkout, or that inside an installed distlab (see setup.py)."""
+"""The script `distlab`: run the command of the checkout or of an installed distlab (setup.py)."""
 
 import runpy
 from pathlib import Path

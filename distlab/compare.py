@@ -1,4 +1,4 @@
-"""Two runs or more of one experiment side by side: what differs between them, and which rows do beyond their noise.
+"""Compare runs of one experiment: their differences, and the rows that differ beyond their noise.
 
 A difference counts where it is larger than twice the noise of the noisier row (`report.derived`:
 each median may be off by as much; once for ratios to another row of the same run, in which drift
@@ -53,7 +53,7 @@ Key = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SavedRun:
-    """The rows of one run, and the file that they lie in."""
+    """The rows of one run, and their file."""
 
     path: Path
     records: list[Record]
@@ -62,7 +62,7 @@ class SavedRun:
     def read(run: str | Path, *roots: str | Path) -> SavedRun:
         """Read a run that `rows_of` finds.
 
-        Raises ValueError for what is no run, or one without rows.
+        Raises ValueError for a path that is not a run, or a run without rows.
         """
         path = rows_of(run, *roots)
         records = read_json(path)
@@ -72,13 +72,14 @@ class SavedRun:
 
     @property
     def first(self) -> Record:
-        """What stands for all rows where only the environment matters."""
+        """First row, which has the environment of all rows."""
         return self.records[0]
 
 
 def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Record]:
-    """A row per variant: its value in every run (`run_0`, …), and the last run's difference from the first, of what
-    the experiment is about (`main_metric`).
+    """Return a row per variant: its value in every run, and the difference of the last run.
+
+    The values are those of `main_metric`, in the fields `run_0`, ….
 
     `difference_pct` is of the medians; `low_pct` and `high_pct` end its 95 % interval where both
     runs kept samples; `noise_pct` is the larger of the two rows', `least_pct` what a difference
@@ -86,8 +87,8 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
 
     Args:
         runs: the baseline first.
-        control: a row that nobody changed. Every row is then taken as its ratio to that one, step
-            by step, from which the machine's own drift between two runs cancels.
+        control: name of a row that did not change. Every row is then divided by it, step by step,
+            which cancels the drift of the machine between two runs.
 
     Raises:
         ValueError: fewer than two runs, runs of different experiments, one without the last one's
@@ -122,7 +123,7 @@ def compared(runs: Sequence[SavedRun], control: str | None = None) -> list[Recor
 
 
 def _over(run: SavedRun, control: str) -> list[Record]:
-    """The rows as ratios to the one of this name."""
+    """Return the rows as ratios to the row named `control`."""
     known = {record.variant: record.metrics.get("step_samples_ms") for record in run.records}
     if not known.get(control):
         raise ValueError(
@@ -147,7 +148,7 @@ def _over(run: SavedRun, control: str) -> list[Record]:
 
 
 def differences(runs: Sequence[SavedRun]) -> list[str]:
-    """What differs between the runs beside their figures: machines first, then code, environment and options."""
+    """List the differences other than results: machines first, then code and options."""
     found = []
     if len(machines := {_machine(run) for run in runs}) > 1:
         found.append(
@@ -169,7 +170,7 @@ def differences(runs: Sequence[SavedRun]) -> list[str]:
 
 
 def findings(rows: Records) -> list[str]:
-    """What the comparison found: rows beyond their noise, those that moved together, and what is missing."""
+    """Report rows that differ beyond noise, rows that moved together, and rows that are missing."""
     by_verdict = grouped(rows, lambda row: row.metrics["verdict"])
     metric, found = rows[0].config["metric"], []
     for verdict in (SLOWER, FASTER):
@@ -192,8 +193,9 @@ def findings(rows: Records) -> list[str]:
 
 
 def machine_moved(rows: Records) -> float | None:
-    """Return the smallest difference in %, with its sign, of 3 rows or more that all moved in one direction by over
-    3 %; None if they did not.
+    """Return the smallest difference in %, with its sign, if all rows moved in one direction.
+
+    That needs 3 rows or more, each moved by over 3 %. None otherwise.
     """
     moved = [
         row.metrics["difference_pct"] for row in rows if is_number(row.metrics["difference_pct"])
@@ -222,7 +224,7 @@ def failures(rows: Records, limit_pct: float) -> list[str]:
 
 
 def undecided(rows: Records, limit_pct: float) -> list[str]:
-    """Return the rows that may be worse by more than the limit, but not certainly, each with how much worse it may be.
+    """Return the rows that may be worse by more than the limit, each with its worst case.
 
     Their interval reaches above the limit, whether they are found worse or a tie.
     """
@@ -256,7 +258,7 @@ def worse_by(row: Record) -> tuple[float, float]:
 
 
 def view_of(runs: Sequence[SavedRun], metric: str) -> View:
-    """How a comparison is shown."""
+    """Return the table, sentences and notes that show a comparison."""
     shown = range(len(runs)) if len(runs) <= MOST_COLUMNS else (0, len(runs) - 1)
     titles = {number: "baseline" if number == 0 else f"run {number + 1}" for number in shown}
     named = "; ".join(
@@ -293,7 +295,7 @@ def view_of(runs: Sequence[SavedRun], metric: str) -> View:
 
 
 def _keyed(runs: Sequence[SavedRun]) -> list[dict[Key, Record]]:
-    """Of each run, its rows by variant, and by the options that tell rows of one variant apart."""
+    """Return the rows of each run by variant, and by the options that vary within a variant."""
     # whatever they are called, such as a training run's strategy
     if all(len(run.records) == 1 for run in runs):
         name = " → ".join(dict.fromkeys(run.first.variant for run in runs))

@@ -1,4 +1,4 @@
-"""The hook functions that the test-suites of Stanford's CS336 systems assignment ask for, answered by this package.
+"""The hook functions that the tests of Stanford's CS336 systems assignment ask for.
 
 A suite asks its `tests/adapters.py` for functions by name; with
 
@@ -50,12 +50,18 @@ EPS = 1e-5  # of the assignments' RMSNorm
 
 
 def get_flashattention_autograd_function_pytorch() -> FunctionClass:
-    """FlashAttention-2 in plain torch: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), any device."""
+    """Return FlashAttention-2 in plain torch, for any device.
+
+    Call `.apply(q, k, v, is_causal=False)` with tensors (batch, seq, d).
+    """
     return FlashAttention2PyTorch
 
 
 def get_flashattention_autograd_function_triton() -> FunctionClass:
-    """FlashAttention-2 in Triton: `.apply(q, k, v, is_causal=False)` on (batch, seq, d), on a GPU or interpreted."""
+    """Return FlashAttention-2 in Triton, for a GPU or the interpreter.
+
+    Call `.apply(q, k, v, is_causal=False)` with tensors (batch, seq, d).
+    """
     return FlashAttention2
 
 

@@ -1,4 +1,6 @@
-"""What this machine has, what of the lab will run on it, what will not and why, and the first command to try.
+"""Report what this machine has, what of the lab runs on it and why the rest does not.
+
+The report ends with the first command to try.
 
     distlab doctor            # a report for people
     distlab doctor --json     # the same as one line of JSON
@@ -33,13 +35,13 @@ INSTALL = "pip install -e '.[test]'"
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing looked at.
+    """One fact about the machine.
 
     Attributes:
-        name: what, such as `GPUs`.
+        name: subject, such as `GPUs`.
         state: `ok`, `limited` or `missing`.
-        found: what there is, in words.
-        advice: why it matters and what to do; empty if nothing.
+        found: value found, in words.
+        advice: why it matters and what to do. Empty if nothing.
     """
 
     name: str
@@ -50,13 +52,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Ability:
-    """One thing a person may want to run here.
+    """One use of the lab.
 
     Attributes:
-        what: in words.
-        runs: whether it will.
-        why: the reason if not, or what is different here; empty if nothing.
-        command: how.
+        what: description.
+        runs: True if it works on this machine.
+        why: reason if it does not, or a difference to expect. Empty if neither.
+        command: command line that runs it.
     """
 
     what: str
@@ -66,12 +68,12 @@ class Ability:
 
 
 def checked(name: str, fine: bool, found: str, advice: str, otherwise: str = LIMITED) -> Finding:
-    """A finding that is ok, or else has this state and this advice."""
+    """Return a finding that is ok, or one with the state `otherwise` and the advice."""
     return Finding(name, OK, found) if fine else Finding(name, otherwise, found, advice)
 
 
 def version_tuple(text: str) -> tuple[int, int]:
-    """Major and minor of a version such as `2.13.0+cpu`; (0, 0) for a text that is none."""
+    """Return major and minor of a version such as `2.13.0+cpu`, or (0, 0) for other text."""
     parts = text.split("+")[0].split(".")[:2]
     return (
         (int(parts[0]), int(parts[1]))
@@ -81,12 +83,12 @@ def version_tuple(text: str) -> tuple[int, int]:
 
 
 def package(name: str, least: tuple[int, int], advice: str) -> Finding:
-    """Whether a distribution is there, importable and new enough.
+    """Check that a distribution is installed, can be imported and is new enough.
 
     Args:
-        name: its import name, which is its distribution's too.
-        least: lowest major and minor that serve.
-        advice: what goes without it.
+        name: import name, which is also that of its distribution.
+        least: lowest major and minor version that works.
+        advice: consequence of not having it.
     """
     try:
         importlib.import_module(name)
@@ -104,7 +106,7 @@ def package(name: str, least: tuple[int, int], advice: str) -> Finding:
 
 
 def find_host() -> list[Finding]:
-    """The interpreter, cores this process may use and memory, and /dev/shm, through which NCCL's ranks talk."""
+    """Check the interpreter, cores, memory and /dev/shm, which NCCL uses within a host."""
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     python = checked(
         "Python", sys.version_info[:2] >= PYTHON_LEAST, found, "needs 3.11 or newer", MISSING
@@ -135,7 +137,7 @@ def find_host() -> list[Finding]:
 
 
 def find_gpus() -> list[Finding]:
-    """The GPUs, whether their peaks are known, and how they are linked."""
+    """Check the GPUs, whether their peaks are known, and how they are linked."""
     import torch
 
     from distlab.hardware import lookup
@@ -177,7 +179,7 @@ def find_gpus() -> list[Finding]:
 
 
 def parse_topology(matrix: str) -> str | None:
-    """What `nvidia-smi topo -m`'s text calls the connection of GPU 0 and GPU 1 (NV18, PIX, SYS, …), or None."""
+    """Return the link between GPUs 0 and 1 (NV18, PIX, …) from `nvidia-smi topo -m`, or None."""
     found = re.search(r"^\s*GPU0\s+X\s+(\S+)", matrix, re.MULTILINE)
     if found is None:
         return None
@@ -186,7 +188,7 @@ def parse_topology(matrix: str) -> str | None:
 
 
 def find_backends() -> list[Finding]:
-    """gloo and NCCL, as torch was built."""
+    """Check that torch was built with gloo and NCCL."""
     import torch
     import torch.distributed as dist
 
@@ -209,7 +211,7 @@ def find_backends() -> list[Finding]:
 
 
 def sum_of_ranks(context) -> float:
-    """What the two trial ranks do: an all-reduce of rank + 1, so 3.0 on both."""
+    """All-reduce rank + 1 on the two trial ranks, which gives 3.0 on both."""
     import torch
 
     from distlab.comm import collectives
@@ -219,7 +221,7 @@ def sum_of_ranks(context) -> float:
 
 
 def find_ranks() -> Finding:
-    """Start two gloo ranks and let them add their numbers."""
+    """Start two gloo ranks and check that they add their numbers."""
     from distlab import testing
 
     try:
@@ -236,7 +238,7 @@ def find_ranks() -> Finding:
 
 
 def find_triton() -> list[Finding]:
-    """Triton and how its kernels would run."""
+    """Check Triton, and say how its kernels would run."""
     advice = "kernels run as plain torch; it exists for Linux only"
     triton = package("triton", TRITON_LEAST, advice)
     if triton.state == MISSING:
@@ -261,7 +263,7 @@ def find_triton() -> list[Finding]:
 
 
 def examine() -> list[Finding]:
-    """Look at everything; takes some ten seconds, most of it starting two ranks."""
+    """Check everything. It takes about ten seconds, most of it to start two ranks."""
     needed = (
         ("torch", TORCH_LEAST, "nothing runs without it"),
         ("matplotlib", (0, 0), "no pictures"),
@@ -278,7 +280,7 @@ def examine() -> list[Finding]:
 
 
 def abilities(findings: list[Finding]) -> list[Ability]:
-    """What will run on a machine with these findings, and why the rest will not."""
+    """List what runs on a machine with these findings, and why the rest does not."""
     state = {finding.name: finding.state for finding in findings}
     reason = {finding.name: f"{finding.name}: {finding.found}" for finding in findings}
     gpus = sum(name.startswith("GPU ") for name in state)
@@ -302,12 +304,12 @@ def abilities(findings: list[Finding]) -> list[Ability]:
 
 
 def first_command(able: list[Ability]) -> str:
-    """The command to try first: the main job on the best hardware here, or how to install."""
+    """Return the command to try first: the main job on the best hardware, or the installation."""
     return next((a.command for a in (able[1], able[0]) if a.runs), INSTALL)
 
 
 def report(findings: list[Finding], able: list[Ability]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     width = max(len(f.name) for f in findings)
     lines = ["This machine"]
     lines += [
@@ -324,7 +326,7 @@ def report(findings: list[Finding], able: list[Ability]) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the report; 0 if the main job will run here, else 1."""
+    """Print the report. Return 0 if the main job will run here, else 1."""
     parser = Parser("distlab.doctor", description="What this machine has and what runs on it.")
     parser.add_argument(
         "--json", action="store_true", help="one line of JSON instead of the report"

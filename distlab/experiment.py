@@ -1,4 +1,6 @@
-"""`Experiment`: a question, its options, how it is measured and how it is shown; what all share is written here once.
+"""`Experiment`: a question, its options, how to measure it and how to show the results.
+
+Code that all experiments share is written here once.
 
     @dataclass(frozen=True)
     class Config(Options):
@@ -61,7 +63,7 @@ C = TypeVar("C", bound=Options)
 
 @dataclass(frozen=True)
 class TimingOptions(Options):
-    """How long to time: `rounds` × `steps` samples, each round after `warmup` untimed ones."""
+    """Numbers of timed steps: `rounds` × `steps`, each round after `warmup` untimed ones."""
 
     warmup: int = option(2, "untimed steps per round", least=1)
     steps: int = option(6, "timed steps per round", least=1)
@@ -77,13 +79,13 @@ class TimingOptions(Options):
 
 @dataclass(frozen=True)
 class FrameOptions(Options):
-    """What every experiment takes beside its own options."""
+    """Options of every experiment, in addition to its own."""
 
-    out: str = option("outputs", "folder of all results")
+    out: str = option("outputs", "folder for all results")
     name: str | None = option(None, "name of this run; one that exists is resumed")
     fresh: bool = option(False, "move an older run of this name away and start over")
-    commit: str | None = option(None, "recorded where the tree has no git")
-    json: bool = option(False, "print the line of JSON alone")
+    commit: str | None = option(None, "commit to record where the tree has no git")
+    json: bool = option(False, "print only the line of JSON")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,44 +94,48 @@ class FrameOptions(Options):
 
 @dataclass(frozen=True)
 class DeviceOptions(Options):
-    """Of an experiment of one process."""
+    """Options of an experiment that runs in one process."""
 
     device: str | None = option(
-        None, "where to compute [cuda where there is one]", choices=("cuda", "cpu")
+        None, "device to compute on [cuda if there is a GPU]", choices=("cuda", "cpu")
     )
 
 
 @dataclass(frozen=True)
 class RankOptions(Options):
-    """Of an experiment of several ranks."""
+    """Options of an experiment that runs on several ranks."""
 
-    nproc: int | None = option(None, "start this many ranks [GPUs, or 2 on a CPU]", least=1)
-    backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
+    nproc: int | None = option(None, "number of ranks to start [all GPUs, or 2 on a CPU]", least=1)
+    backend: str | None = option(
+        None, "communication backend [nccl if there are GPUs]", choices=("nccl", "gloo")
+    )
     timeout: float = option(60.0, "seconds a collective may take", above=0, most=LONGEST_TIMEOUT_S)
-    max_restarts: int = option(0, "how often ranks are started again after one failed", least=0)
+    max_restarts: int = option(0, "number of times to restart the ranks after one failed", least=0)
 
 
 @dataclass(frozen=True)
 class Experiment(Generic[C]):
-    """What `distlab run` needs to know of an experiment.
+    """A question, its options, how to measure it and how to show the results.
 
     Args:
-        config: its options, a frozen dataclass of `option`s.
-        measure: `measure(config, context, run)`, called on every rank; rows go to `run.add`.
-        view: how rows are shown.
-        presets: name → fields over the defaults. `gpu` and `cpu` are taken on such a device;
-            `quick` is `--quick`; any other is `--preset NAME`; `NAME-cpu` and `NAME-gpu` add to
-            preset NAME on such a device. `smoke` is the tests' form, small enough for every device.
+        config: frozen dataclass of `option`s.
+        measure: function `measure(config, context, run)`, called on every rank. It adds rows with
+            `run.add`.
+        view: columns, pictures and sentences that show the rows.
+        presets: name → values that replace defaults. `gpu` and `cpu` apply on that kind of device.
+            `quick` is `--quick`, and any other name is `--preset NAME`. `NAME-cpu` and `NAME-gpu`
+            add to preset NAME on that kind of device. `smoke` is the form for tests, small enough
+            for every device.
         ranks: `none` (a calculation: nothing is timed), `one` process without a process group, or
             `many`.
-        gpus: number of GPUs that the run needs, except in preset `smoke` and in those with a form
-            `NAME-cpu`.
-        nproc: ranks where none are asked for; None for all GPUs, or two on a CPU.
-        prepare: (config, context) → the configuration with what depends on the machine filled in.
-            Called on every rank before the run's folder is opened, so records have the result.
-        wrong: rows → reasons to end with exit code 1, which are the first findings.
-        may_change: options that a resumed run may have otherwise than before.
-        parts: views of further rows that `measure` puts into `run.part(view.name)`.
+        gpus: number of GPUs that the run needs, except in preset `smoke` and in presets that have a
+            form `NAME-cpu`.
+        nproc: default number of ranks. None: all GPUs, or two on a CPU.
+        prepare: (config, context) → the configuration, with the values that depend on the machine.
+            Called on every rank before the run's folder is opened, so that records have the result.
+        wrong: rows → reasons to end with exit code 1. They are the first findings.
+        may_change: names of options that may differ when a run is resumed.
+        parts: views of the rows that `measure` adds to `run.part(view.name)`.
     """
 
     config: type[C]
@@ -159,11 +165,11 @@ class Experiment(Generic[C]):
 
     @property
     def name(self) -> str:
-        """The module's."""
+        """Name of the experiment, which is that of its module."""
         return self.view.name
 
     def views(self) -> dict[str, View]:
-        """Name in records → view: the experiment's own and those of its parts."""
+        """Return the view of each name in records: the experiment's own and those of its parts."""
         return {view.name: view for view in (self.view, *self.parts)}
 
     def parser(self) -> argparse.ArgumentParser:
@@ -178,7 +184,11 @@ class Experiment(Generic[C]):
         chosen = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
         if "quick" in chosen:
             frame.add_argument(
-                "--quick", dest="preset", action="store_const", const="quick", help="a small form"
+                "--quick",
+                dest="preset",
+                action="store_const",
+                const="quick",
+                help="run a small form",
             )
         if chosen:
             frame.add_argument("--preset", choices=chosen, help="options chosen for a purpose")
@@ -191,7 +201,7 @@ class Experiment(Generic[C]):
         return sys.modules[self.measure.__module__].__doc__ or ""
 
     def preset(self, name: str, on_gpu: bool) -> dict[str, Any]:
-        """Fields over the defaults: those of the device, and those of a preset by name."""
+        """Return values that replace defaults: those of the device, then those of the preset."""
         device = "gpu" if on_gpu else "cpu"
         found = dict(self.presets.get(device, {}))
         if name:
@@ -199,7 +209,7 @@ class Experiment(Generic[C]):
         return found
 
     def chosen(self, args: argparse.Namespace) -> tuple[C, argparse.Namespace]:
-        """Return the configuration that the options ask for, and the frame's options with their defaults.
+        """Return the configuration from the given options, and the options of every experiment.
 
         Raises:
             ValueError: a value that is not allowed, or a GPU that is not there.
@@ -223,7 +233,7 @@ class Experiment(Generic[C]):
         return self.config(**self.preset(frame.preset, on_gpu) | asked), frame
 
     def _require_gpus(self, preset: str, on_gpu: bool) -> None:
-        """Raise ValueError for a run that is sized for GPUs where it would compute on a CPU, for hours."""
+        """Raise ValueError if a run sized for GPUs would compute for hours on a CPU."""
         usable = torch.cuda.device_count() if on_gpu else 0
         if usable >= self.gpus or self._is_small_on_cpu(preset):
             return
@@ -241,11 +251,13 @@ class Experiment(Generic[C]):
         return preset == "smoke" or f"{preset}-cpu" in self.presets
 
     def run(self, config: C, context: RankContext, frame: argparse.Namespace) -> int:
-        """Open the run, measure, write and say; call it on every rank. Returns the exit code.
+        """Open the run, measure, write and print the results. Call it on every rank.
+
+        Returns the exit code.
 
         Raises:
-            OSError, ValueError: on every rank, for a folder that cannot be written or a run that is
-                another.
+            OSError, ValueError: on every rank, if the folder cannot be written or holds another
+                run.
         """
         progress = Progress(context)
         config = self.prepare(config, context)
@@ -271,7 +283,10 @@ class Experiment(Generic[C]):
     def open(
         self, config: C, context: RankContext, folder: Path, default: str | None = None
     ) -> Run:
-        """Begin or resume the run in a folder, on rank 0; returns it with the rows that are there, on every rank."""
+        """Begin or resume the run in a folder on rank 0.
+
+        Returns it, with the rows that are already there, on every rank.
+        """
         where = environment("cpu" if self.ranks == "none" else context.device)
         header = Header(
             self.name, plain(asdict(config)), context.world_size, where, commit(default)
@@ -289,14 +304,20 @@ class Experiment(Generic[C]):
         run.shown = True
 
     def finish(self, run: Run, *, json_only: bool = False) -> int:
-        """Write all of a run that has ended and print what was not printed yet; 1 if something is wrong."""
+        """Write everything of a finished run and print what was not printed yet.
+
+        Returns 1 if something is wrong, else 0.
+        """
         for view, rows, page in self._written(run):
             say(view, rows.records, page, table=not run.shown, quiet=json_only, line=rows is run)
         run.complete()
         return 1 if self.wrong(run.records) else 0
 
     def _written(self, run: Run) -> Iterator[tuple[View, Run, Path]]:
-        """Write tables, pictures and page of the run and its parts, itself last; (view, rows, page) of each."""
+        """Write tables, pictures and page of the parts, then of the run itself.
+
+        Yields (view, rows, page) for each.
+        """
         for name, rows in [
             *((name, part) for name, part in run.parts.items() if part.records),
             (self.name, run),
@@ -309,12 +330,14 @@ class Experiment(Generic[C]):
 def run_folder(
     context: RankContext, root: str, experiment: str, name: str | None, *, fresh: bool = False
 ) -> Iterator[Path]:
-    """A run's folder, made by rank 0 and joined by the others, and removed at the end where the run, being refused,
-    wrote nothing. Every rank enters, and all raise alike if it cannot be written.
+    """Make a run's folder on rank 0 and yield it on every rank.
+
+    If the run is refused and wrote nothing, its folder is removed at the end. Every rank must
+    enter. If the folder cannot be written, all ranks raise the same error.
 
     Args:
-        fresh: put an older run of this name aside, unless it is still running, or this one is
-            started again.
+        fresh: move an older run of this name away. A run that is still running is refused, and a
+            restarted rank keeps its own run.
     """
     path = Path(root) / experiment / (name or "")
 
@@ -341,7 +364,7 @@ def run_folder(
 
 
 def lone_context(device: str | None = None) -> RankContext:
-    """The context of an experiment of one process: rank 0 of 1, without a process group."""
+    """Return the context of a one-process experiment: rank 0 of 1, without a process group."""
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     return RankContext(0, 0, 1, torch.device(kind), "none", None)
 

@@ -18,8 +18,9 @@ AnyPath = str | os.PathLike
 
 @contextlib.contextmanager
 def atomic_path(path: AnyPath) -> Iterator[Path]:
-    """Yield a temporary path beside ``path``; on a clean exit the file there becomes ``path``, else it is
-    removed.
+    """Yield a temporary path in the folder of ``path``.
+
+    On a clean exit the file there becomes ``path``, else it is removed.
 
     The temporary name keeps the suffix, because libraries choose the format by it (``.png``,
     ``.gz``).

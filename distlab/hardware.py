@@ -1,4 +1,4 @@
-"""What the GPUs can do, from their makers' documents: the only source of peaks in this lab.
+"""Limits of GPUs, from their makers' documents: the only source of peaks in this lab.
 
 A device that is not listed has no peak here, and reports say n/a: a guessed peak gives an MFU of
 152 %. Variants of one name differ (an "H100 PCIe" has 24 % fewer FLOP/s than an "H100 80GB HBM3"),
@@ -23,26 +23,29 @@ class GPUSpec:
 
     Attributes:
         name: model and form factor.
-        sms: streaming multiprocessors enabled in the product.
-        registers_per_sm: 32-bit registers.
-        max_warps_per_sm: resident warps of 32 threads.
-        shared_memory_per_sm: most bytes an SM can give to shared memory.
-        shared_memory_per_block: most bytes one block can ask for (1 KiB per block is the system's).
-        l1_bytes: L1 and shared memory together, per SM.
-        l2_bytes: of the whole chip.
-        hbm_bytes: the datasheet's capacity in powers of ten; what torch reports as `total_memory`
-            is a few per cent more, and decides what fits.
+        sms: number of streaming multiprocessors enabled in the product.
+        registers_per_sm: number of 32-bit registers.
+        max_warps_per_sm: largest number of resident warps of 32 threads.
+        shared_memory_per_sm: bytes, the most an SM can give to shared memory.
+        shared_memory_per_block: bytes, the most one block can ask for (the system takes 1 KiB per
+            block).
+        l1_bytes: bytes of L1 and shared memory together, per SM.
+        l2_bytes: bytes of the L2 of the whole chip.
+        hbm_bytes: bytes by the datasheet, in powers of ten. torch's `total_memory` is a few per
+            cent more, and decides what fits.
         hbm_bandwidth: bytes per second.
         nvlink_bandwidth: bytes per second in one direction, all links (documents add both
             directions).
         pcie_bandwidth: bytes per second in one direction, ×16, before protocol overhead.
         peak: dense FLOP/s by dtype (`fp64 fp32 tf32 bf16 fp16`, `fp8` where present). fp32 is
-            without tensor cores, all others with them: what a matmul in that dtype can reach.
-        source: the documents.
-        fp32_lanes_per_sm: fp32 multiply-adds per clock without tensor cores.
-        l2_bytes_per_clock: read bandwidth of the whole L2 where the maker states one.
-        watts: power limit of the board.
-        full_watts: of the same chip where it runs at its stated peak; None where that is `watts`.
+                without tensor cores, all others with them. This is the limit of a matmul in that
+            dtype.
+        source: names of the documents.
+        fp32_lanes_per_sm: number of fp32 multiply-adds per clock without tensor cores.
+        l2_bytes_per_clock: bytes per clock that the whole L2 can read, if the maker states it.
+        watts: power limit of the board, in watts.
+        full_watts: power limit, in watts, of the same chip at its stated peak. None if that is
+            `watts`.
     """
 
     name: str
@@ -71,7 +74,7 @@ class GPUSpec:
 
     @property
     def shared_bandwidth(self) -> float:
-        """Bytes per second of all shared memories: 32 banks of 4 bytes per SM and clock (CUDA Programming Guide)."""
+        """Bytes per second of all shared memories: 32 banks of 4 bytes per SM and clock."""
         return self.sms * 128 * self.clock
 
     @property
@@ -224,18 +227,18 @@ class ClusterSpec:
     """Hosts of several GPUs, and the links inside and between them.
 
     Args:
-        name: of the platform.
-        gpu: in every host.
-        hosts, gpus_per_host: how many.
-        card_bytes_per_s: of one network card in one direction.
-        cards_per_host: network cards; as many as GPUs where each has its own, fewer where GPUs
-            share them.
-        oversubscription: what cards can send together over what the switches above carry; 1 is a
-            full fat tree.
-        inside_bytes_per_s: of one GPU to others of its host, in one direction; None for the GPU's
-            NVLink.
-        inside_hop_s, between_hop_s: latency of one more hop of a collective.
-        source: the documents.
+        name: name of the platform.
+        gpu: model of the GPUs, the same in every host.
+        hosts, gpus_per_host: numbers of hosts and of GPUs in each.
+        card_bytes_per_s: bytes per second of one network card in one direction.
+        cards_per_host: number of network cards. It equals the number of GPUs if each has its own
+            card, and is smaller if GPUs share cards.
+        oversubscription: ratio of what the cards can send together to what the switches above them
+            carry. 1 is a full fat tree.
+        inside_bytes_per_s: bytes per second of one GPU to others of its host, in one direction.
+            None for the GPU's NVLink.
+        inside_hop_s, between_hop_s: seconds of latency of one more hop of a collective.
+        source: names of the documents.
 
     Raises:
         ValueError: a size below one, a bandwidth that is not positive, or links that contradict
@@ -344,7 +347,7 @@ CLUSTERS |= {
 
 
 def cluster(text: str) -> ClusterSpec:
-    """The cluster of a text such as `dgx-h100:128x8` (hosts × GPUs per host) or `dgx-h100:1024` (GPUs; whole hosts).
+    """Parse a cluster: `dgx-h100:128x8` (hosts × GPUs per host) or `dgx-h100:1024` (GPUs).
 
     Raises:
         ValueError: an unknown name, or GPUs that do not fill whole hosts; the message says what is
@@ -388,8 +391,9 @@ _DTYPE_NAMES = {
 
 
 def lookup(device_name: str) -> GPUSpec | None:
-    """The specification of a device by the name torch gives it, e.g. "NVIDIA H100 80GB HBM3"; None if
-    unknown.
+    """Return the specification of a device by its name in torch, or None if it is unknown.
+
+    A name is for example "NVIDIA H100 80GB HBM3".
 
     Only whole names match: a slice of a GPU ("… MIG 1g.10gb") is not the GPU.
     """
@@ -422,7 +426,10 @@ def peak_flops(device_name: str, dtype: torch.dtype | str) -> float | None:
 
 
 def peak_of(device: torch.device, dtype: str) -> float | None:
-    """FLOP/s of this device in `fp32`, with TF32 if that is allowed, `bf16` or `fp16`; None where it is unknown."""
+    """Return the peak FLOP/s of this device in `fp32`, `bf16` or `fp16`. None if it is unknown.
+
+    fp32 counts TF32 if that is allowed.
+    """
     if device.type != "cuda":
         return None
     tf32 = dtype == "fp32" and torch.backends.cuda.matmul.allow_tf32

@@ -1,6 +1,6 @@
-"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks (Jordan et al.
+"""Muon: momentum whose update is made orthogonal, for the matrices of a model's blocks.
 
-2024).
+By Jordan et al., 2024.
 
     buffer ← β·buffer + (1 − β)·gradient
     update ← β·buffer + (1 − β)·gradient            once more, by Nesterov
@@ -50,19 +50,19 @@ Group = dict[str, Any]  # `params` and their options
 
 
 class Muon(Optimizer):
-    """`torch.optim.Muon`, right for shards too; groups with `orthogonalize=False` are stepped by AdamW.
+    """Optimizer `torch.optim.Muon`, also for shards. Groups with `orthogonalize=False` use AdamW.
 
         optimizer = Muon(Muon.split(model), lr=1e-3, adjust_lr_fn="match_rms_adamw")
 
     Args:
-        params: matrices, or groups; `Muon.split(model)` makes two.
-        lr, weight_decay: of both kinds of groups.
-        momentum, nesterov: of matrices.
-        ns_coefficients, eps, ns_steps: see `orthogonalize`.
-        adjust_lr_fn: one of `LR_FACTORS`; None: the original. By `match_rms_adamw` an update is as
-            large as AdamW's, so that one learning rate serves both kinds of groups.
-        betas, adamw_eps: of AdamW.
-        placement: of sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
+        params: matrices, or groups. `Muon.split(model)` makes two groups.
+        lr, weight_decay: options of both kinds of groups.
+        momentum, nesterov: options of groups of matrices.
+        ns_coefficients, eps, ns_steps: options of `orthogonalize`.
+        adjust_lr_fn: name in `LR_FACTORS`. None: the original factor. With `match_rms_adamw` an
+            update is as large as AdamW's, so that one learning rate serves both kinds of groups.
+        betas, adamw_eps: options of AdamW.
+        placement: method for sharded matrices, one of `distlab.parallel.muon.PLACEMENTS`.
 
     Raises:
         ValueError: a number that is out of its range, an unknown name, or, in a group of matrices,
@@ -107,11 +107,11 @@ class Muon(Optimizer):
 
     @staticmethod
     def split(model: nn.Module) -> list[Group]:
-        """Two groups of a model's trainable parameters: the matrices of its blocks, and the rest, for AdamW.
+        """Return two groups of trainable parameters: matrices of blocks, and the rest, for AdamW.
 
-        Blocks are the children of an `nn.ModuleList`, as for FSDP; embedding and head lie outside,
-        and so does a matrix of a block that is tied to theirs. Of a model under FSDP these are the
-        shards.
+        Blocks are the children of an `nn.ModuleList`, as for FSDP. Embedding and head are not part
+        of them, and neither is a matrix of a block that is tied to theirs. For a model under FSDP
+        the groups hold the shards.
 
         Raises:
             ValueError: no block has a matrix.
@@ -132,7 +132,10 @@ class Muon(Optimizer):
         ]
 
     def add_param_group(self, param_group: Group) -> None:
-        """Add a group, of matrices or with `orthogonalize=False`; raises as the constructor does."""
+        """Add a group, of matrices or with `orthogonalize=False`.
+
+        Raises as the constructor does.
+        """
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
@@ -141,7 +144,7 @@ class Muon(Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state of this class or of `torch.optim.Muon`, whose momentum buffer means the same.
+        """Load a state of this class or of `torch.optim.Muon`, which has the same momentum buffer.
 
         Options that torch's groups do not have, such as `betas`, get their defaults.
 
@@ -225,7 +228,10 @@ class Muon(Optimizer):
                 )
 
     def _updates(self, matrices: Sequence[Tensor], group: Group) -> list[Tensor]:
-        """What is orthogonalised, in bf16: this step's momentum, or what the next one's will be near (Nesterov)."""
+        """Update the momentum and return the matrices to orthogonalize, in bf16.
+
+        They are the momentum of this step, or with Nesterov an estimate of the next step's.
+        """
         gradients = [matrix.grad for matrix in matrices]
         for matrix, gradient in zip(matrices, gradients, strict=True):
             if not self.state[matrix]:
@@ -284,18 +290,20 @@ class Muon(Optimizer):
 def orthogonalize(
     matrices: Tensor, coefficients: Sequence[float], steps: int, eps: float
 ) -> Tensor:
-    """Bring all singular values of each matrix near 1, and leave its singular vectors, by Newton–Schulz iterations.
+    """Bring all singular values of each matrix near 1, by Newton–Schulz iterations.
+
+    Singular vectors stay as they are.
 
     An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a
     large slope at 0, and do not converge: five iterations bring values from 0.002 on between 0.68
     and 1.21. For so rough a result bf16 does.
 
     Args:
-        matrices: `(number, rows, columns)`, of any dtype; each is divided by its norm first, as no
-            singular value may exceed 1.
-        coefficients: a, b, c.
-        steps: iterations.
-        eps: the least number that is divided by.
+        matrices: `(number, rows, columns)`, of any dtype. Each is first divided by its norm,
+            because no singular value may exceed 1.
+        coefficients: the numbers a, b, c.
+        steps: number of iterations.
+        eps: least number to divide by.
 
     Returns:
         `(number, rows, columns)`, bf16; each in row-major order, or in column-major order where
@@ -356,8 +364,8 @@ def _check(group: Group) -> None:
         shape = tuple(whole_shape(parameter))
         if len(shape) != 2:
             raise ValueError(
-                f"Muon: a parameter of shape {shape} is no matrix: give it in a group with orthogonalize=False, as "
-                "Muon.split(model) does"
+                f"Muon: a parameter of shape {shape} is not a matrix: give it in a group with "
+                "orthogonalize=False, as Muon.split(model) does"
             )
         if parameter.is_complex():
             raise ValueError(
@@ -371,12 +379,14 @@ def _check(group: Group) -> None:
 
 
 def _check_state(state: dict[str, Any], parameter: Tensor, number: int, group: Group) -> None:
-    """Raise ValueError for saved state that is not of this parameter in such a group; empty state is that of no step.
+    """Raise ValueError for saved state that does not fit this parameter in its group.
+
+    Empty state is that of a parameter before its first step.
 
     Args:
         state: saved state of the parameter.
-        parameter: what this optimizer steps, perhaps a shard.
-        number: of the parameter in the saved groups.
+        parameter: tensor that this optimizer steps, perhaps a shard.
+        number: number of the parameter in the saved groups.
         group: options with which it will be stepped.
     """
     needed = STATE_OF_MATRICES if group["orthogonalize"] else STATE_OF_ELEMENTS

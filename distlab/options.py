@@ -1,14 +1,16 @@
-"""A command's options are the fields of a frozen dataclass: their types, defaults, limits and help stand there once.
+"""Options of a command as fields of a frozen dataclass: type, default, limits and help together.
 
     @dataclass(frozen=True)
     class Config(Options):
-        batch: int = option(4, "sequences per rank", least=1) dtype: str = option("fp32", "of the
-        computation", choices=("fp32", "bf16")) sizes_mb: tuple[float | None, ...] = option((1.0,
-        None), "MiB per bucket", above=0, words={"none": None})
+            batch: int = option(4, "sequences per rank", least=1)
+            dtype: str = option("fp32", "dtype of the computation", choices=("fp32", "bf16"))
+            sizes_mb: tuple[float | None, ...] = option(
+                (1.0, None), "MiB per bucket", above=0, words={"none": None}
+            )
 
 `add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and
 `config_from(Config, args)` the config again. Limits are checked when a config is made, so that
-Python callers meet them too. Imports no torch.
+they also hold for Python callers. Imports no torch.
 """
 
 import argparse
@@ -46,17 +48,17 @@ def option(
     """Declare a field of `Options` that is an option of the command.
 
     Args:
-        default: of the field; tuples become options that take several values, bools become `--x /
-            --no-x`.
-        help: for `--help`; the default is shown behind it.
-        least, above, most: limits of a number, or of each number of a tuple; `above` itself is not
+        default: value of the field. Tuples become options that take several values, bools become
+            `--x / --no-x`.
+        help: text for `--help`, which adds the default.
+        least, above, most: limits of a number, or of each number of a tuple. `above` itself is not
             allowed, and whole numbers end at `MOST`.
-        choices: allowed values; of a tuple, of each entry, and `all` stands for all of them.
-        words: text that stands for a value, such as `{"none": None}`.
-        flag: where the option's name is not the field's, such as `--bucket-size-mb`.
-        metavar: in `--help`.
-        positional: without a flag.
-        kind: what text is read as, where the field's type is not one.
+        choices: allowed values, for a tuple those of each entry. `all` then means all of them.
+        words: text → value that it means, such as `{"none": None}`.
+        flag: name of the option if it is not the field's, such as `--bucket-size-mb`.
+        metavar: name of the value in `--help`.
+        positional: True for an argument without a flag.
+        kind: type to read the text as, if the field's type cannot say it.
     """
     return field(default=default, metadata=locals())
 
@@ -72,13 +74,16 @@ class Options:
 
     @classmethod
     def of(cls, known: Values) -> typing.Self:
-        """Return the options that a record's configuration holds, in which tuples have become lists."""
+        """Return the options that a record's configuration holds. Its lists become tuples."""
         given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
         return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
 
     @classmethod
     def check_given(cls, given: Values) -> None:
-        """Raise ValueError for options that were given together and must not be; defaults and presets do not count."""
+        """Raise ValueError for options that must not be given together.
+
+        Defaults and presets do not count.
+        """
 
     def __post_init__(self) -> None:
         for each, kind, several in _described(type(self)):
@@ -94,7 +99,9 @@ class Options:
 def add_options(
     parser: argparse.ArgumentParser, config: type[Options], defaults: Values | None = None
 ) -> None:
-    """An option for each field of `config`; what is not given on the command line is absent from the namespace.
+    """Add an option for each field of `config`.
+
+    An option that is not given on the command line is absent from the namespace.
 
     Args:
         defaults: field → value that takes the default's place, for the help.
@@ -127,7 +134,7 @@ def add_options(
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that answers a mistake with one line, which says what a misspelt word may have meant."""
+    """A parser that answers a mistake with one line, with a suggestion for a misspelt word."""
 
     def error(self, message: str) -> typing.NoReturn:
         """End the command with the line, and without the usage: `--help` says more."""
@@ -138,7 +145,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def did_you_mean(word: Any, known: Iterable[Any]) -> str:
-    """` (did you mean …?)` of the name that resembles a word most; nothing where none does."""
+    """Return ` (did you mean …?)` with the name that resembles a word most, or nothing."""
     close = difflib.get_close_matches(str(word), map(str, known), 1)
     return f" (did you mean {close[0]}?)" if close else ""
 
@@ -149,7 +156,7 @@ def unknown(word: Any, known: Iterable[Any]) -> str:
 
 
 def parser_of(name: str, doc: str | None, *configs: type[Options]) -> argparse.ArgumentParser:
-    """The parser of a command, whose help is its module's docstring and the options of these classes."""
+    """Return the parser of a command. Its help is the module's docstring and the options."""
     width = min(120, shutil.get_terminal_size().columns)
     prose = r"(?m)(^[^\s-].*\n?)+"  # what is indented, and lists, stay as they are
     text = re.sub(prose, lambda found: textwrap.fill(found[0], width) + "\n", doc or "")
@@ -174,16 +181,16 @@ def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
 def config_from(
     config: type[Options], args: argparse.Namespace, preset: Values | None = None
 ) -> Any:
-    """The configuration: the fields' defaults, a preset over them, what was given over all.
+    """Return the configuration: given options, over a preset, over the fields' defaults.
 
     Raises:
-        ValueError: see `Options`.
+        ValueError: as in `Options`.
     """
     return config(**{**(preset or {}), **given(config, args)})
 
 
 def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool]]:
-    """(field, type of one value, whether it takes several) of every field made by `option`."""
+    """Yield (field, type of one value, True if it takes several) of every `option` field."""
     hints = typing.get_type_hints(config)
     found = []
     for each in fields(config):
@@ -198,7 +205,7 @@ def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool
 
 
 def _problem(value: Any, each: dataclasses.Field, kind: Any) -> str | None:
-    """What is wrong with a value, and what to give; None if nothing is."""
+    """Return why a value is not allowed and what to give, or None if it is allowed."""
     meta = each.metadata
     if value is None or value in (meta["words"] or {}).values():
         return None
@@ -232,7 +239,10 @@ def _limits(each: dataclasses.Field, kind: Any) -> str:
 
 
 def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str], Any]:
-    """Text → value, or → a tuple of values for an option that takes several, separated by spaces or commas."""
+    """Return a function from text to a value.
+
+    For an option with several values, which spaces or commas separate, it returns a tuple.
+    """
     meta = each.metadata
 
     def one(text: str) -> Any:
@@ -266,7 +276,7 @@ def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str]
 
 
 def shown(value: Any, words: Values | None = None) -> str:
-    """A value as it is given on the command line; the first of `words`, if there are any, stands for None."""
+    """Return a value as it is written on the command line. The first of `words` means None."""
     if isinstance(value, tuple):
         return " ".join(shown(entry, words) for entry in value)
     if value is None:

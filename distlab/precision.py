@@ -1,4 +1,4 @@
-"""Mixed precision: which dtype a model computes in, over parameters, gradients and optimizer state in fp32.
+"""Mixed precision: the dtype of the computation, with parameters and optimizer state in fp32.
 
 Matmuls run in that dtype and norms, softmax and losses in fp32, as `torch.autocast` decides
 operation by operation. A strategy that casts the parameters itself (FSDP, under `compute_dtype`)

@@ -1,4 +1,4 @@
-"""Runs: one folder for each, its rows as they come, what a resumed run finds of them, and the list of all.
+"""Runs: one folder each, rows that are saved as they come, resuming, and the list of all runs.
 
     run.add("bucketed", {"step_p50_ms": 12.3}, bucket_size_mb=25.0)     # saved at once
     if run.done("bucketed", bucket_size_mb=25.0): …                      # by the run that was cut off
@@ -7,7 +7,7 @@ A run's folder holds `run.json`, which says what is run (options, ranks, device,
 and the rows in `records.json`; when all are there, `report.view.write` adds tables, pictures and
 the page. A run is resumed by its name, and only where `run.json` says the same.
 
-The runs that lie under `outputs/` and `records/` are described in a line each, and linked from
+Each run under `outputs/` and `records/` is described in one line and linked from
 `outputs/index.html`. A run is its file of rows there: `outputs/EXPERIMENT/NAME/records.json`, or
 `records/EXPERIMENT/CASE.json`.
 """
@@ -73,15 +73,16 @@ Results = Callable[[Records], str]
 
 
 def make_folder(root: str | Path, experiment: str, name: str | None = None) -> Path:
-    """Make the folder ``<root>/<experiment>/<name>/`` of one run, before anything is measured, so that a bad ``--out``
-    fails early.
+    """Make the folder ``<root>/<experiment>/<name>/`` of one run.
+
+    This happens before anything is measured, so that a bad ``--out`` fails early.
 
     Args:
-        root: the folder of all results, such as ``outputs``.
+        root: folder of all results, such as ``outputs``.
         experiment: name of the experiment.
-        name: of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, …
-            appended if a run of the same second exists. A name that is given is used as it is and
-            may exist already: that is how a sweep resumes.
+        name: name of the run. None makes a fresh UTC ``YYYYmmdd-HHMMSS``, with ``-2``, ``-3``, …
+            appended if a run of the same second exists. A given name is used as it is and may exist
+            already: that is how a sweep resumes.
 
     Raises:
         ValueError: a name is not usable as a folder name.
@@ -109,7 +110,7 @@ def make_folder(root: str | Path, experiment: str, name: str | None = None) -> P
 
 
 def check_names(out: str, *names: str | None) -> None:
-    """Raise ValueError for what is no name of a folder, or would write elsewhere or into a terminal."""
+    """Raise ValueError for names that are invalid, lead elsewhere or have control characters."""
     if not out or not out.isprintable():
         raise ValueError(f"--out {out!r} names no folder: give one, such as outputs")
     for name in names:
@@ -137,15 +138,15 @@ def _fresh_folder(parent: Path) -> Path:
 
 @dataclass(frozen=True)
 class Header:
-    """What is run, on what, with which code.
+    """Options, ranks, machine and code of a run.
 
     Attributes:
-        experiment: its name.
-        config: every option.
+        experiment: name of the experiment.
+        config: name → value of every option.
         world_size: number of ranks.
-        environment: see `provenance.environment`.
-        commit: see `provenance.commit`.
-        complete: when the last of its results was written, UTC; None before that.
+        environment: packages and devices, see `provenance.environment`.
+        commit: commit of the code, see `provenance.commit`.
+        complete: time in UTC at which the last result was written. None before that.
     """
 
     experiment: str
@@ -157,10 +158,10 @@ class Header:
 
 
 def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> list[str]:
-    """What differs between a run that was cut off and the one that would resume it, one line each.
+    """Return the differences between an interrupted run and one that would resume it, a line each.
 
     Args:
-        may_change: options that may.
+        may_change: names of options that may differ.
     """
     old, new = (
         {
@@ -181,23 +182,24 @@ def same_run(before: Header, now: Header, may_change: Sequence[str] = ()) -> lis
 
 
 def _nothing(*_: str) -> None:
-    """Say and show nothing."""
+    """Do nothing."""
 
 
 @dataclass
 class Run:
-    """Where an experiment's rows go; `is_main` alone writes files.
+    """Rows of one run of an experiment. Only the rank with `is_main` writes files.
 
     Attributes:
-        header: what is run.
-        path: the run's folder.
-        records: the rows so far.
-        progress: says on stderr, on rank 0, what is done now.
-        notice: says there what stays to be read.
-        cut_off: set by an experiment that leaves rows to the next call of this name.
-        show: writes and prints the tables of the rows so far, for an experiment that goes on to
-            explain them.
-        shown: whether it was called.
+        header: options, ranks, machine and code.
+        path: folder of the run.
+        records: rows so far.
+        progress: function that prints the current activity on stderr of rank 0.
+        notice: function that prints a line there that stays.
+        cut_off: True if the experiment leaves rows to the next call with this name. The experiment
+            sets it.
+        show: function that writes and prints the tables of the rows so far, for an experiment that
+            goes on to explain them.
+        shown: True once `show` was called.
     """
 
     header: Header
@@ -215,9 +217,12 @@ class Run:
         self.parts: dict[str, Run] = {}
 
     def add(self, variant: str, metrics: Values, **config: Any) -> Record:
-        """Add a row: what was compared, what was measured, and what of its configuration the options do not say.
+        """Add a row and save it. The same row of the interrupted run is replaced.
 
-        The same row of the run that was cut off is replaced.
+        Args:
+            variant: name of the row.
+            metrics: name → measured value.
+            config: settings of the row that the options do not hold.
         """
         facts = {**self.header.config, "world_size": self.header.world_size, **config}
         record = Record(
@@ -238,14 +243,14 @@ class Run:
         return record
 
     def save(self) -> None:
-        """Write the rows so far, whole or not at all; before the first of them, what is run."""
+        """Write the rows so far atomically, and before the first of them the header."""
         if self.is_main:
             if not (self.path / HEADER).is_file():
                 write_checked(self.path / HEADER, plain(self.header))
             write_json(self.records, self.path / ROWS)
 
     def complete(self) -> None:
-        """Note that everything is measured and written, unless it was cut off."""
+        """Note that everything is measured and written, unless the run was cut off."""
         if not self.cut_off:
             now = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
             write_checked(self.path / HEADER, plain(replace(self.header, complete=now)))
@@ -273,13 +278,13 @@ class Run:
 
 
 def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Run:
-    """Return the run in this folder: a new one, or the one that was cut off there.
+    """Return the run in this folder: a new one, or the interrupted one.
 
     Args:
-        may_change: options that may differ from those of the run that was cut off.
+        may_change: names of options that may differ from those of the interrupted run.
 
     Raises:
-        ValueError: it holds another run: of another commit, with other options, other ranks or
+        ValueError: the folder holds another run, with another commit, other options, other ranks or
             another device.
     """
     saved, rows, records = folder / HEADER, folder / ROWS, []
@@ -304,27 +309,30 @@ def open_run(header: Header, folder: Path, may_change: Sequence[str] = ()) -> Ru
 
 
 def rows_of(run: str | Path, *roots: str | Path) -> Path:
-    """The file of a run's rows, from its folder or from that file itself.
+    """Return the file of a run's rows, given its folder or that file.
 
     Args:
-        run: a path, or as `distlab runs` names it: a path under one of `roots`.
+        run: path, or the name that `distlab runs` prints: a path under one of `roots`.
 
     Raises:
-        ValueError: neither; the message says what a run is.
+        ValueError: there is no such file. The message says how to name a run.
     """
     paths = [Path(root, run) for root in ("", *roots)]
     for path in paths:
         found = path / ROWS if path.is_dir() else path
         if found.is_file():
             return found
-    what = f"has no {ROWS}" if any(path.is_dir() for path in paths) else "is no folder and no file"
+    what = f"has no {ROWS}" if any(path.is_dir() for path in paths) else "does not exist"
     raise ValueError(
         f"{run} {what}: give a run as `distlab runs` names it, its folder, its {ROWS} or a file of records/"
     )
 
 
 def files_of(roots: Sequence[Path]) -> list[Path]:
-    """The rows of every run under these folders, which one that failed may lack; a comparison is no run."""
+    """Return the file of rows of each run under these folders. Comparisons do not count as runs.
+
+    The file of a run that failed early may not exist.
+    """
     forms = (f"*/*/{ROWS}", *(f"*/*/{name}" for name in STARTED), "*/*.json")
     found = (path for root in roots for form in forms for path in root.glob(form))
     rows = {path.with_name(ROWS) if path.name in STARTED else path for path in found}
@@ -332,7 +340,7 @@ def files_of(roots: Sequence[Path]) -> list[Path]:
 
 
 def main_metric(records: Records) -> str:
-    """The name of what these rows are about: the time of a step, else another median, time, rate or size.
+    """Return the name of the metric to compare: step time, else a median, time, rate or size.
 
     Raises:
         ValueError: no row holds a number.
@@ -348,7 +356,7 @@ def main_metric(records: Records) -> str:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Whether more of it is better: rates, shares of a peak, overlap."""
+    """Return whether a higher value is better: for rates, shares of a peak, and overlap."""
     return re.search(r"_per_s$|^(mfu|overlap|of_copy|efficiency)_pct$", metric) is not None
 
 
@@ -365,13 +373,16 @@ UNITS = {  # by the end of a metric's name
 
 
 def in_unit(value: float, metric: str) -> str:
-    """A value with the unit that its metric's name ends with."""
+    """Return a value with the unit that its metric's name ends with."""
     unit = next((unit for end, unit in UNITS.items() if metric.endswith(end)), "")
     return f"{value * (2**-30 if unit == 'GiB' else 1):,.4g} {unit}".rstrip()
 
 
 def result_of(records: Records) -> str:
-    """The best row in a few words; of a sweep, in which a variant has several rows, their number."""
+    """Describe the best row in a few words.
+
+    For a sweep, in which a variant has several rows, give the number of rows.
+    """
     rows = [r for r in records if r.variant != "local"] or list(records)
     if not rows or len({r.variant for r in rows}) < len(rows):
         return f"{len(records)} rows"
@@ -385,7 +396,7 @@ def result_of(records: Records) -> str:
 
 
 def shown(value: Any) -> str:
-    """An option's value in a few words."""
+    """Return an option's value as short text."""
     if isinstance(value, list | tuple):
         return (
             " ".join(map(shown, value)) if len(value) <= MOST_VALUES else f"of {len(value)} values"
@@ -394,7 +405,7 @@ def shown(value: Any) -> str:
 
 
 def changed(config: Values, defaults: Values) -> str:
-    """The options of a run that are not at their defaults, `batch 8, dtype bf16`."""
+    """List the options of a run that differ from their defaults, such as `batch 8, dtype bf16`."""
     return ", ".join(
         f"{name.replace('_', ' ')} {shown(config[name])}"
         for name, value in defaults.items()
@@ -406,12 +417,12 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
     """Describe one run in a line: heading → text.
 
     Args:
-        path: file of its rows.
-        defaults: row → defaults of its experiment's options.
-        results: rows → what was found, in a few words.
+        path: file of the run's rows.
+        defaults: row → default options of its experiment.
+        results: rows → result, in a few words.
 
     Raises:
-        OSError, ValueError: its rows cannot be read, or there are none.
+        OSError, ValueError: the rows cannot be read, or there are none.
     """
     records = read_json(path)
     if not records:
@@ -433,7 +444,7 @@ def described(path: Path, defaults: Defaults, results: Results = result_of) -> d
 
 
 def _is_unfinished(path: Path, row: Record) -> bool:
-    """Whether a run ended before its last result, or a training run before its last step."""
+    """Return whether a run ended before its last result, or a training run before its last step."""
     header = path.with_name(HEADER)
     if path.name == ROWS and header.is_file():
         return read_checked(header)["complete"] is None
@@ -441,12 +452,15 @@ def _is_unfinished(path: Path, row: Record) -> bool:
 
 
 def short(commit: str | None) -> str:
-    """Eight digits of a commit and what follows them, `-dirty`."""
+    """Return eight digits of a commit, and a suffix such as `-dirty`."""
     return re.sub(r"^(\w{8})\w*", r"\1", commit or "unknown")
 
 
 def when_of(path: Path, record: Record | None = None) -> str:
-    """Return when a run was made, `2026-11-22 14:05:33` in UTC, by its row, its commit, or the time of its file."""
+    """Return the time of a run in UTC, such as `2026-11-22 14:05:33`.
+
+    It is that of its row, else of its commit, else of its file.
+    """
     made = None
     if record is not None:
         made = record.environment.get("date") or date_of_commit(
@@ -463,7 +477,7 @@ def listed(
 ) -> list[dict[str, str]]:
     """Return `described` of every run, the newest first.
 
-    One that cannot be read says so in its result.
+    A run that cannot be read says so in its result.
     """
     rows = []
     for path in files:
@@ -482,14 +496,18 @@ def listed(
 
 
 def _reason(error: Exception, path: Path) -> str:
-    """Return why a run cannot be described, with its file; errors that Python raises name none."""
+    """Return why a run cannot be described, with the name of its file."""
     if isinstance(error, OSError | ValueError) and str(path.parent) in str(error):
         return str(error)
     return f"{path}: {type(error).__name__}: {error}"
 
 
 def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
-    """The list for a terminal: a run's name, which is never cut, with what it found, and below it the rest."""
+    """Return the list of runs for a terminal.
+
+    The first line of a run has its name, which is never cut, and its result. A second line has the
+    rest.
+    """
     rows = [
         {heading: for_terminal(" ".join(text.split())) for heading, text in row.items()}
         for row in rows
@@ -511,12 +529,12 @@ def as_text(rows: Sequence[Mapping[str, str]], columns: int) -> str:
 
 
 def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
-    """Write `index.html` into the folder of all results: a link to the page of every run, the newest first.
+    """Write `index.html` into the folder of all results, with links to all pages, newest first.
 
     Args:
         root: folder of all results.
-        lines: what `listed` says of its runs. Pages of other folders, such as comparisons, have
-            their link alone.
+        lines: descriptions of the runs, from `listed`. Pages of other folders, such as comparisons,
+            have only their link.
     """
     said = {os.fsencode(os.path.relpath(line["run"], root)): line for line in lines}
     pages = sorted(
@@ -539,9 +557,9 @@ def write_index(root: Path, lines: Sequence[Mapping[str, str]] = ()) -> Path:
 
 @contextlib.contextmanager
 def new_folder(root: str | Path, name: str) -> Iterator[Path]:
-    """Yield a fresh folder below `root/name` for what is drawn of saved rows.
+    """Yield a fresh folder below `root/name` for pictures and pages of saved rows.
 
-    Where that fails, nothing is left.
+    If that fails, nothing is left.
     """
     existed = [path for path in (Path(root), Path(root) / name) if path.is_dir()]
     folder = make_folder(root, name)

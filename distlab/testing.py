@@ -79,10 +79,10 @@ class _Failure:
     """Failure of one rank.
 
     Attributes:
-        text: its traceback or fate.
-        summary: the same in one line.
+        text: traceback, or the way the process ended.
+        summary: one line of it.
         seconds: time of `time.monotonic()`, which is the same clock in all processes of a host.
-        lost_peer: whether the rank failed because another one was gone.
+        lost_peer: True if the rank failed because another one was gone.
         answered: False for a rank that was ended from outside.
     """
 
@@ -118,17 +118,18 @@ def run_ranks(
     deadline_s: float = 60.0,
     group_timeout_s: float = 20.0,
 ) -> list[Any]:
-    """Call `fn(context, *args)` on `world_size` ranks of one host and return their results in rank order.
+    """Call `fn(context, *args)` on `world_size` ranks of one host.
+
+    Returns the results in rank order.
 
     Args:
-        fn: an importable function.
+        fn: function that other processes can import.
         world_size: number of processes, one thread each.
-        args: picklable; every rank gets a copy.
+        args: arguments that can be pickled. Every rank gets a copy.
         backend: `gloo` (on `device`) or `nccl` (rank r computes on `cuda:r`).
-        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as
-            `cuda:0`.
+        device: device of gloo ranks, `cpu` (default) or a GPU that they share, such as `cuda:0`.
         deadline_s: seconds after which the whole call fails and its processes are killed.
-        group_timeout_s: timeout of the process group, see `rank_context`.
+        group_timeout_s: seconds, timeout of the process group, see `rank_context`.
 
     Raises:
         ValueError: `world_size` below one.
@@ -190,26 +191,26 @@ def check_gradients(
     micro_batches: int | None = None,
     timeout_s: float = 20.0,
 ) -> "Verdict":
-    """Train two steps of a model on several ranks and in one process, and say which gradients differ, and how.
+    """Train two steps of a model on several ranks and in one process, and compare the gradients.
 
         verdict = check_gradients(build, parallelize)
         assert verdict.right, verdict
 
     Args:
-        model: a factory (`distlab.bench.task`), at the top of a module, or its name
+        model: factory (`distlab.bench.task`) at the top level of a module, or its name
             `package.module:function`.
-        wrap: `wrap(module, group)` → a callable module, or (callable module, finish), or its name;
-            or a strategy's.
-        batch: examples per micro-batch.
-        same_batch: ranks get the same batches, as ranks do that share a model's layers or a
-            sequence.
+        wrap: function `wrap(module, group)` that returns a callable module, or (callable module,
+            finish). Its name, or that of a strategy, is also allowed.
+        batch: number of examples per micro-batch.
+        same_batch: True to give all ranks the same batches, as for ranks that share a model's
+            layers or a sequence.
         micro_batches: number of micro-batches per rank and step. Default: ranks + 1 (see
             `distlab.check.check`).
         timeout_s: seconds that a collective may take.
 
     Raises:
-        ValueError, TimeoutError: see `distlab.check.check`.
-        RanksFailed: a rank's process died, or an error that the check does not expect.
+        ValueError, TimeoutError: as in `distlab.check.check`.
+        RanksFailed: a rank's process died, or raised an error that the check does not expect.
     """
     __tracebackhide__ = True
     from distlab.check import on_rank
@@ -232,7 +233,7 @@ def check_gradients(
 
 
 def _answer(context: RankContext, work: Callable[..., Any], *args: Any) -> Any:
-    """Return the result of `work`, or the error that it raised for the user, without a traceback."""
+    """Return the result of `work`, or the error meant for the user, without a traceback."""
     try:
         return work(context, *args[:-1], **args[-1])
     except (ValueError, OSError) as error:
@@ -253,7 +254,7 @@ class _Rank:
         theirs.close()
 
     def dump_stack(self) -> str:
-        """What the process is doing now, as Python stacks of its threads."""
+        """Return the Python stacks of the process's threads at this moment."""
         if self.process.is_alive():
             os.kill(self.process.pid, signal.SIGUSR1)
             time.sleep(0.2)
@@ -314,7 +315,7 @@ def _started_ranks(world_size: int, deadline_s: float) -> list[_Rank]:
             script = getattr(sys.modules["__main__"], "__file__", "the main module")
             raise RuntimeError(
                 f"the rank processes did not get past importing {script}, as each new process does: put what the "
-                'script runs, its call of run_ranks too, under `if __name__ == "__main__":`'
+                'script runs, also its call of run_ranks, under `if __name__ == "__main__":`'
             ) from None
     return _ranks[:world_size]
 
@@ -401,7 +402,7 @@ def _serve(pipe: Connection, path: list[str], stacks: str) -> None:
 
 
 def _raised(error: BaseException) -> _Failure:
-    """Return the failure of a rank that raised, without the frames of this file, which called the function."""
+    """Return the failure of a rank that raised, without the frames of this file."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -414,7 +415,7 @@ def _raised(error: BaseException) -> _Failure:
 
 
 def _first_of_chain(error: BaseException) -> BaseException:
-    """Return the error during whose handling this one was raised, or the one before that, and so on."""
+    """Return the first error of a chain of errors that were raised while handling others."""
     before = error.__cause__
     if before is None and not error.__suppress_context__:
         before = error.__context__
@@ -422,7 +423,10 @@ def _first_of_chain(error: BaseException) -> BaseException:
 
 
 def _end_with_caller() -> None:
-    """End this process when the one that called `run_ranks` is gone; its parent is the fork server, which lives on."""
+    """End this process when the one that called `run_ranks` is gone.
+
+    Its parent is the fork server, which lives on.
+    """
     multiprocessing.parent_process().join()
     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -1,6 +1,6 @@
-"""Text of others made safe: records, runs, markers and models may come from anywhere, and so may what they say.
+"""Make text safe that comes from elsewhere: from records, runs, markers and models.
 
-`for_terminal` is for whatever is printed, `for_markdown` for whatever is written into a Markdown
+`for_terminal` is for text that is printed, `for_markdown` for text that is written into a Markdown
 file. Pages in HTML need neither, because their templates escape everything.
 """
 
@@ -14,7 +14,7 @@ KEPT = "\n\t"
 
 
 def for_terminal(text: str) -> str:
-    """Return the text with everything that a terminal would obey, or cannot show, written as an escape (`\\x1b`)."""
+    """Return the text with escapes (`\\x1b`) for control and other invisible characters."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(_visible(character) for character in text)

@@ -1,4 +1,4 @@
-"""What the experiments on attention share: shapes, inputs, every function that is timed, and the exact result.
+"""Shared code of the attention experiments: shapes, inputs, every timed function, the exact result.
 
 Peers are torch's: SDPA with each of its backends, FlexAttention and the textbook form, eager and
 compiled; and FlashAttention-4 (`pip install --pre flash-attn-4`), where it is installed.
@@ -44,7 +44,10 @@ WRITTEN = re.compile(
 
 @dataclass(frozen=True)
 class Shape:
-    """A call; causal unless full. Query i stands at key i; a window is of keys before it."""
+    """Shape of a call, causal unless full.
+
+    Query i is at the position of key i. A window is of keys before it.
+    """
 
     batch: int
     heads: int
@@ -58,7 +61,7 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> "Shape":
-        """Of `BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/full | /window=W | /documents=N]`.
+        """Parse `BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/full|/window=W|/documents=N]`.
 
         Raises:
             ValueError: another text, or numbers that do not fit together.
@@ -73,18 +76,18 @@ class Shape:
         if 0 in sizes or sizes[1] % sizes[2] or (mask == "documents" and sizes[3] != sizes[4]):
             raise ValueError(
                 f"shape {text!r}: give BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, heads a multiple of key heads, "
-                "and /full, /window=W or /documents=N (as many queries as keys) where it is not plainly causal, such "
-                "as 4x32:8x4096x128/window=1024"
+                "and /full, /window=W or /documents=N (equal numbers of queries and keys) where it is not plainly "
+                "causal, such as 4x32:8x4096x128/window=1024"
             )
         return cls(*sizes, causal=mask != "full", **({mask: int(size)} if size else {}))
 
     @property
     def is_plain(self) -> bool:
-        """Whether every attention has this mask: causal or none."""
+        """Return whether every attention has this mask: causal or none."""
         return self.window is None and self.documents is None
 
     def document_ids(self, device: str = "cpu") -> Tensor | None:
-        """(T,), alike in every sequence, of N documents with borders anywhere; None where there are none."""
+        """Return (T,) ids of N documents with random borders, equal in every sequence, or None."""
         if self.documents is None:
             return None
         borders = torch.randint(
@@ -93,14 +96,14 @@ class Shape:
         return (torch.arange(self.queries)[:, None] >= borders).sum(1).to(device)
 
     def visible(self, query: Tensor, key: Tensor, ids: Tensor | None) -> Tensor:
-        """Whether the query at a position sees the key at another; positions broadcast."""
+        """Return whether the query at a position sees the key at another. Positions broadcast."""
         seen = key <= query if self.causal else (key >= 0) & (query >= 0)
         if self.window is not None:
             seen = seen & (query - key <= self.window)
         return seen if ids is None else seen & (ids[query] == ids[key])
 
     def mask(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> Tensor:
-        """(queries from `start` to `stop`, keys): what is visible."""
+        """Return the mask of queries from `start` to `stop` and all keys, True if visible."""
         query, key = (
             torch.arange(self.queries, device=device)[start:stop, None],
             torch.arange(self.keys, device=device),
@@ -108,7 +111,7 @@ class Shape:
         return self.visible(query, key, self.document_ids(device))
 
     def flops(self) -> float:
-        """Of the forward, by convention: visible pairs only."""
+        """FLOPs of the forward, by convention: visible pairs only."""
         ids = self.document_ids()
         parts = (
             [(self.queries, self.keys)]
@@ -176,7 +179,7 @@ def _flash_attention_4(shape: Shape) -> Attention:
 
 
 def suits(variant: str, shape: Shape, dtype: str) -> bool:
-    """Whether there is such a row: a variant that knows the shape's mask, and differs from another there."""
+    """Return whether a variant has a row: it knows the mask, and differs from others there."""
     if variant == "ours-ieee":
         return dtype == "float32"
     return shape.is_plain or variant not in ("fa4", *BACKENDS)
@@ -213,7 +216,10 @@ def last_head(x: Tensor, shape: Shape) -> Tensor:
 
 
 def exact(shape: Shape, *case: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
-    """(o, dq, dk, dv) of `last_head` in float64, from q, k, v and dO; `rows` queries at a time, so that it fits."""
+    """Return (o, dq, dk, dv) of `last_head` in float64, from q, k, v and dO.
+
+    `rows` queries are computed at a time, so that it fits.
+    """
     q, k, v, do = (last_head(x, shape).double() for x in case)
     scale = shape.head_dim**-0.5
     o, dq, dk, dv = (torch.zeros_like(x) for x in (q, q, k, v))
@@ -230,7 +236,10 @@ def exact(shape: Shape, *case: Tensor, rows: int = 2048) -> tuple[Tensor, ...]:
 
 
 def errors(results: Sequence[Tensor], expected: Sequence[Tensor], shape: Shape) -> dict[str, float]:
-    """Largest absolute error of the output and of the worst gradient, of (o, *gradients) at `last_head`."""
+    """Return the largest absolute error of the output and of the worst gradient at `last_head`.
+
+    `results` are (o, *gradients).
+    """
     found = [(last_head(x, shape) - y).abs().max() for x, y in zip(results, expected, strict=True)]
     o, *grads = torch.stack(found).tolist()  # one wait for the device
     return {"max_abs_error": o, "max_abs_grad_error": max(grads)}

@@ -1,4 +1,4 @@
-"""A decoder layer in the shape of Hugging Face's Llama, of torch's modules, of this lab's or of Liger's.
+"""A decoder layer in the shape of Hugging Face's Llama, of torch's, this lab's or Liger's modules.
 
 It has Llama's attribute names, and so its state dict, and is written in plain torch: transformers
 is not needed. Shapes: `B` batch, `T` sequence, `H` heads, `K` heads of keys, `D` width of a head,
@@ -31,7 +31,7 @@ class SelfAttention(nn.Module):
         self.rotate, self.attend = rotate, attend
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
+        """Compute (B, T, d) → (B, T, d)."""
         projected = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         q, k, v = (each.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each in projected)
         out_BHTD = self.attend(*self.rotate(q, k), v)
@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """down_proj(silu(gate_proj(x)) · up_proj(x)) by torch's operations."""
+    """Feed-forward down_proj(silu(gate_proj(x)) · up_proj(x)), by torch's operations."""
 
     def __init__(self, d: int, d_ff: int) -> None:
         super().__init__()
@@ -50,12 +50,16 @@ class MLP(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """(…, d) → (…, d)."""
+        """Compute (…, d) → (…, d)."""
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class DecoderLayer(nn.Module):
-    """A layer of Llama; norm and mlp make modules of `(d, eps)` and `(d, d_ff)`, for the others see `SelfAttention`."""
+    """A layer of Llama.
+
+    `norm` and `mlp` make modules of `(d, eps)` and `(d, d_ff)`. The others are those of
+    `SelfAttention`.
+    """
 
     def __init__(
         self, shape: ModelConfig, norm: Callable, mlp: Callable, rotate: Callable, attend: Callable
@@ -67,7 +71,7 @@ class DecoderLayer(nn.Module):
         self.mlp = mlp(shape.d_model, shape.d_ff)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, T, d) → (B, T, d)."""
+        """Compute (B, T, d) → (B, T, d)."""
         x = x + self.self_attn(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -78,12 +82,18 @@ def each(turn: Callable, cos: Tensor, sin: Tensor) -> Callable:
 
 
 def torchs(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """What torch has, and by its operations what it has not: norm, MLP, rotation and attention."""
+    """Return torch's norm, MLP, rotation and attention.
+
+    What torch does not have is made of its operations.
+    """
     return nn.RMSNorm, MLP, each(rope, cos, sin), sdpa
 
 
 def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """This lab's operations, with attention as a function of (B, H, T, D) tensors: a rotated q has that shape."""
+    """Return this lab's norm, MLP, rotation and attention.
+
+    Attention is a function of (B, H, T, D) tensors, because a rotated q has that shape.
+    """
     import kernels.nn
     from kernels.flash_attention import flash_attention
     from kernels.rope import rope
@@ -97,7 +107,10 @@ def ours(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
 
 
 def ligers(cos: Tensor, sin: Tensor) -> tuple[Callable, ...]:
-    """Liger's, with torch's attention, as its patch of Llama leaves it; these imports ask for no transformers."""
+    """Return Liger's norm, MLP and rotation, with torch's attention, as its patch of Llama does.
+
+    These imports need no transformers.
+    """
     from liger_kernel.transformers import LigerRMSNorm, LigerSwiGLUMLP, liger_rotary_pos_emb
 
     def mlp(d: int, d_ff: int) -> nn.Module:

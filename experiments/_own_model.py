@@ -1,4 +1,4 @@
-"""What a user's model takes, without taking it: a step of it in the fake world, for `memory_breakdown` and `plan`."""
+"""Time and memory of a user's model from a fake step, for `memory_breakdown` and `plan`."""
 
 import json
 import os
@@ -35,15 +35,15 @@ def own_facts(factory: str | None) -> dict[str, str | None]:
 def simulated(
     name: str, strategy: str, batch: int, ranks: int, dtype: str = "fp32"
 ) -> SimulatedStep:
-    """One settled step of a user's model under a strategy of ours, with fused AdamW, on one of `ranks`.
+    """Simulate one step of a user's model under a strategy, with fused AdamW, on one of `ranks`.
 
     Args:
-        name: of its factory.
-        batch: examples on a rank.
+        name: name of its factory.
+        batch: number of examples on a rank.
 
     Raises:
-        ValueError: the model reads values of tensors (a router that picks experts, say), which fake
-            tensors do not have, or the strategy refuses it.
+        ValueError: the model reads values of tensors (for example a router that picks experts),
+            which fake tensors do not have, or the strategy refuses it.
     """
     task = own_task(name, batch)
 
@@ -88,8 +88,10 @@ PARTS = {"optimizer": "optimizer_state", "backward": "temporary"}
 def peaks(
     name: str, strategies: Iterable[str], batch: int, ranks: int, dtype: str
 ) -> dict[str, dict[str, Any]]:
-    """Strategy → bytes `after_init`, those of the `peak` by category, and its `phase`, of `simulated` steps, which need
-    a process without a process group and so have their own; what cannot be simulated is left out.
+    """Return strategy → bytes `after_init`, bytes of the `peak` by category, and its `phase`.
+
+    The steps are `simulated`. They need a process without a process group, and so run in one of
+    their own. Strategies that cannot be simulated are left out.
     """
     command = [
         sys.executable,
@@ -110,7 +112,7 @@ def peaks(
 
 
 def main(name: str, batch: str, ranks: str, dtype: str, *strategies: str) -> None:
-    """`peaks` in this process, as JSON on stdout."""
+    """Print `peaks` in this process as JSON."""
     found = {}
     for strategy in strategies:
         with suppress(ValueError):

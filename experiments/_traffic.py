@@ -8,7 +8,7 @@ from distlab.simulate.events import EventLog
 
 
 class TrafficLog(EventLog):
-    """`items`, and in `places` for each its kind of traffic and the innermost of the ranges that are `open`."""
+    """Log of `items` and, in `places`, the kind of traffic and innermost `open` range of each."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -58,15 +58,15 @@ CPU_SIZES = tuple(4 * KIB * 2**k for k in range(13))  # … 16 MiB
 
 @dataclass(frozen=True)
 class SweepConfig(Options):
-    """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the sweep. Raises ValueError for a value that is not allowed."""
 
-    operations: tuple[str, ...] = option(OPERATIONS, "what to time", choices=OPERATIONS)
+    operations: tuple[str, ...] = option(OPERATIONS, "collectives to time", choices=OPERATIONS)
     sizes: tuple[int, ...] = option(GPU_SIZES, "payload bytes", least=1)
     group_sizes: tuple[int, ...] = option(
-        (), "numbers of ranks, each the first so many [2, 4, … all]", least=2
+        (), "numbers of first ranks to use, a group each [2, 4, … all]", least=2
     )
     warmup: int = option(3, "untimed calls of each", least=0)
-    repeats: int = option(20, "timed calls, at most: fewer where the budget is short", least=3)
+    repeats: int = option(20, "timed calls, at most: fewer if the budget is short", least=3)
     budget_s: float = option(1.0, "seconds per row", above=0, flag="--budget")
 
     def __post_init__(self) -> None:
@@ -166,11 +166,11 @@ def timings(records: Records) -> list[Record]:
 
 
 def with_fits(records: Records) -> list[Record]:
-    """The records with a fit after the times of each collective on each group, which carry its seconds and errors.
+    """Return the records with a fit after the times of each collective on each group.
 
-    Fits that are there already are made anew: `with_fits(read_json(path))` brings an older sweep up
-    to date. Times of a payload that did not fit in memory are left out, and fewer than two of them
-    have no fit.
+    A fit carries its seconds and errors. Existing fits are made anew: `with_fits(read_json(path))`
+    updates an older sweep. Times of a payload that did not fit in memory are left out, and fewer
+    than two of them have no fit.
     """
     found = []
     rows = [record for record in records if not record.variant.startswith(FIT)]

@@ -2,7 +2,7 @@
 
     distlab run attention_sweep --quick           # one head, three lengths; on a CPU one
     distlab run attention_sweep --preset twelve   # the twelve shapes that the geometric mean is of
-    distlab run attention_sweep --preset memory   # bytes, beside a count of tensors by hand
+        distlab run attention_sweep --preset memory   # bytes, with a count of tensors by hand
     distlab run attention_sweep --name shapes     # the record; again: resumes
 
 A shape is BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM, causal unless it ends in /full,
@@ -16,8 +16,8 @@ TF32 matmuls or six of bf16 on the tensor cores that are as accurate (see the er
 "ours-ieee" like them; "ours-deterministic" sums dQ in a pass of its own. The L2 is warm in graph
 replays.
 
-A variant that refuses a call says so, one that runs out of memory beside all graphs says OOM, with
-what it would have needed, and the sweep goes on.
+A variant that refuses a call says so. One that runs out of memory next to all graphs says OOM, with
+the memory that it would have needed, and the sweep goes on.
 """
 
 import gc
@@ -109,13 +109,13 @@ class Config(Options):
     """One run: a row per shape, dtype and variant that is defined there."""
 
     shapes: tuple[str, ...] = option(
-        TWELVE + MORE, "BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]"
+        TWELVE + MORE, "shapes, BATCHxHEADS[:KEY HEADS]xQUERIES[:KEYS]xHEAD DIM[/MASK]"
     )
     dtypes: tuple[str, ...] = option(
-        ("bfloat16",), "dtypes", choices=("bfloat16", "float16", "float32")
+        ("bfloat16",), "dtypes of the inputs", choices=("bfloat16", "float16", "float32")
     )
     variants: tuple[str, ...] = option(
-        ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "what to time", choices=VARIANTS
+        ("sdpa", "sdpa-cudnn", "sdpa-flash", "flex", "ours"), "functions to time", choices=VARIANTS
     )
     rounds: int = option(7, "interleaved rounds", least=3)
     warm: int = option(0, "processes that compile everything before the timing", least=0)
@@ -137,14 +137,16 @@ def both(fn: Attention, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Te
 
 
 def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
-    """Bytes in use before the backward and at its peak in closed form, the inputs and do included; {} where the count
-    was not done: other variants, masks and lengths.
+    """Return bytes in use before the backward and at its peak, in closed form.
 
-    A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask
-    beside q, k, v, o; its backward holds dP, the softmax's gradient and the masked one beside P.
-    Flash attention saves q, k, v, o and the log-sum-exp; its backward adds dq, dk, dv and, as fp32,
-    two rows of statistics. torch's own fused kernels are predicted alike, with a sum of dq in fp32
-    besides, which ours too keep where Hopper's make one pass.
+    The inputs and do are included. {} for other variants, masks and lengths, which were not
+    counted.
+
+    A tensor is T·D per head, a matrix T². Naive attention saves P and the shared boolean mask in
+    addition to q, k, v, o. Its backward holds dP, the softmax's gradient and the masked one,
+    together with P. Flash attention saves q, k, v, o and the log-sum-exp. Its backward adds dq, dk,
+    dv and, as fp32, two rows of statistics. torch's own fused kernels are predicted in the same
+    way, with an additional sum of dq in fp32, which our kernels for Hopper with one pass also keep.
     """
     alike = (shape.heads, shape.queries) == (shape.kv_heads, shape.keys)
     if variant not in ("naive", "sdpa", "ours") or not (alike and shape.causal and shape.is_plain):
@@ -168,7 +170,10 @@ def predicted_memory(variant: str, shape: Shape, dtype: str) -> dict[str, int]:
 def of_shape(
     shape: Shape, dtype: str, variants: list[str], rounds: int, device: str
 ) -> dict[str, dict[str, Any]]:
-    """Variant → its metrics, or what it refuses in its `status`; times on a CPU are the wall's only."""
+    """Return variant → its metrics, or a `status` that says what it refuses.
+
+    Times on a CPU are wall times only.
+    """
     case = inputs(shape, dtype, device)
     expected = exact(shape, *case)
     clocks: dict[str, Callable[[], dict[str, list[float]]]] = {}
@@ -284,7 +289,10 @@ def compiled(text: str, dtype: str, variant: str, device: str) -> dict[str, obje
 
 
 def warm(config: Config, device: str) -> None:
-    """Compile the compiled variants of all rows in parallel processes; failures show when a row is measured."""
+    """Compile the compiled variants of all rows in parallel processes.
+
+    Failures show when a row is measured.
+    """
     jobs = [
         partial(compiled, text, dtype, variant, device)
         for dtype, text in itertools.product(config.dtypes, config.shapes)
@@ -296,7 +304,7 @@ def warm(config: Config, device: str) -> None:
 
 
 def crossovers(records: list[Record]) -> list[str]:
-    """Name the rows that are faster than ours by the wall's time, and count those of which this run cannot tell."""
+    """Name the rows that are faster than ours by wall time, and count the undecided ones."""
     compared = [record for record in records if "ours_over_wall" in record.metrics]
     verdicts = {
         verdict: [r for r in compared if verdict_of(r, "ours_over_wall") == verdict]
@@ -318,7 +326,7 @@ def crossovers(records: list[Record]) -> list[str]:
 
 
 def geometric_means(records: list[Record]) -> str:
-    """For the headline: ours over SDPA's default at those of the twelve shapes that were measured."""
+    """Return a headline: ours over SDPA's default at the measured ones of the twelve shapes."""
     rows = [r for r in records if r.variant == "sdpa" and r.config.get("shape") in TWELVE]
     on_device = [r for r in rows if "ours_over_device" in r.metrics]
     if not on_device:
@@ -332,7 +340,7 @@ def geometric_means(records: list[Record]) -> str:
 
 
 def _mean_ratio(records: Sequence[Record], name: str) -> str:
-    """Return the geometric mean of a ratio and, where every row has an interval, the means of their ends.
+    """Return the geometric mean of a ratio and, if every row has an interval, means of their ends.
 
     That is wider than the interval of the mean would be, if noise of one shape told nothing of the
     next.
@@ -369,7 +377,10 @@ def behind(name: str) -> Callable[[Record], str]:
 
 
 def draw(records: Sequence[Record], path: Path, *, metric: str, label: str) -> None:
-    """A metric of one head over its length: a panel per dtype and head dimension, a line per variant, ours thick."""
+    """Draw a metric of one head over its length.
+
+    There is a panel per dtype and head dimension, and a line per variant, ours thick.
+    """
     rows = [
         r for r in records if r.metrics.get(metric) is not None and r.config.get("heads", 1) == 1
     ]

@@ -72,11 +72,11 @@ Answer = tuple[str, dict[str, Any]]  # in words, and in numbers
 
 @dataclasses.dataclass(frozen=True)
 class Question(Options):
-    """What every calculation takes; its own options are in CALCULATIONS."""
+    """Options of every calculation. Its own options are in CALCULATIONS."""
 
-    gpu: str = option("H100", "a specification", choices=tuple(GPUS))
-    dtype: str = option("bf16", "of the data", choices=tuple(DTYPES))
-    json: bool = option(False, "one line of JSON instead of words")
+    gpu: str = option("H100", "name of a GPU", choices=tuple(GPUS))
+    dtype: str = option("bf16", "dtype of the data", choices=tuple(DTYPES))
+    json: bool = option(False, "print one line of JSON instead of words")
 
     @property
     def spec(self) -> hardware.GPUSpec:

@@ -72,29 +72,31 @@ ROWS: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def is_peer(row: str) -> bool:
-    """Whether a row is torch's."""
+    """Return whether a row is torch's."""
     return get_strategy(ROWS[row][0]).is_peer
 
 
 @dataclass(frozen=True)
 class LongContextConfig(BenchOptions, TimingOptions):
-    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
     size: str = option("8B", "model preset", choices=tuple(PRESETS))
     scale: str = option(
-        "1", "of every dimension of the preset, its context too: a fraction such as 1/8"
+        "1", "scale of every dimension of the preset, also of its context: a fraction such as 1/8"
     )
     batch: int = option(1, "sequences per rank", least=1)
-    ops: str = option("triton", "of the lab's rows", choices=OPS_CHOICES)
-    checkpointing: str = option("auto", "of the lab's rows: auto, or as for distlab train")
+    ops: str = option("triton", "operations of the lab's rows", choices=OPS_CHOICES)
+    checkpointing: str = option(
+        "auto", "recomputation of the lab's rows: auto, or as for distlab train"
+    )
     rows: tuple[str, ...] = option(
         (OURS, "fsdp2 selective", "fsdp2 qkv", "fsdp2 attention"),
-        "what to time",
+        "rows to time",
         choices=tuple(ROWS),
     )
-    profile_steps: int = option(1, "per trace, 0 for no traces", least=0)
+    profile_steps: int = option(1, "steps per trace, 0 for no traces", least=0)
     minutes: float = option(
-        7.5, "nothing is begun later than that; the same --name goes on", above=0
+        7.5, "minutes after which nothing is begun; the same --name goes on", above=0
     )
 
     def __post_init__(self) -> None:
@@ -136,7 +138,7 @@ class LongContextConfig(BenchOptions, TimingOptions):
         )
 
     def variant(self, row: str, **options: str) -> Variant:
-        """What a row times; `options` replace its own."""
+        """Return the variant that a row times. `options` replace its own."""
         strategy, own = ROWS[row]
         return Variant(row, get_strategy(strategy), options=replace(self, **own | options))
 
@@ -195,7 +197,7 @@ def attempted(work: Callable[[], None], record: Record) -> None:
 def parts(
     config: LongContextConfig, context: RankContext, run: Run
 ) -> Iterator[tuple[str, Record, Callable[[], None]]]:
-    """What is still to be done, in order, and whose row it belongs to."""
+    """Yield the remaining work in order: name, record of the row, and a function that does it."""
     bench = Workbench(context, config)
     for number in range(config.rounds):
         for row in config.rows:
@@ -206,7 +208,7 @@ def parts(
 
 
 def worth_timing(record: Record, records: Records) -> bool:
-    """Whether a row can run, and if it is a peer that was timed, whether it is among the fastest."""
+    """Return whether a row can run and, if it is a timed peer, whether it is among the fastest."""
     status, mine = record.metrics.get("status"), record.metrics.get("step_p50_ms")
     if status not in (None, "ok"):
         return False
@@ -220,7 +222,7 @@ def timed(records: Records) -> list[Record]:
 
 
 def predicted(plan: Plan) -> Metrics:
-    """What a plan says, as metrics."""
+    """Return a plan's prediction as metrics."""
     memory, step = plan.memory, plan.time
     found = {
         "keeps": plan.step.checkpointing,
@@ -274,7 +276,7 @@ def time_round(
 
 
 def profile(trial: Trial, steps: int, record: Record, run: Run) -> None:
-    """What a step consists of, from this rank's trace."""
+    """Write the parts of a step from this rank's trace into its record."""
     path = run.path / f"trace_{record.variant.replace(' ', '_')}_rank{trial.context.rank}.json.gz"
     trial.profile(path, steps)
     seen = account(load_trace(path))
@@ -285,7 +287,7 @@ OVER_PEER = Ratio("vs_peer", fastest("step_p50_ms", lambda record: is_peer(recor
 
 
 def compare(records: Records) -> None:
-    """Each row beside the fastest of torch's, and its loss beside ours."""
+    """Compare each row with the fastest of torch's, and its loss with ours."""
     done = timed(records)
     OVER_PEER.add(done)
     ours = next((r.metrics["loss_after_steps"] for r in done if r.variant == OURS), None)
@@ -294,7 +296,7 @@ def compare(records: Records) -> None:
 
 
 def wrong_rows(records: Records) -> list[str]:
-    """What failed, or a loss that is another than ours after the same steps."""
+    """Name failures, and losses that differ from ours after the same steps."""
     problems = []
     for record in records:
         apart = record.metrics.get("loss_rel_diff")
@@ -308,7 +310,7 @@ def wrong_rows(records: Records) -> list[str]:
 
 
 def findings(records: Records) -> list[str]:
-    """What does not fit."""
+    """Name the rows that do not fit."""
     found = []
     for record in records:
         metrics = record.metrics
@@ -369,7 +371,7 @@ VIEW = View(
     "output projection, `gate-up` also SwiGLU's two; `selective` attention's output and every other matmul's; the rest "
     "is recomputed. MFU counts causal attention as half, and "
     "no recomputation. The ratio is over the fastest of torch's rows, paired by step; a tie where its 95 % interval "
-    "contains 1. Δ loss is the relative difference from the first row's after as many steps from equal weights.",
+    "contains 1. Δ loss is the relative difference from the first row's after the same steps from equal weights.",
     prediction="Memory in closed form (distlab.theory.memory); time from two simulated layers at the shares of the "
     "datasheet's peaks that another model reached (distlab.simulate.estimate), on known GPUs.",
 )

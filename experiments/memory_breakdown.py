@@ -5,7 +5,7 @@
 
 Every variant trains a few steps; parameters, gradients and optimizer state are counted from the
 tensors themselves, the moments of a step (after construction, before and after the optimizer, the
-peak) by the allocator. Beside each stands what `theory.memory` predicts from the widths of the
+peak) by the allocator. Next to each is the prediction of `theory.memory` from the widths of the
 model alone.
 """
 
@@ -51,13 +51,13 @@ STATES = ("parameters", "gradients", "optimizer_state")
 
 @dataclass(frozen=True)
 class MemoryConfig(OwnModel, BenchOptions):
-    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
     dtype: str = option(
-        "fp32", "fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16")
+        "fp32", "dtype: fp32, or bf16 computation over fp32 parameters", choices=("fp32", "bf16")
     )
-    strategies: tuple[str, ...] = option(STRATEGIES, "what to measure", choices=tuple(KNOWN))
-    bucket_size_mb: float = option(25.0, "MiB", above=0)
+    strategies: tuple[str, ...] = option(STRATEGIES, "strategies to measure", choices=tuple(KNOWN))
+    bucket_size_mb: float = option(25.0, "MiB per bucket", above=0)
 
 
 def measure(config: MemoryConfig, context: RankContext, run: Run) -> None:
@@ -130,7 +130,7 @@ def _measure(bench: Workbench, variant: Variant) -> dict[str, int | float | None
 
 
 def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dict[str, int | str]:
-    """What `theory.memory` says of this variant."""
+    """Return the prediction of `theory.memory` for this variant."""
     expected = config.planned(strategy).memory(
         context.world_size, on_gpu=context.device.type == "cuda"
     )
@@ -156,8 +156,9 @@ def _predicted(config: MemoryConfig, context: RankContext, strategy: str) -> dic
 def _simulated(
     config: MemoryConfig, context: RankContext, rows: Sequence[Variant]
 ) -> dict[str, dict[str, int | str]]:
-    """Strategy → what a step of a user's model takes in the fake world; nothing for torch's peers, nor for a model that
-    reads values.
+    """Return strategy → memory of a step of a user's model in the fake world.
+
+    Torch's peers, and models that read values, have none.
     """
     strategies = dict.fromkeys(row.strategy.name for row in rows)
     found = peaks(config.factory, strategies, config.batch, context.world_size, config.dtype)
@@ -258,9 +259,9 @@ VIEW = View(
     pictures={"memory.png": draw},
     reading="Parameters, gradients and optimizer state are counted from the tensors themselves; what the allocator "
     "held after construction, before and after the optimizer and at its peak is the fullest rank's. The phase of the "
-    "peak is the closed form's: at a small batch it lies where gradients are complete, at a large one where "
+    "peak is the closed form's: at a small batch it is where gradients are complete, at a large one where "
     "activations are.\n\n"
-    "In the picture the measured bar stands above the predicted one. Only the parameters and the optimizer state "
+    "In the picture the measured bar is above the predicted one. Only the parameters and the optimizer state "
     "of a measured peak can be counted separately; the rest is gradients, activations and copies.",
     prediction="The closed form of distlab.theory.memory, from the widths of the model alone.",
     noise="Bytes do not vary from run to run by more than the order in which blocks of the allocator are reused.",

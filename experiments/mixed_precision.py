@@ -59,20 +59,20 @@ WIDTH = 768  # of layer normalisation's input
 
 @dataclass(frozen=True)
 class PrecisionConfig(Options):
-    """What to run."""
+    """Options of the experiment."""
 
     size: str = option("small", "model preset")
-    layers: int | None = option(4, "blocks", least=1)
+    layers: int | None = option(4, "number of blocks", least=1)
     context: int | None = option(512, "tokens per sequence", least=1)
     batch: int = option(8, "sequences of a micro-batch", least=1)
     micro_batches: int = option(
-        8, "that make a step: the loss is divided by it, as accumulation does", least=1
+        8, "micro-batches of a step: the loss is divided by it, as accumulation does", least=1
     )
     log2_scales: tuple[int, ...] = option(
         (0, 4, 8, 12, 16, 20, 24, 28, 32, 36), "loss scales, as powers of two"
     )
-    rows: int = option(8192, "of layer normalisation's input", least=1)
-    steps: int = option(400, "of the trainings in bf16 and fp8", least=4)
+    rows: int = option(8192, "rows of layer normalisation's input", least=1)
+    steps: int = option(400, "steps of the trainings in bf16 and fp8", least=4)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ def measure(config: PrecisionConfig, context: RankContext, run: Run) -> None:
 
 
 def accumulation(config: PrecisionConfig, device: torch.device) -> Rows:
-    """1,000 × 0.01: the sum, by which format predicts it, and how far from ten it is."""
+    """Yield sums of 1,000 × 0.01 by accumulator, their predictions, and distances from ten."""
     for accumulator in DTYPES:
         for held_in in ("fp32", accumulator) if accumulator != "fp32" else DTYPES:
             total = torch.zeros((), dtype=DTYPES[accumulator], device=device)
@@ -123,7 +123,10 @@ def toy(device: torch.device) -> nn.Module:
 
 
 def types(config: PrecisionConfig, device: torch.device) -> Rows:
-    """The dtype of each part's output under autocast, in the order of execution; then of the loss and the gradients."""
+    """Yield the dtype of each part's output under autocast, in the order of execution.
+
+    Loss and gradients follow.
+    """
     tokens = torch.zeros(1, 16, dtype=torch.int64, device=device)
     language_model = replace(config.model(), num_layers=1, context_length=16)
     cases = {
@@ -160,7 +163,10 @@ def _name(out: Tensor | tuple[Tensor, ...]) -> str:
 
 
 def norm(config: PrecisionConfig, device: torch.device) -> Rows:
-    """Layer normalisation of inputs in a low precision, with statistics in it or in fp32, against float64."""
+    """Yield errors of layer normalisation of inputs in a low precision, against float64.
+
+    Its statistics are in that precision or in fp32.
+    """
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randn(config.rows, WIDTH, generator=generator).to(device)
     for where, (deviation, mean) in INPUTS.items():
@@ -184,7 +190,7 @@ def norm(config: PrecisionConfig, device: torch.device) -> Rows:
 
 
 def layer_norm(x: Tensor, eps: float = 1e-5) -> Tensor:
-    """(x − mean)/√(variance + eps) over the last dimension, every operation in the dtype of `x`, any shape."""
+    """Return (x − mean)/√(variance + eps) over the last dimension, all in the dtype of `x`."""
     centred = x - x.mean(-1, keepdim=True)
     return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + eps)
 
@@ -241,9 +247,12 @@ def scaling(config: PrecisionConfig, device: torch.device) -> Rows:
 def gradients(
     config: PrecisionConfig, device: torch.device, low: torch.dtype | None, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(the logits' gradients at this scale, the matrices' gradients with the scale divided out), flat, in fp32.
+    """Return gradients of logits and of matrices, flat, in fp32.
 
-    Of one micro-batch; the embedding is left out, most of whose rows no token looked up.
+    Those of the logits are at this scale. The scale is divided out of those of the matrices.
+
+    They are those of one micro-batch. The embedding is left out, because no token looks up most of
+    its rows.
     """
     model, data = model_and_data(config, device)
     tokens, targets = data.batch(0)
@@ -302,7 +311,7 @@ headline = headline_from(
 
 
 def findings(records: Records) -> list[str]:
-    """What these rows say, in words."""
+    """Return the conclusions from these rows."""
     config = PrecisionConfig.of(records[0].config)
     model = config.model()
     low, high = safe_loss_scales(
@@ -323,7 +332,7 @@ def findings(records: Records) -> list[str]:
 
 
 def draw(records: Records, path: Path) -> None:
-    """Left, how gradients are distributed over powers of two, and fp16's range; right, what each loss scale does."""
+    """Draw gradients over powers of two with fp16's range, and the effect of each loss scale."""
     rows = [r for r in records if r.config["part"] == "scaling"]
     exact = next((r.metrics for r in rows if r.variant == "fp32"), None)
     if exact is None:

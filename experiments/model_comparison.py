@@ -5,9 +5,9 @@
     distlab run model_comparison --preset llama      # a layer of Llama, whose modules?
 
 One model and one optimizer are run in several ways, which share every parameter: with torch's
-operations or ours, as they are written, with compiled blocks, or whole in CUDA graphs. Rounds of
-some steps each are interleaved, so that the machine's drift hits all ways alike. Each way's
-gradients are held against fp32 with torch's operations.
+operations or ours, as they are written, with compiled blocks, or whole in CUDA graphs. Rounds of a
+few steps each are interleaved, so that the machine's drift affects all ways equally. Each way's
+gradients are compared with fp32 with torch's operations.
 
 With `--layer` the model is one decoder layer in the shape of Hugging Face's Llama
 (`_llama_layer.py`), whose modules are exchanged; its loss is the mean square of what comes out.
@@ -70,14 +70,16 @@ OVER_COMPILED = Ratio("over_compiled", row_of("torch-compiled"))
 
 @dataclass(frozen=True)
 class Config(BenchOptions):
-    """Which model, which ways, and how long. Raises ValueError for a value that is not allowed."""
+    """Options of the comparison. Raises ValueError for a value that is not allowed."""
 
-    ways: tuple[str, ...] = option(tuple(WAYS), "of running the model", choices=tuple(WAYS))
-    dtype: str = option("bf16", "fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16"))
-    rounds: int = option(8, "interleaved", least=1)
-    steps: int = option(4, "timed per round, after one that is not", least=1)
+    ways: tuple[str, ...] = option(tuple(WAYS), "ways to run the model", choices=tuple(WAYS))
+    dtype: str = option(
+        "bf16", "dtype: fp32, or bf16 over fp32 parameters", choices=("fp32", "bf16")
+    )
+    rounds: int = option(8, "interleaved rounds", least=1)
+    steps: int = option(4, "timed steps per round, after an untimed one", least=1)
     layer: bool = option(
-        False, "one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's"
+        False, "run one layer in Llama's shape, by torch's modules, kernels.nn's and Liger's"
     )
 
     def __post_init__(self) -> None:
@@ -90,7 +92,7 @@ class Config(BenchOptions):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for ways of the Transformer beside `--layer`."""
+        """Raise ValueError for ways of the Transformer together with `--layer`."""
         if given.get("layer") and "ways" in given:
             raise ValueError(
                 "--ways are of the Transformer, and --layer has all of its own: leave one of them out"
@@ -98,7 +100,7 @@ class Config(BenchOptions):
 
 
 def sharing(model: nn.Module, base: nn.Module) -> nn.Module:
-    """`model`, made on meta, with the parameters of `base` themselves."""
+    """Return `model`, made on meta, with the parameters of `base` themselves."""
     for name, parameter in base.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, parameter)
@@ -175,7 +177,7 @@ class Way:
 def first_steps(
     name: str, ways: dict[str, Way], make: Callable[[], Way], reference: tuple[float, list[Tensor]]
 ) -> Metrics:
-    """Compile a way, which is then kept in `ways`, and hold its first batch against the plain one's."""
+    """Compile a way, keep it in `ways`, and compare its first batch with the plain one's."""
     way = make()
     loss, gradients = way.first()
     found = relative_errors(loss, reference[0], gradients, reference[1])
@@ -244,7 +246,7 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 
 def operations(name: str, config: Config) -> str:
-    """Which implementation each operation of the Transformer has in this way."""
+    """Return the implementation of each operation of the Transformer in this way."""
     ops, attention, how = WAYS[name]
     shape, dtype = (
         replace(config.model(), ops=ops, attention=attention),
@@ -256,7 +258,7 @@ def operations(name: str, config: Config) -> str:
 
 
 def waits(way: Way, step_ms: float) -> dict[str, float]:
-    """How much of a step the GPU is idle, and what the host launches in one."""
+    """Return the share of a step in which the GPU is idle, and the host's launches in one."""
     busy, launches = busy_ms(way)
     return {
         "gpu_idle_pct": 100 * max(0.0, 1 - busy / step_ms),
@@ -296,7 +298,7 @@ VIEW = View(
         "grad_rel_error",
         "status",
     ),
-    reading="÷ compiled is the step beside that of torch's operations with compiled blocks, a tie where the 95 % "
+    reading="÷ compiled is the step over that of torch's operations with compiled blocks, a tie where the 95 % "
     "interval of the paired steps contains 1. Errors are relative, of loss and all gradients of one batch, against "
     "fp32.",
     prediction="None: see ddp_bench, plan and the calculator for predicted steps.",

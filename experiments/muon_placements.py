@@ -5,9 +5,9 @@
 
 A row is a strategy with AdamW, or with Muon and a placement: every rank computes all, the owner
 computes and broadcasts, parts are gathered, or exchanged with owners. The bytes that
-orthogonalising sends are held against the closed form. What it costs does not depend on the tokens
-of a step: with n of them a rank, it is about 4.2·d/(n·ranks) of the model's own FLOPs, d being the
-shorter side of a matrix. So a step should have as many as it has in training.
+orthogonalising sends are compared with the closed form. Its cost does not depend on the tokens of a
+step: with n of them per rank, it is about 4.2·d/(n·ranks) of the model's own FLOPs, d being the
+shorter side of a matrix. So a step should have the number of tokens that it has in training.
 """
 
 from dataclasses import dataclass, replace
@@ -59,9 +59,11 @@ OVER_ADAMW = Ratio(
 
 @dataclass(frozen=True)
 class PlacementsConfig(BenchOptions, TimingOptions):
-    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
-    strategies: tuple[str, ...] = option(tuple(PLACEMENTS), "to compare", choices=tuple(PLACEMENTS))
+    strategies: tuple[str, ...] = option(
+        tuple(PLACEMENTS), "rows to compare", choices=tuple(PLACEMENTS)
+    )
     micro_batches: int = option(1, "parts of a rank's batch, one after the other", least=1)
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
@@ -73,7 +75,7 @@ class PlacementsConfig(BenchOptions, TimingOptions):
             )
 
     def rows(self) -> list[Variant]:
-        """Each strategy with AdamW, and with Muon in each of its placements."""
+        """Return a row for each strategy with AdamW, and with Muon in each of its placements."""
         rows = []
         for name in self.strategies:
             adamw = Variant(f"{name} adamw", get_strategy(name), micro_batches=self.micro_batches)
@@ -122,8 +124,10 @@ def measure(config: PlacementsConfig, context: RankContext, run: Run) -> None:
 
 
 def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
-    """What an optimizer's step sends, counted; beside it the closed form of what is sent in bf16, and how unequally
-    owners share the work.
+    """Return the bytes that an optimizer's step sends, counted.
+
+    The metrics also hold the closed form of the bytes sent in bf16, and how unequally owners share
+    the work.
     """
     attached()
     with CollectiveRecorder() as recorder:  # once more by the same gradients
@@ -157,7 +161,7 @@ def sent(placement: str, attached: Trial, context: RankContext) -> Metrics:
 
 
 def wrong_rows(records: Records) -> list[str]:
-    """Rows that sent something else than the closed form, or whose parameters are not one process's, a line each."""
+    """Name rows that sent other bytes than the closed form, or that differ from one process."""
     problems = [
         f"{record.variant}: sent {record.metrics['muon_bytes']} bytes in bf16; the closed form says "
         f"{record.metrics['predicted_muon_bytes']}"
@@ -199,7 +203,7 @@ VIEW = View(
     ),
     reading="Under `all` every rank orthogonalises every matrix of the blocks; the owner of a matrix orthogonalises it "
     "and broadcasts the parameter, or gets its parts and sends them back (`exchange`). What is gathered or exchanged "
-    "is the update in bf16. Beside that, sharded strategies gather parameters after the step, with AdamW too.",
+    "is the update in bf16. Sharded strategies also gather parameters after the step, as with AdamW.",
     prediction="Bytes in closed form (distlab.theory.muon), asserted on every rank.",
 )
 

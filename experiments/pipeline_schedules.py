@@ -3,10 +3,10 @@
     distlab run pipeline_schedules --nproc 2
     distlab run pipeline_schedules --nproc 2 --size medium --dtype bf16 --micro-batches 4 16
 
-All ranks are the stages of one model. A row is a schedule with so many micro-batches, ours or
-torch's. Of ours every action is timed by itself, without its waiting: from these durations and the
-schedule's list the step is simulated, and stands beside the one that was measured. A micro-batch
-has the same size in every row.
+All ranks are the stages of one model. A row is a schedule, ours or torch's, with a number of
+micro-batches. Every action of ours is timed by itself, without its waiting: from these durations
+and the schedule's list the step is simulated, and compared with the measured one. A micro-batch has
+the same size in every row.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,16 +52,16 @@ OFF = prediction_error("simulated_ms", "forward_backward_p50_ms", "error %", "+.
 
 @dataclass(frozen=True)
 class SchedulesConfig(BenchOptions, TimingOptions):
-    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
     batch: int = option(1, "sequences of a micro-batch", least=1)
     micro_batches: tuple[int, ...] = option(
-        (4, 8), "of a step, one or several (a row each)", least=1, kind=int
+        (4, 8), "micro-batches of a step, one or several (a row each)", least=1, kind=int
     )
     check_steps: int = option(2, "steps of the comparison with one process, 0 for none", least=0)
 
     def rows(self, ranks: int) -> list[Variant]:
-        """Each schedule with each number of micro-batches that it takes, ours and torch's."""
+        """Return a row for each schedule with each number of micro-batches, ours and torch's."""
         rows = []
         for count in self.micro_batches:
             for schedule in SCHEDULES:
@@ -129,7 +129,7 @@ def measure(config: SchedulesConfig, context: RankContext, run: Run) -> None:
 
 
 def timed_actions(attached: Trial, context: RankContext) -> dict[Action, float]:
-    """What each action of this rank takes in one step, without its waiting, in ms."""
+    """Return ms of each action of this rank in one step, without its waiting."""
     moments = {}
     pipeline = attached.model.pipeline
     unobserved, pipeline.observe = pipeline.observe, partial(observed, moments, context.device)
@@ -154,11 +154,11 @@ def observed(
 def bubble(
     row: Variant, seen: Sequence[Sequence[Mapping[Action, float]]], window_ms: float
 ) -> Metrics:
-    """What a schedule leaves idle: by the closed form, simulated from its actions' durations, and measured.
+    """Return the idle share of a schedule: in closed form, simulated from durations, and measured.
 
     Args:
-        seen: of each rank, of some steps, the durations of its actions.
-        window_ms: forward and backward of the slowest rank, as it was timed.
+        seen: for each rank and some steps, the durations of its actions.
+        window_ms: ms of forward and backward on the slowest rank, as timed.
     """
     durations = {
         action: median(step[action] for step in rank) for rank in seen for action in rank[0]
@@ -181,7 +181,10 @@ def bubble(
 def closed_form(
     name: str, ranks: int, count: int, chunks: int, durations: Mapping[Action, float]
 ) -> float:
-    """The idle share where every stage takes the same time: (p − 1)/(v·m + p − 1); of ZB-H1 by F, B and W."""
+    """Return the idle share if every stage takes the same time: (p − 1)/(v·m + p − 1).
+
+    That of ZB-H1 follows from F, B and W.
+    """
     if name != "zero-bubble":
         return (ranks - 1) / (chunks * count + ranks - 1)
     mean = {
@@ -228,9 +231,9 @@ VIEW = View(
     ),
     reading="Idle is the part of forward and backward, of the slowest rank, that the ranks' actions do not fill, on "
     "average over ranks; an action is timed on its rank's own clock, from when its input is there. Simulated is the "
-    "same of the schedule's list, each action taking what it was measured to take and messages nothing. The closed "
-    "form is of stages that take equally long. Held are the most micro-batches whose activations lie on a rank, in "
-    "those of a whole stage.",
+    "same for the schedule's list, with each action taking its measured time and messages none. The closed "
+    "form assumes stages that take equally long. Held is the largest number of micro-batches whose activations are "
+    "on a rank, in units of a whole stage.",
     prediction="Simulated from the durations of single actions (distlab.parallel.schedules.simulate), not from steps.",
 )
 

@@ -45,21 +45,21 @@ STOPS_AT = 90.0  # per cent of the first point's tokens per second and rank
 
 @dataclass(frozen=True)
 class ScalingConfig(MachineOptions):
-    """What to predict."""
+    """Options of the prediction."""
 
     batch: int = option(
-        8, "sequences per rank (weak), and most of a micro-batch (strong scaling)", least=1
+        8, "sequences per rank (weak), and at most in a micro-batch (strong scaling)", least=1
     )
     global_batch: int = option(4096, "sequences of all ranks together (strong scaling)", least=1)
     ranks: tuple[int, ...] = option(tuple(2**k for k in range(13)), "world sizes", least=1)
-    strategies: tuple[str, ...] = option(STRATEGIES, "to compare", choices=STRATEGIES)
+    strategies: tuple[str, ...] = option(STRATEGIES, "strategies to compare", choices=STRATEGIES)
     group: int | None = option(
-        None, "of hsdp, ranks that share a copy of the parameters [a node]", least=1
+        None, "ranks that share a copy of the parameters, for hsdp [a node]", least=1
     )
     recompute: str = option(
-        "none", "what blocks keep; the rest runs again in backward", choices=RECOMPUTATION
+        "none", "results that blocks keep; the rest runs again in backward", choices=RECOMPUTATION
     )
-    records: tuple[str, ...] = option((), "files of ddp_bench to draw as points")
+    records: tuple[str, ...] = option((), "records of ddp_bench to draw as points")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +72,7 @@ class ScalingConfig(MachineOptions):
 
 
 def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
-    """A row per kind, strategy and number of ranks; with the measured figures where there are any."""
+    """Add a row per kind, strategy and number of ranks, with measured figures if there are any."""
     measured = measured_points(config)
     for kind in KINDS:
         for strategy in config.strategies:
@@ -99,7 +99,10 @@ def measure(config: ScalingConfig, context: RankContext, run: Run) -> None:
 
 
 def _split(config: ScalingConfig, kind: str, ranks: int) -> tuple[int, int] | None:
-    """(micro-batch, how many) per rank; None where the global batch leaves ranks without a sequence."""
+    """Return (micro-batch, number) per rank.
+
+    None if the global batch leaves ranks without a sequence.
+    """
     if kind == "weak":
         return config.batch, 1
     per_rank = config.global_batch // ranks
@@ -135,7 +138,9 @@ def _predict(
 
 
 def measured_points(config: ScalingConfig) -> dict[tuple[str, int, int], dict[str, float]]:
-    """(strategy, ranks, sequences per rank) → measured figures, from the records that match the question.
+    """Return (strategy, ranks, sequences per rank) → measured figures.
+
+    They come from the records that match the question.
 
     Of several bucket sizes the fastest counts.
     """
@@ -171,7 +176,7 @@ headline = headline_from(
 
 
 def findings(records: Records) -> list[str]:
-    """Where each strategy stops scaling; says that nothing in the named files could be drawn."""
+    """Name where each strategy stops scaling, and files without anything to draw."""
     config, stops = records[0].config, {}
     for record in records:
         if record.metrics["predicted_efficiency_pct"] < STOPS_AT:
@@ -194,7 +199,10 @@ def findings(records: Records) -> list[str]:
 
 
 def draw(records: Records, path: Path) -> None:
-    """Tokens per second and rank, so that perfect scaling is a level line; error bars from p20 to p80."""
+    """Draw tokens per second and rank, so that perfect scaling is a level line.
+
+    Error bars reach from p20 to p80.
+    """
     ranks = sorted({record.config["world_size"] for record in records})
     ticks = [(n, f"{n:,}") for n in ranks[:: 1 + len(ranks) // 8]]
     panels = {}  # kind → its series

@@ -26,17 +26,19 @@ MOST_RANKS = 2**20  # the lists of a group's ranks take seconds and gigabytes be
 
 @dataclass(frozen=True)
 class ScaleConfig(MachineOptions):
-    """What to simulate."""
+    """Options of the simulation."""
 
-    model: str = option("10B", "a preset")
+    model: str = option("10B", "model preset")
     device: str = option("h100", "kind of GPU, such as h100")
     ranks: int = option(1024, "world size", least=1, most=MOST_RANKS)
     batch: int = option(2, "sequences per rank", least=1)
-    strategies: tuple[str, ...] = option(("bucketed", "zero1", "fsdp"), "of this lab")
-    bucket_size_mb: float = option(100.0, "MiB", above=0)
-    checkpointing: str = option("none", "what backward recomputes, as for distlab train")
+    strategies: tuple[str, ...] = option(
+        ("bucketed", "zero1", "fsdp"), "strategies of this lab to simulate"
+    )
+    bucket_size_mb: float = option(100.0, "MiB per bucket", above=0)
+    checkpointing: str = option("none", "recomputation in backward, as for distlab train")
     group: int | None = option(
-        None, "ranks of a shard group, of strategies with a mesh [a node]", least=1
+        None, "ranks in a shard group, for strategies with a mesh [a node]", least=1
     )
 
     def __post_init__(self) -> None:
@@ -62,7 +64,7 @@ class ScaleConfig(MachineOptions):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for what a cluster decides, and a size of buckets that no strategy has."""
+        """Raise ValueError for options that a cluster decides, or unused bucket sizes."""
         super().check_given(given)
         check_buckets(given, given.get("strategies", cls.strategies))
 

@@ -1,7 +1,7 @@
 """Do all strategies train alike?
 
     distlab run train_curves --quick
-    distlab run train_curves --nproc 2 --max-restarts 1      # through a killed run, too
+        distlab run train_curves --nproc 2 --max-restarts 1      # also through a killed run
 
 Trains a model on bytes of text (by default this repository's own sources and pages) under every
 strategy, with one data order and one seed, and once by Muon, whose curve is another. Then the last
@@ -61,7 +61,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def compared_on(device_type: str) -> tuple[str, ...]:
-    """The strategies that are compared on `cuda` or `cpu`: all that can train there, torch's DDP once."""
+    """Return the strategies to compare on `cuda` or `cpu`: all that train there, one torch DDP."""
     here = {name: STRATEGIES[name] for name in strategies_on(device_type, meshes=False)}
     return tuple(
         name
@@ -71,29 +71,34 @@ def compared_on(device_type: str) -> tuple[str, ...]:
 
 
 def kill_at(steps: int) -> int:
-    """The step of so many after which the last rank kills itself, between its second checkpoint and its third."""
+    """Return the step after which the last rank kills itself.
+
+    It is between the second and the third checkpoint.
+    """
     return 11 * steps // 20
 
 
 @dataclass(frozen=True)
 class CurvesConfig(Options):
-    """What to run.
+    """Options of the experiment.
 
     Raises ValueError for a value that is not allowed; `TrainConfig` checks what it takes.
     """
 
     size: str = option("tiny", "model preset")
     context: int | None = option(None, "tokens per sequence [the preset's]")
-    dtype: str = option("fp32", "of the computation")
-    steps: int = option(200, "of each curve", least=4)
+    dtype: str = option("fp32", "dtype of the computation")
+    steps: int = option(200, "steps of each curve", least=4)
     batch: int = option(16, "sequences of all ranks")
     lr: float = option(3e-4, "learning rate")
-    strategies: tuple[str, ...] = option(compared_on("cpu"), "to train with, beside the reference")
+    strategies: tuple[str, ...] = option(
+        compared_on("cpu"), "strategies to train with, in addition to the reference"
+    )
     parts: tuple[str, ...] = option(
-        PARTS, "what to run; kill needs --max-restarts 1", choices=PARTS
+        PARTS, "parts to run; kill needs --max-restarts 1", choices=PARTS
     )
     text_file: str | None = option(
-        None, "a text file [this repository's sources and pages]", flag="--text"
+        None, "text file to train on [this repository's sources and pages]", flag="--text"
     )
 
     def __post_init__(self) -> None:
@@ -130,12 +135,11 @@ def distance(mine: Mapping[str, Any], reference: Mapping[str, Any]) -> float | N
 
 
 def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
-    """All parts, a row per run; call it on every rank.
+    """Run all parts, a row per run. Call it on every rank.
 
     Raises:
-        OSError, ValueError: on every rank, for a text that cannot be used, or is another than that
-            of earlier rows, and for a rank that would kill itself and that nobody would start
-            again.
+        OSError, ValueError: on every rank, for a text that cannot be used, or that differs from
+            that of earlier rows, and for a rank that would kill itself without being started again.
         MemoryError: a strategy with this model and batch does not fit.
     """
     place = RankEnvironment.read()
@@ -175,7 +179,7 @@ def measure(config: CurvesConfig, context: RankContext, run: Run) -> None:
 
 
 def check_restarts(parts: Sequence[str], max_restarts: int) -> None:
-    """Raise ValueError if a rank will kill itself and nobody will start it again."""
+    """Raise ValueError if a rank will kill itself and will not be started again."""
     if "kill" in parts and max_restarts < 1:
         raise ValueError(
             "the part 'kill' ends a rank, which must be started again: give --max-restarts 1, or leave it out with "
@@ -195,13 +199,13 @@ def text_of_repository(root: Path) -> np.ndarray:
 
 
 class Curves:
-    """Trains what the parts need.
+    """Training runs that the parts need.
 
     Args:
-        config: what to run.
-        context: this rank.
-        run: of rows and checkpoints; all ranks see its folder.
-        tokens: bytes.
+        config: options of the experiment.
+        context: context of this rank.
+        run: rows and checkpoints. All ranks see its folder.
+        tokens: bytes of the text.
     """
 
     def __init__(self, config: CurvesConfig, context: RankContext, run: Run, tokens: np.ndarray):
@@ -289,7 +293,7 @@ class Curves:
 
 
 def verdicts(records: Records) -> list[str]:
-    """What is not as it should be; empty if all is well."""
+    """Return the problems, or nothing if all is well."""
     by_name = {record.variant: record.metrics for record in records}
     problems = []
     limit, reference = tolerance(records), by_name.get(REFERENCE, {})
@@ -314,8 +318,9 @@ def verdicts(records: Records) -> list[str]:
 
 
 def tolerance(records: Records) -> float | None:
-    """How far curves may lie apart: twice what rounding alone does (the same mathematics in two micro-batches), and
-    at least 0.01 nats.
+    """Return the allowed distance of curves: twice that of rounding, and at least 0.01 nats.
+
+    That of rounding comes from the same mathematics in two micro-batches.
     """
     by_name = {record.variant: record.metrics for record in records}
     if REFERENCE not in by_name or ROUNDING not in by_name:

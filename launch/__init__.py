@@ -1,1 +1,1 @@
-"""Thin entry points for `torchrun`: parse, make the rank context, run the experiment, write the report."""
+"""Command-line entry points. They parse options, start ranks and run the experiment."""

@@ -1,5 +1,6 @@
-"""`distlab`: every experiment, the trainer and what belongs to them, as one command (without installing:
-`python -m launch`).
+"""`distlab`: one command for every experiment, the trainer and the tools around them.
+
+Without installing, the same is `python -m launch`.
 
     distlab list                                  every experiment: its question, and what it needs
     distlab run NAME [--nproc N] [options]        measure; `distlab run NAME --help` shows how
@@ -54,7 +55,7 @@ Command = Callable[[Arguments], int]  # → exit code
 
 
 def main(argv: Arguments | None = None) -> int:
-    """The command; returns its exit code."""
+    """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command, rest = (arguments[0], arguments[1:]) if arguments else ("--help", [])
     if command in ("-h", "--help", "help"):
@@ -87,7 +88,10 @@ def main(argv: Arguments | None = None) -> int:
 
 
 def console() -> None:
-    """`main` as a process: a rank leaves without the interpreter's shutdown, see `leave_process`."""
+    """Run `main` as a process.
+
+    A rank leaves without the interpreter's shutdown, see `leave_process`.
+    """
     outlive_readers()
     code = main()
     if "torch.distributed" in sys.modules:
@@ -98,14 +102,18 @@ def console() -> None:
 
 
 def list_experiments(arguments: Arguments) -> int:
-    """Every experiment with its question and what it needs, read from the sources: nothing is imported."""
+    """List every experiment with its question and its needs, read from the sources."""
     Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
     print(listing(experiments()))
     return 0
 
 
 def _to_end(name: str, work: Callable[[], int]) -> int:
-    """`work()`'s exit code; 2 after the one line of an error that a person can mend; 128 + n if signal n stops it."""
+    """Run `work()` and return its exit code.
+
+    Returns 2 after the one line of an error that the user can fix, and 128 + n if signal n stops
+    it.
+    """
 
     def mended() -> int:
         is_rank = "ROLE_RANK" in os.environ  # whose launching process has said it
@@ -127,7 +135,7 @@ def _to_end(name: str, work: Callable[[], int]) -> int:
 
 @contextlib.contextmanager
 def say_if_slow(text: str) -> Iterator[None]:
-    """Print a line on stderr if the `with` block takes longer than a second, so that a slow machine is not silent."""
+    """Print a line on stderr if the `with` block takes longer than a second."""
     timer = threading.Timer(1.0, print, args=(text,), kwargs={"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -138,7 +146,7 @@ def say_if_slow(text: str) -> Iterator[None]:
 
 
 def _speaks() -> bool:
-    """Whether this process says what all ranks find."""
+    """Return whether this process prints messages that all ranks have."""
     from distlab.comm import RankEnvironment
 
     try:
@@ -148,7 +156,7 @@ def _speaks() -> bool:
 
 
 def run(arguments: Arguments) -> int:
-    """Run an experiment; on several ranks start them, unless this process is one of them already."""
+    """Run an experiment. Start its ranks if it needs several, unless this process is one."""
     if not arguments or arguments[0].startswith("-"):
         print("distlab run NAME [options]; `distlab list` shows the names", file=sys.stderr)
         return USAGE_ERROR
@@ -190,18 +198,23 @@ def run(arguments: Arguments) -> int:
 
 
 def show(arguments: Arguments) -> int:
-    """Redraw table, pictures and page of saved rows, of one machine or of several, without measuring.
+    """Redraw table, pictures and page of saved rows, of one machine or several, without measuring.
 
-    Pictures that rows alone cannot give (timelines, from traces) are copied from beside the first
-    file.
+    Pictures that rows alone cannot give (timelines, from traces) are copied from the folder of the
+    first file.
     """
     parser = Parser("distlab show", description=show.__doc__)
     parser.add_argument(
-        "files", nargs="+", metavar="RUN", help="as `distlab runs` names it, or a file of records/"
+        "files",
+        nargs="+",
+        metavar="RUN",
+        help="run, as `distlab runs` names it, or a file of records/",
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
-    parser.add_argument("--table", choices=("text", "markdown"), help="print the table alone, so")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
+    parser.add_argument(
+        "--table", choices=("text", "markdown"), help="print only the table, in this form"
+    )
     args = parser.parse_args(arguments)
 
     from distlab.report import read_json, reading, write
@@ -235,7 +248,7 @@ def show(arguments: Arguments) -> int:
 
 
 def maker_of(name: str) -> str:
-    """The experiment that makes records of that name, its own or those of a part.
+    """Return the name of the experiment that makes such records, its own or those of a part.
 
     Raises:
         ValueError: no experiment makes such records.
@@ -249,14 +262,14 @@ def maker_of(name: str) -> str:
 
 
 def view_of(name: str) -> View:
-    """The view of records of that name; ValueError if no experiment makes such."""
+    """Return the view of records with that name. Raise ValueError if no experiment makes such."""
     if name == "train":
         return importlib.import_module("launch.trainer").VIEW
     return load(maker_of(name)).EXPERIMENT.views()[name]
 
 
 def tables(arguments: Arguments) -> int:
-    """Redraw the tables of README.md and docs/ from the committed records, and their code from the source."""
+    """Redraw the tables of README.md and docs/ from the records, and their code from the source."""
     parser = Parser("distlab tables", description=tables.__doc__)
     parser.add_argument(
         "--check", action="store_true", help="write nothing; fail if a page is out of date"
@@ -271,7 +284,7 @@ def tables(arguments: Arguments) -> int:
 
 
 def _of(module: str, function: str = "main") -> Command:
-    """The command that another module has, which is imported when it is called."""
+    """Return a command that is in another module, which is imported when the command is called."""
     return lambda arguments: getattr(importlib.import_module(module), function)(arguments)
 
 

@@ -36,26 +36,26 @@ STDERR = "ranks.log"  # file in the command's temporary folder
 
 @dataclass(frozen=True)
 class CheckOptions(RankOptions):
-    """What to check, and under what."""
+    """Model to check, and the wrapper or strategy around it."""
 
     model: str = option(
         "", "your model: package.module:function, see docs/learn/own_model.md", positional=True
     )
     wrap: str | None = option(None, "your wrapper: package.module:function (module, group)")
     strategy: str = option(
-        "bucketed", "without --wrap: what to check instead", choices=tuple(STRATEGIES)
+        "bucketed", "strategy to check, without --wrap", choices=tuple(STRATEGIES)
     )
     batch: int = option(4, "examples per micro-batch", least=1)
     micro_batches: int | None = option(
-        None, "per rank and step; default: ranks + 1, and where that is wrong also one", least=1
+        None, "number per rank and step [ranks + 1, and where that is wrong also one]", least=1
     )
     same_batch: bool = option(
-        False, "ranks get the same batches, as in tensor or context parallelism"
+        False, "give all ranks the same batches, as in tensor or context parallelism"
     )
-    seed: int = option(0, "of parameters and data", **SEED)
-    backend: str | None = option("gloo", "of the ranks", choices=("nccl", "gloo"))
+    seed: int = option(0, "seed of parameters and data", **SEED)
+    backend: str | None = option("gloo", "backend of the ranks", choices=("nccl", "gloo"))
     timeout: float = option(30.0, "seconds a collective may take", above=0, most=3600)
-    json: bool = option(False, "print the line of JSON alone")
+    json: bool = option(False, "print only the line of JSON")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`distlab check`; returns the exit code: 1 when something is wrong."""
+    """Run `distlab check`. Return the exit code, which is 1 if something is wrong."""
     options = config_from(CheckOptions, parser().parse_args(arguments))
     if not options.model:
         raise ValueError(

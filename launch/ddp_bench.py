@@ -1,6 +1,9 @@
-"""The main job: `torchrun --nproc-per-node N launch/ddp_bench.py`, or `python launch/ddp_bench.py` to start ranks here.
+"""The main job: run `distlab run ddp_bench` as a file.
 
-The same as `distlab run ddp_bench`; see experiments/ddp_bench.
+    torchrun --nproc-per-node N launch/ddp_bench.py
+    python launch/ddp_bench.py                       starts the ranks here
+
+See experiments/ddp_bench.
 """
 
 import sys

@@ -1,4 +1,7 @@
-"""What `distlab list` and `distlab run NAME --help` say, read from the sources: to import torch alone takes longer."""
+"""Texts of `distlab list` and `distlab run NAME --help`, read from the sources.
+
+Nothing is imported, because to import torch alone takes longer.
+"""
 
 import ast
 import shutil
@@ -22,11 +25,14 @@ LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs
 
 
 class Computed(str):
-    """The source of a value that is known when the module runs, which help must not show as if it were the value."""
+    """Source text of a value that is known only when the module runs.
+
+    Help must not show it as if it were the value.
+    """
 
 
 class Source:
-    """What the files of an experiment say of it, without being run."""
+    """Descriptions in the files of an experiment, read without running them."""
 
     def __init__(self, path: Path) -> None:
         others = sorted(path.parent.glob("[!_]*.py")) if path.name == "__init__.py" else []
@@ -39,7 +45,7 @@ class Source:
         self.experiment = {word.arg: word.value for word in getattr(call, "keywords", ())}
 
     def read(self, node: ast.expr) -> Any:
-        """The value of literals and of this file's names, the arguments of an `option`; else the text."""
+        """Return the value of a literal or name, the arguments of an `option`, else the text."""
         match node:
             case ast.Constant(value):
                 return value
@@ -59,7 +65,7 @@ class Source:
         return Computed(ast.unparse(node))
 
     def options(self) -> dict[str, str]:
-        """Flag → help of every option that is written in these files."""
+        """Return flag → help of every option that is written in these files."""
         found = {}
         for node in ast.walk(self.tree):
             match node:
@@ -75,7 +81,7 @@ class Source:
 
 
 def listing(files: Mapping[str, Path]) -> str:
-    """Every experiment under its heading, with what it needs and its question."""
+    """List every experiment under its heading, with its needs and its question."""
     lines = []
     for heading, names in GROUPS.items():
         lines.append(heading)
@@ -88,7 +94,7 @@ def listing(files: Mapping[str, Path]) -> str:
 
 
 def help_of(name: str, path: Path) -> str:
-    """What an experiment answers, examples, its own options and its presets."""
+    """Return the help of an experiment: its question, examples, its own options and its presets."""
     source = Source(path)
     examples = f"    distlab run {name}\n    distlab run {name} --preset smoke"
     presets = {
@@ -116,7 +122,7 @@ How it works, and options that experiments share (of model, timing, ranks, folde
 
 
 def _beside(rows: Mapping[str, str]) -> str:
-    """Rows of two columns, as wide as the terminal and at most 100 characters."""
+    """Format rows of two columns, as wide as the terminal and at most 100 characters."""
     width, indent = min(100, shutil.get_terminal_size((100, 24)).columns), " " * 22
     return "\n".join(
         textwrap.fill(f"  {label:<20}{text}", width, subsequent_indent=indent)

@@ -1,4 +1,4 @@
-"""Starting the ranks of a command, and saying which of them failed and how."""
+"""Start the ranks of a command, and report which of them failed and how."""
 
 import argparse
 import importlib
@@ -30,8 +30,8 @@ WRONG = 1  # exit code of a command that did its work and found something wrong
 VERDICT_FILE = "DISTLAB_VERDICT_FILE"
 COMMAND = Path(__file__).with_name("__main__.py")
 HINTS = {
-    signal.SIGKILL: "; if nobody sent it, the kernel did, because memory ran out",
-    signal.SIGBUS: "; a file that it had mapped became shorter, the data for example, or shared memory ran out",
+    signal.SIGKILL: "; unless another process sent it, the kernel did, because memory ran out",
+    signal.SIGBUS: "; a file that it had mapped became shorter, for example the data, or shared memory ran out",
 }
 RANK_BYTES = 300 * 2**20  # resident in a process that has imported torch and done nothing else
 
@@ -42,13 +42,12 @@ def start_ranks(
     """Run `ranks` processes under torchrun's agent, in this process, and wait for them.
 
     Args:
-        arguments: of the command `distlab`, for each.
-        max_restarts: how often all ranks are started again after one failed.
+        arguments: arguments of the command `distlab`, for every rank.
+        max_restarts: number of times to restart all ranks after one failed.
 
     Returns:
-        0, or the exit code of the rank that failed first, after a line that says which and how; 128
-            + the number
-        of the signal that this process was sent.
+        0, or the exit code of the rank that failed first, after a line that says which rank and how
+            it ended. 128 + n if this process was stopped by signal n.
 
     Raises:
         ValueError: more NCCL ranks than GPUs, or more ranks than this machine's memory holds.
@@ -105,13 +104,13 @@ def run_on_ranks(
     name: str,
     verdict: Path | None = None,
 ) -> int:
-    """Run `work` on this rank; where this process is none, start the ranks of `distlab ARGUMENTS`.
+    """Run `work` if this process is a rank. Otherwise start the ranks of `distlab ARGUMENTS`.
 
     Args:
-        options: with `nproc`, `backend`, `timeout` and `max_restarts`, see
+        options: options with `nproc`, `backend`, `timeout` and `max_restarts`, see
             `distlab.experiment.RankOptions`.
-        ranks: how many, where `nproc` is None; None: one per GPU, or two on a machine without.
-        name: for messages.
+        ranks: number of ranks if `nproc` is None. None: one per GPU, or two on a machine without.
+        name: name of the command, for messages.
         verdict: file for the exit code that `work` returns on rank 0; by default a temporary one.
 
     Returns:
@@ -137,10 +136,10 @@ def run_on_ranks(
 
 
 def _leave_verdict(code: int, context: RankContext) -> int:
-    """Write the exit code of a rank that did its work into the file that the launching process reads; return 0.
+    """Write a rank's exit code into the file that the launching process reads, and return 0.
 
-    A rank that ends with another code than 0 makes torchrun stop the others, with messages as of a
-    crash. A result that is wrong is no crash. Under a torchrun of the user's own there is no such
+    A rank that ends with another code than 0 makes torchrun stop the others, with messages as after
+    a crash. A wrong result is not a crash. Under a torchrun that the user started there is no such
     file, and the code is returned.
     """
     path = os.environ.get(VERDICT_FILE)
@@ -153,7 +152,7 @@ def _leave_verdict(code: int, context: RankContext) -> int:
 
 
 def _forked(arguments: Sequence[str]) -> None:
-    """Be a rank of `distlab ARGUMENTS` in a fork of the agent's process, which has imported torch for all."""
+    """Run a rank of `distlab ARGUMENTS` in a fork of the agent's process."""
     from launch.__main__ import main
 
     try:
@@ -166,7 +165,7 @@ def _forked(arguments: Sequence[str]) -> None:
 
 
 def _how_it_ended(code: int) -> str:
-    """Of a rank's exit code, in words; 128 + n is how a rank ends that answered signal n."""
+    """Describe a rank's exit code. 128 + n means that it answered signal n."""
     number = -code if code < 0 else code - 128
     if number not in list(signal.Signals):
         return f"ended with an error (exit code {code})"
@@ -175,7 +174,7 @@ def _how_it_ended(code: int) -> str:
 
 
 def _without_own(arguments: Sequence[str]) -> list[str]:
-    """The arguments without `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
+    """Remove `--nproc N` and `--max-restarts N`, which torchrun would take for its own options."""
     own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     own.add_argument("--nproc")
     own.add_argument("--max-restarts")

@@ -1,4 +1,4 @@
-"""`distlab records`: the committed records, measured again by the commands that records/manifest.toml lists.
+"""`distlab records`: measure the committed records again, as records/manifest.toml lists them.
 
     distlab records --machine h200x2 --list           what there is, of which commit, and about how long each takes
     distlab records --machine h200x2                  measure what this commit has not measured yet
@@ -42,20 +42,20 @@ class Case:
 
     @property
     def run(self) -> str:
-        """The run's name, which is its record's."""
+        """Name of the run, which is also that of its record."""
         return f"{self.machine}-{self.name}"
 
     def file(self, folder: Path) -> Path:
-        """Where its record lies."""
+        """Return the file of the record."""
         return folder / self.experiment / f"{self.run}.json"
 
     def commit(self, folder: Path) -> str | None:
-        """Which code its record is of; None without one."""
+        """Return the commit that the record was measured at. None if there is no record."""
         path = self.file(folder)
         return read_json(path)[0].commit if path.exists() else None
 
     def command(self, commit: str) -> list[str]:
-        """What measures it."""
+        """Return the command that measures it."""
         ranks = (
             ["--nproc", str(self.ranks)] if load(self.experiment).EXPERIMENT.ranks == "many" else []
         )
@@ -65,7 +65,7 @@ class Case:
 
 
 def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
-    """The records of a machine, in the manifest's order.
+    """Return the records of a machine, in the manifest's order.
 
     Raises:
         ValueError: the manifest has no such machine; the message lists those it has.
@@ -82,7 +82,7 @@ def cases(machine: str, manifest: Path = MANIFEST) -> list[Case]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Measure a machine's records; 1 if a run failed."""
+    """Measure a machine's records. Return 1 if a run failed, else 0."""
     args = parser().parse_args(arguments)
     require_clone()
     now = commit(args.commit)
@@ -113,21 +113,32 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
+    """Return the parser of `distlab records`."""
     found = Parser("distlab records", description=(__doc__ or "").partition("\n")[0])
-    found.add_argument("--machine", required=True, help="of records/manifest.toml, such as h200x2")
-    found.add_argument("--only", nargs="+", default=(), metavar="WORD", help="of EXPERIMENT/CASE")
     found.add_argument(
-        "--minutes", type=float, default=float("inf"), help="begin nothing that would end later"
+        "--machine", required=True, help="machine in records/manifest.toml, such as h200x2"
     )
-    found.add_argument("--into", metavar="FOLDER", help="of records [records/]")
-    found.add_argument("--commit", help="of this tree, where there is no git")
-    found.add_argument("--list", action="store_true", help="say what there is, and measure nothing")
+    found.add_argument(
+        "--only",
+        nargs="+",
+        default=(),
+        metavar="WORD",
+        help="words in EXPERIMENT/CASE of the records to measure",
+    )
+    found.add_argument(
+        "--minutes",
+        type=float,
+        default=float("inf"),
+        help="minutes to use: a run that would end later is not started",
+    )
+    found.add_argument("--into", metavar="FOLDER", help="folder for records [records/]")
+    found.add_argument("--commit", help="commit of this tree, where there is no git")
+    found.add_argument("--list", action="store_true", help="list the records, and measure nothing")
     return found
 
 
 def measure(left: Sequence[Case], commit: str, into: Path, minutes: float) -> int:
-    """Run what is left, one after the other; 1 if one failed."""
+    """Measure the cases that are left, one after the other. Return 1 if one failed, else 0."""
     begin, failed = time.monotonic(), 0
     for case in left:
         spent = (time.monotonic() - begin) / 60

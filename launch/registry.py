@@ -1,4 +1,4 @@
-"""The experiments that there are, by the names of their files."""
+"""The available experiments, by the names of their files."""
 
 import importlib
 from pathlib import Path
@@ -12,7 +12,7 @@ LESSONS = EXPERIMENTS / "lessons"
 
 
 def experiments() -> dict[str, Path]:
-    """Name → file of every experiment; lessons lie in a folder of theirs."""
+    """Return name → file of every experiment. Lessons are in their own folder."""
     found = {}
     for folder in (EXPERIMENTS, LESSONS):
         found |= {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
@@ -25,10 +25,10 @@ def experiments() -> dict[str, Path]:
 
 
 def require_clone() -> None:
-    """Refuse a command whose files a package does not hold.
+    """Refuse a command that needs files which an installed package does not have.
 
     Raises:
-        ValueError: this is no clone of the repository.
+        ValueError: this is not a clone of the repository.
     """
     if not (ROOT / "records").is_dir():
         raise ValueError(
@@ -37,7 +37,7 @@ def require_clone() -> None:
 
 
 def load(name: str) -> ModuleType:
-    """The module of an experiment.
+    """Import the module of an experiment.
 
     Raises:
         ValueError: there is none of that name; the message lists those that exist.

@@ -40,7 +40,7 @@ def runs(arguments: Sequence[str]) -> int:
     out = Path(args.out)
     if args.out != parser.get_default("out") and not out.is_dir():
         raise ValueError(
-            f"--out {out} is no folder: give one that holds results, or leave it out for outputs"
+            f"--out {out} is not a folder: give one that holds results, or leave it out for outputs"
         )
     known = listed(files_of([ROOT / "records"] if args.records else [out]), defaults_of, result_for)
     words = [word.lower() for word in args.words]
@@ -67,16 +67,21 @@ def runs(arguments: Sequence[str]) -> int:
 
 
 def runs_parser() -> argparse.ArgumentParser:
-    """The options of `distlab runs`."""
+    """Return the parser of `distlab runs`."""
     parser = Parser("distlab runs", description=runs.__doc__)
     parser.add_argument(
         "words",
         nargs="*",
         metavar="WORD",
-        help="that a line must hold: experiment, machine, commit, …",
+        help="words that a line must contain: experiment, machine, commit, …",
     )
-    parser.add_argument("--since", default="", metavar="DATE", help="such as 2026-11 or 2026-11-22")
-    parser.add_argument("--records", action="store_true", help="the committed records instead")
+    parser.add_argument(
+        "--since",
+        default="",
+        metavar="DATE",
+        help="date of the oldest run, such as 2026-11 or 2026-11-22",
+    )
+    parser.add_argument("--records", action="store_true", help="list the committed records instead")
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
     return parser
 
@@ -131,19 +136,19 @@ def judged(rows: Records, limit_pct: float) -> tuple[int, str]:
 
 
 def compare_parser() -> argparse.ArgumentParser:
-    """The options of `distlab compare`."""
+    """Return the parser of `distlab compare`."""
     parser = Parser("distlab compare", description=compare.__doc__)
     parser.add_argument(
         "runs",
         nargs="*",
         metavar="RUN",
-        help="as `distlab runs` names it, its folder, its records.json, or a file of records/; the baseline first",
+        help="run, as `distlab runs` names it, its folder, its records.json, or a file of records/; the baseline first",
     )
     parser.add_argument(
         "--against",
         metavar="ROW",
-        help="a row that did not change, such as torch-ddp: compare the ratio "
-        "to it, step by step, from which drift of the machine cancels",
+        help="row that did not change, such as torch-ddp: compare ratios to it, step by step, "
+        "which cancels drift of the machine",
     )
     parser.add_argument(
         "--fail-above",
@@ -155,7 +160,7 @@ def compare_parser() -> argparse.ArgumentParser:
         "noise to both sides",
     )
     parser.add_argument("--out", default="outputs", help="folder of all results [%(default)s]")
-    parser.add_argument("--json", action="store_true", help="print the line of JSON alone")
+    parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     return parser
 
 
@@ -172,7 +177,10 @@ def _percent(text: str) -> float:
 
 
 def refresh_index(out: str | Path) -> None:
-    """Make the list of all runs anew; whatever goes wrong there is no fault of the run that has just ended."""
+    """Rewrite the list of all runs.
+
+    An error is printed and not raised, because the run that has just ended is complete.
+    """
     try:
         write_index(Path(out), listed(files_of([Path(out)]), defaults_of, result_for))
     except Exception as error:
@@ -182,7 +190,7 @@ def refresh_index(out: str | Path) -> None:
 
 
 def result_for(records: Records) -> str:
-    """Return what was found in a run, in a few words: in those of its experiment, if it has any."""
+    """Return the result of a run in a few words, as its experiment words it, if it does."""
     name = records[0].experiment if records else ""
     experiment = getattr(load(name), "EXPERIMENT", None) if name in experiments() else None
     result = None if experiment is None else experiment.view.result
@@ -190,7 +198,7 @@ def result_for(records: Records) -> str:
 
 
 def defaults_of(record: Record) -> Mapping[str, Any]:
-    """The defaults of an experiment's options, on the kind of device that a record is of; {} if there is none."""
+    """Return the default options of an experiment on the kind of device of a record, else {}."""
     return _defaults(record.experiment, bool(record.environment.get("cuda")))
 
 

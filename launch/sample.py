@@ -27,17 +27,21 @@ from distlab.train.sample import generate, load_model, newest_usable
 
 @dataclass(frozen=True)
 class SampleOptions(Options):
-    """What to continue, and how."""
+    """Run to sample from, prompt, and how to draw."""
 
     run: str = option("", "folder of the run", positional=True)
-    prompt: str | None = option(None, "what to continue [lines of the terminal, until its end]")
-    tokens: int = option(200, "how many more", least=0)
-    temperature: float = option(0.8, "0 takes the likeliest", least=0)
-    seed: int = option(0, "of the draws", **SEED)
-    export: str | None = option(
-        None, "write the model to this folder instead, as safetensors with Llama's names"
+    prompt: str | None = option(None, "text to continue [lines of the terminal, until its end]")
+    tokens: int = option(200, "number of tokens to add", least=0)
+    temperature: float = option(
+        0.8, "temperature of the draws; 0 takes the likeliest token", least=0
     )
-    backend: str | None = option(None, "[nccl where there are GPUs]", choices=("nccl", "gloo"))
+    seed: int = option(0, "seed of the draws", **SEED)
+    export: str | None = option(
+        None, "folder to write the model to instead, as safetensors with Llama's names"
+    )
+    backend: str | None = option(
+        None, "communication backend [nccl if there are GPUs]", choices=("nccl", "gloo")
+    )
 
 
 def parser() -> argparse.ArgumentParser:
@@ -85,7 +89,7 @@ def check_export(folder: str) -> None:
 
 
 def _lines(context: RankContext) -> Iterator[str]:
-    """The lines that a person types, on the rank that has the terminal; an empty one is asked for again."""
+    """Yield the lines that are typed on the rank with the terminal. Ask again for an empty one."""
     with contextlib.suppress(EOFError):
         while context.is_main:
             if line := input("> " if sys.stdin.isatty() else ""):
@@ -93,7 +97,7 @@ def _lines(context: RankContext) -> Iterator[str]:
 
 
 def main(argv: list[str]) -> int:
-    """`distlab sample`; returns the exit code."""
+    """Run `distlab sample` and return its exit code."""
     args = parser().parse_args(argv)
     options = config_from(SampleOptions, args)
     if options.export is not None:

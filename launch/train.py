@@ -1,6 +1,9 @@
-"""The trainer: `torchrun --nproc-per-node N launch/train.py`, or `python launch/train.py` to start ranks here.
+"""The trainer: run `distlab train` as a file.
 
-The same as `distlab train`; see trainer.py beside this file.
+    torchrun --nproc-per-node N launch/train.py
+    python launch/train.py                       starts the ranks here
+
+See trainer.py in this folder.
 """
 
 import sys

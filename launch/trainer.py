@@ -52,11 +52,14 @@ QUICK = {"size": "tiny", "steps": 10}
 
 @dataclass(frozen=True)
 class RunOptions(FrameOptions):
-    """Of the command, beside what is trained on what; without a name, the run has that of data, size and strategy."""
+    """Options of the command other than those of model and data.
+
+    The default name of a run is DATA-SIZE-STRATEGY.
+    """
 
     log_every: int = option(10, "steps between progress lines", least=1)
-    quick: bool = option(False, "ten steps of the tiny preset")
-    plan: bool = option(False, "say what a step will take of memory and time, and train nothing")
+    quick: bool = option(False, "train ten steps of the tiny preset")
+    plan: bool = option(False, "print the memory and time of a step, and train nothing")
 
 
 OPTIONS = (TrainConfig, DataConfig, RunOptions, RankOptions)
@@ -134,7 +137,7 @@ def train(context: RankContext, config: TrainConfig, data: DataConfig, args: Run
 
 
 def trained_by(journal: Lines) -> str:
-    """Which strategy trained up to which step on how many ranks: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
+    """List strategy, ranks and last step: `bucketed × 2 to step 50, fsdp × 4 to step 90`."""
     by = itertools.groupby(
         journal, lambda line: f"{line.get('strategy', '?')} × {line.get('ranks', '?')}"
     )
@@ -142,7 +145,7 @@ def trained_by(journal: Lines) -> str:
 
 
 def has_record(folder: Path, steps: int) -> bool:
-    """Whether the results of so many steps were written, to the last file."""
+    """Return whether the results after this number of steps were written, up to the last file."""
     records, page = folder / "records.json", folder / "report.html"
     try:
         same = read_json(records)[0].metrics["steps"] == steps
@@ -152,7 +155,7 @@ def has_record(folder: Path, steps: int) -> bool:
 
 
 def what_it_reached(records: Records) -> list[str]:
-    """Say the losses of the last step and validation."""
+    """List the losses of the last step and of validation."""
     metrics = records[0].metrics
     held_out = metrics.get("validation_loss")
     validation = "" if held_out is None else f", that of the held-out data {held_out:.2f}"
@@ -214,7 +217,7 @@ VIEW = View(
 
 
 def run_name(chosen: str | None, data: DataConfig, config: TrainConfig) -> str:
-    """The name of a run's folder; raises ValueError for one that would lead elsewhere."""
+    """Return the name of a run's folder. Raise ValueError for one outside the folder of results."""
     stem = re.sub(r"[^\w.-]+", "-", Path(data.data).stem) if data.data else "synthetic"
     name = f"{stem}-{config.size}-{config.strategy}" if chosen is None else chosen
     check_names("outputs", name)
@@ -222,7 +225,7 @@ def run_name(chosen: str | None, data: DataConfig, config: TrainConfig) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """`distlab train`; returns the exit code."""
+    """Run `distlab train` and return its exit code."""
     args = parser().parse_args(argv)
     data, mine, ranks = (config_from(options, args) for options in OPTIONS[1:])
     TrainConfig.check_given(given(TrainConfig, args))

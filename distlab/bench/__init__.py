@@ -1,1 +1,1 @@
-"""What benchmarks run: one step of model, strategy and data, held against one process."""
+"""The subject of benchmarks: one step of model, strategy and data, compared with one process."""

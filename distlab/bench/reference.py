@@ -1,4 +1,4 @@
-"""Compare what is measured with a reference: a strategy with one process, a model with the simplest one.
+"""Compare results with a reference: a strategy with one process, a model with the simplest one.
 
 A strategy must leave the same parameters as training in one process: in fp32, with plain SGD (AdamW
 would turn a rounding error into a step of ±lr). The ranks' micro-batches run one after the other,
@@ -35,17 +35,17 @@ def parameter_difference(
     candidate: Task | None = None,
     max_grad_norm: float | None = None,
 ) -> float:
-    """Largest |Δparameter| over ranks and parameters after k steps, against training in one process.
+    """Return the largest |Δparameter| over ranks and parameters after k steps, against one process.
 
-    Both are stepped by SGD in place of AdamW, otherwise by the variant's optimizer, at the task's
-    learning rate. Ranks start from different weights, so a missing broadcast shows; but for stages
-    of a pipeline, which nobody sends.
+    Both use SGD in place of AdamW, otherwise the variant's optimizer, at the task's learning rate.
+    Ranks start from different weights, so that a missing broadcast shows. Stages of a pipeline are
+    an exception, because they are not broadcast.
 
     Args:
-        task: what one process trains; default: `small()`.
-        candidate: what the ranks train, if that is to be held against `task` too (another
+        task: task that one process trains. Default: `small()`.
+        candidate: task that the ranks train, if it is compared with another `task` (another
             attention, other data).
-        max_grad_norm: both clip to it.
+        max_grad_norm: norm to which both clip gradients.
 
     Returns:
         The difference, the same on every rank; inf where a parameter is not a number.
@@ -92,7 +92,10 @@ def parameter_differences(
     progress: Callable[[str], None],
     task: Task | None = None,
 ) -> dict[str, float | None]:
-    """Return `parameter_difference` of each row, None of one that does not fit in memory; of none for no steps."""
+    """Return `parameter_difference` of each row.
+
+    It is None for a row that does not fit in memory. For zero steps no row is compared.
+    """
     found = {}
     for row in rows if steps else ():
         progress(f"checking {row.name} against one process")
@@ -102,7 +105,7 @@ def parameter_differences(
 
 
 def rows_that_ran_eager(records: Sequence[Any]) -> list[str]:
-    """Return a line for each record whose configuration says compiled and whose steps ran eager code."""
+    """Return a line for each record that is called compiled although its steps ran eager code."""
     lines = []
     for record in records:
         if record.metrics.get("ran_eager"):
@@ -115,7 +118,10 @@ def rows_that_ran_eager(records: Sequence[Any]) -> list[str]:
 
 
 def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
-    """Name the records whose `max_abs_param_diff` is not below this, a line each; fp32 SGD rounds to some 1e-8."""
+    """Name the records whose `max_abs_param_diff` is not below a limit, a line each.
+
+    Rounding of SGD in fp32 causes about 1e-8.
+    """
     return [
         f"{record.variant}: parameters differ from one process by {apart:.1e}"
         for record in records
@@ -124,7 +130,10 @@ def other_parameters(records: Sequence[Any], limit: float = 1e-5) -> list[str]:
 
 
 def _mean_gradients(task: Task, model: nn.Module, step: int, context: RankContext) -> None:
-    """Leave in `.grad` the mean over ranks: each rank's micro-batches added up, then the ranks', in their order."""
+    """Set `.grad` to the mean over ranks.
+
+    Each rank's micro-batches are added first, then the ranks, in their order.
+    """
     totals = {}  # parameter → its gradient, summed over ranks
     for rank in range(context.world_size):
         model.zero_grad()
@@ -145,7 +154,7 @@ def relative_errors(
     expected: Sequence[Tensor],
     scale: float = 1.0,
 ) -> dict[str, float]:
-    """`loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖ over all parameters."""
+    """Return `loss_rel_error` and `grad_rel_error`, ‖g / scale − g_ref‖ / ‖g_ref‖."""
     difference = norm = 0.0
     for mine, theirs in zip(gradients, expected, strict=True):
         difference += float(torch.linalg.vector_norm(mine.double() / scale - theirs.double())) ** 2

@@ -1,4 +1,6 @@
-"""What is trained: a model, its data and its loss; the lab's Transformer, or a user's model by its factory's name.
+"""A training task: a model, its data and its loss.
+
+The model is the lab's Transformer, or a user's model that a factory builds.
 
 A factory is a function without arguments, named `package.module:function`, that returns three
 things:
@@ -55,13 +57,14 @@ NOT_THE_USERS = (
 
 @dataclass(frozen=True)
 class Task:
-    """What is trained where strategies are timed, or held against one process.
+    """A training task, to time a strategy or to compare it with one process.
 
     Args:
-        build: `build(seed, device)` → the model.
-        batches: `batches(rank, step, device)` → the micro-batches of one rank in one step.
-        loss_fn: see `TrainStep`.
-        lr: of SGD, where parameters are compared.
+        build: function `build(seed, device)` that returns the model.
+        batches: function `batches(rank, step, device)` that returns the micro-batches of one rank
+            in one step.
+        loss_fn: loss function, see `TrainStep`.
+        lr: learning rate of SGD, where parameters are compared.
     """
 
     build: Callable[[int, torch.device], nn.Module]
@@ -91,7 +94,7 @@ class OwnModel(Options):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for options of the lab's Transformer beside `--model`."""
+        """Raise ValueError for options of the lab's Transformer given together with `--model`."""
         of_ours = (
             "size",
             *(each.name for each in fields(ModelChanges) if each.name != "compile"),
@@ -120,7 +123,9 @@ def check_name(name: str, flag: str = "--model") -> None:
 
 @lru_cache(maxsize=8)
 def factory_of(name: str, flag: str = "--model") -> Callable[..., Any]:
-    """Return the function of this name, given by `flag`; its module is sought in the working directory first.
+    """Return the function with this name, which was given by `flag`.
+
+    Its module is first looked up in the working directory.
 
     Raises:
         ValueError: the module cannot be imported, or has no such function.
@@ -197,10 +202,10 @@ def num_parameters(name: str) -> int:
 
 
 def refusal(strategy: Strategy, unused: Sequence[frozenset[str]]) -> str | None:
-    """Why a strategy's contract does not admit a model, in one sentence; None if it does.
+    """Return why a strategy does not admit a model, in one sentence. None if it does.
 
     Args:
-        unused: see `examined`.
+        unused: names of parameters without a gradient, see `examined`.
     """
     ever = frozenset().union(*unused)
     if not ever or strategy.may_leave_unused:
@@ -217,10 +222,10 @@ def examined(name: str, task: Task, context: RankContext, seed: int = 0) -> list
     """Try the model on every batch of this rank, before anything is timed; call it on every rank.
 
     Returns:
-        Of each batch of each rank, the parameters without a gradient.
+        For each batch of each rank, the parameters without a gradient.
 
     Raises:
-        ValueError: something of the user's failed, with its place, or the loss is no scalar with a
+        ValueError: the user's code failed, with its place, or the loss is not a scalar with a
             gradient.
     """
     module = task.build(seed, context.device)

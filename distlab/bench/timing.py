@@ -1,4 +1,4 @@
-"""One step of model, strategy and data, to be timed: by itself in parts, or beside other strategies in rounds.
+"""One step of model, strategy and data, timed in parts or against other strategies in rounds.
 
 A 3.4 B model with its optimizer does not fit a GPU once per strategy, and timing one strategy after
 the other lets the machine's clocks drift between them. So rounds are interleaved: in each, every
@@ -67,15 +67,16 @@ class Variant:
     """A strategy with its bucket size, as one row of a table.
 
     Args:
-        name: of the row; the strategy's, with the bucket size appended where several are compared.
-        strategy: how the model is wrapped.
-        bucket_size_mb: MiB; ignored by strategies without buckets.
-        shard_size: ranks of a shard group, None for those of a host; ignored by strategies without
-            a mesh.
-        options: of the model, where they are not the bench's.
-        layout: how ranks share the model; those that do have the sequences of all of them.
-        micro_batches: parts of a step's batch, which a pipeline has at once.
-        optimizer_cls, optimizer_options: what steps it.
+        name: name of the row: the strategy's, with the bucket size appended if there are several.
+        strategy: strategy that wraps the model.
+        bucket_size_mb: MiB per bucket. Ignored by strategies without buckets.
+        shard_size: ranks in a shard group, or None for those of a host. Ignored by strategies
+            without a mesh.
+        options: options of the model, if they differ from the bench's.
+        layout: sizes of the groups of ranks that share the model. Such ranks have the sequences of
+            all of them.
+        micro_batches: number of parts of a step's batch, for a pipeline.
+        optimizer_cls, optimizer_options: class of the optimizer, and its keyword arguments.
     """
 
     name: str
@@ -95,7 +96,7 @@ class Variant:
         *optimizer: Any,
         **more: Any,
     ) -> Training:
-        """`build_training` with this row's strategy, bucket and shard sizes and layout."""
+        """Call `build_training` with this row's strategy, bucket and shard sizes and layout."""
         return build_training(
             source,
             self.strategy,
@@ -115,10 +116,10 @@ def variants(
     layouts: Sequence[str] = (),
     micro_batches: int = 1,
 ) -> list[Variant]:
-    """Every strategy by name, those with buckets once per bucket size (`bucketed-100` where several are given).
+    """Return every strategy by name. One with buckets has a row per bucket size, as `bucketed-100`.
 
-    Behind these each that synchronizes, under each layout that it takes, `fsdp-tp2`; one with a
-    pipeline has so many micro-batches.
+    After them comes each strategy that synchronizes, under each layout that it takes, as
+    `fsdp-tp2`. A row with a pipeline has `micro_batches` micro-batches.
 
     Raises:
         ValueError: an unknown strategy.
@@ -152,13 +153,15 @@ class BenchOptions(ModelOptions):
 
     factory: ClassVar[str | None] = None  # of a user's model, see `OwnModel`
     ops: str = option(
-        "torch", "of the model: torch, or triton for this lab's kernels", choices=OPS_CHOICES
+        "torch",
+        "operations of the model: torch, or triton for this lab's kernels",
+        choices=OPS_CHOICES,
     )
     batch: int = option(4, "sequences per rank", least=1)
-    seed: int = option(0, "of parameters and data", **SEED)
+    seed: int = option(0, "seed of parameters and data", **SEED)
 
     def task(self) -> Task:
-        """What is stepped: the Transformer of these options on synthetic tokens, or the user's model on their data.
+        """Return the training task: the Transformer on synthetic tokens, or the user's model.
 
         Raises:
             ValueError: a factory that fails or returns something else, see `distlab.bench.task`.
@@ -189,7 +192,11 @@ class BenchOptions(ModelOptions):
         return found
 
     def planned(self, strategy: str = "local", mode: str = "step", **more: Any) -> PlannedStep:
-        """What a step under this strategy, or less of one, asks of the machine; `more` replaces fields of it."""
+        """Return the needs of a step under this strategy, or of a part of one.
+
+        Args:
+            more: fields to replace.
+        """
         return replace(
             PlannedStep(
                 self.model(),
@@ -204,7 +211,7 @@ class BenchOptions(ModelOptions):
         )
 
     def facts(self, context: RankContext) -> dict[str, Any]:
-        """What a record's configuration holds of the model and the ranks, beside the options."""
+        """Return the facts about model and ranks that a record holds in addition to the options."""
         model = self.model()
         sizes = {"num_parameters": model.num_parameters, "context": model.context_length}
         if self.factory is not None:
@@ -216,7 +223,7 @@ class BenchOptions(ModelOptions):
         return sizes | {"world_size": context.world_size, "backend": context.backend}
 
     def workbench(self, context: RankContext, rows: Sequence[Variant]) -> Workbench:
-        """What times these rows; call it on every rank.
+        """Return the workbench that times these rows. Call it on every rank.
 
         Raises:
             ValueError: a strategy that needs a GPU, without one.
@@ -251,7 +258,7 @@ class CompiledRun(NamedTuple):
     parts: int
 
     def metrics(self) -> dict[str, int | bool]:
-        """Return the fields of a record's metrics; `ran_eager` is True for a row whose name is wrong."""
+        """Return the fields for a record. `ran_eager` is True if not all code was compiled."""
         return {
             "compiled_calls": self.calls,
             "compiled_parts": self.parts,
@@ -260,22 +267,22 @@ class CompiledRun(NamedTuple):
 
 
 class Trial:
-    """A model under a strategy with its optimizer and data: what benchmarks time, profile and take apart.
+    """A model under a strategy with its optimizer and data, to time, to profile or to examine.
 
     It runs a training step, or parts of one, from a forward without gradients to the whole. It has
     no clock: the code that times it passes in `mark`.
 
     Args:
-        context: this rank.
-        options: the model, and the dtype of the computation over fp32 parameters.
-        variant: its strategy.
-        scaled: whether the loss is scaled, for fp16.
+        context: context of this rank.
+        options: options of the model, and the dtype of the computation with fp32 parameters.
+        variant: strategy with its settings.
+        scaled: True to scale the loss, for fp16.
 
     Attributes:
-        module: the model, neither compiled nor wrapped.
-        model: under its strategy.
-        optimizer: the variant's; its state comes with the first full step.
-        last_loss: 0-dim, detached.
+        module: model, neither compiled nor wrapped.
+        model: model under its strategy.
+        optimizer: optimizer of the variant. Its state exists after the first full step.
+        last_loss: loss of the last call, 0-dim and detached.
 
     Raises:
         ValueError: operations that cannot run here (`distlab.model.get_ops`).
@@ -323,9 +330,10 @@ class Trial:
     def __call__(
         self, mode: str = "step", mark: Callable[[str], None] = lambda phase: None
     ) -> None:
-        """Run one of `MODES` on the next batch; `mark` is told `forward`, `backward` (synchronisation included),
-        `optimizer` as each ends. Forward and backward of a pipeline, which alternate, are all
-        backward.
+        """Run one of `MODES` on the next batch.
+
+        `mark` is called with `forward`, `backward` (with synchronisation) and `optimizer` as each
+        ends. A pipeline alternates forward and backward, which then all count as backward.
         """
         self._mark = mark
         batch = self._batches[self._calls % len(self._batches)]
@@ -375,7 +383,10 @@ class Trial:
         return loss
 
     def record_collectives(self) -> CollectiveRecorder:
-        """What one step sends, once the strategy has settled (torch DDP agrees on new buckets in its third)."""
+        """Record what one step sends.
+
+        Three steps run before it, because torch DDP agrees on new buckets in its third.
+        """
         for _ in range(3):
             self()
         with CollectiveRecorder() as recorder:
@@ -383,7 +394,10 @@ class Trial:
         return recorder
 
     def compiled_calls(self, mode: str = "step") -> CompiledRun:
-        """Run one more call and count the compiled graphs that ran, on the rank where the fewest of its graphs did."""
+        """Run one more call and count its compiled graphs.
+
+        Returns the counts of the rank on which the fewest of its graphs ran.
+        """
         modules = sum("_orig_mod" in module._modules for module in self.model.modules())
         seen = compiled_calls(partial(self, mode), self.settle)
         ran = seen.regions
@@ -417,13 +431,15 @@ class Trial:
         )
 
     def settle(self) -> None:
-        """Wait for what the last step left in flight, on every rank (parameters on their way, say)."""
+        """Wait on every rank for what the last step left in flight, for example parameters."""
         self.model.synchronize()
         dist.barrier(self.context.group)
 
     def close(self) -> None:
-        """Unhook and free everything here: hooks and wrappers form reference cycles, and the garbage collector must
-        not run in the middle of the next measurement.
+        """Unhook and free everything here.
+
+        Hooks and wrappers form reference cycles, and the garbage collector must not run during the
+        next measurement.
         """
         self.model.close(restore=False)
         del self.model, self.module, self.optimizer, self._train, self._batches
@@ -431,7 +447,7 @@ class Trial:
 
 
 def synthetic_task(shape: ModelConfig, batch: int, seed: int = 0) -> Task:
-    """Return the lab's Transformer on synthetic tokens, `batch` sequences of a rank in each step."""
+    """Return the Transformer on synthetic tokens, with `batch` sequences per rank and step."""
 
     def batches(rank: int, step: int, device: torch.device) -> list[Batch]:
         sizes = (shape.vocab_size, batch, shape.context_length)
@@ -451,7 +467,10 @@ def synthetic_batches(
 
 
 def shared_batches(task: Task, axes: Axes, context: RankContext, step: int) -> list[Any]:
-    """Return a rank's micro-batches of a step; ranks that share a model have those of all, or parts of them."""
+    """Return a rank's micro-batches of a step.
+
+    Ranks that share a model have those of all of them, or parts of these.
+    """
     ranks = axes.layout.ranks
     if ranks == 1:  # perhaps without a group
         return task.batches(context.rank, step, context.device)
@@ -478,7 +497,10 @@ class Timing:
     compiled: list[CompiledRun] = field(default_factory=list)
 
     def metrics(self) -> dict[str, Any]:
-        """Percentiles of every phase, the peak of memory and a step's samples; of a variant that did not fit `OOM`."""
+        """Return percentiles of every phase, the peak of memory and the samples of the step.
+
+        A variant that did not fit has `OOM`.
+        """
         if self.out_of_memory:
             return {"step_p50_ms": "OOM"}
         times = {}
@@ -494,13 +516,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class Workbench:
-    """Variants of these options that are attached one after the other, with their data, and timed."""
+    """Variants of these options, attached one after the other with their data, and timed."""
 
     context: RankContext
     options: BenchOptions
 
     def attached(self, variant: Variant) -> AbstractContextManager[Trial]:
-        """Build, wrap and optimize the model; yields what trains one step when called; frees it all at the end."""
+        """Build and wrap the model, make its optimizer, yield the trial and free it at the end."""
         return closing(Trial(self.context, variant.options or self.options, variant))
 
     def time_rounds(
@@ -514,7 +536,9 @@ class Workbench:
         progress: Callable[[str], None] = lambda text: None,
         ended: Callable[[dict[str, Timing]], None] = lambda timings: None,
     ) -> dict[str, Timing]:
-        """Time `rounds` × `steps` steps of every variant, interleaved; sample i of all variants form a pair.
+        """Time `rounds` × `steps` steps of every variant, interleaved.
+
+        Sample i of all variants form a pair.
 
         A variant that does not fit in memory on some rank is marked so on all, and left out from
         then on. `inspect(variant, attached)` is called after each block of timed steps, on every
@@ -587,7 +611,10 @@ class Workbench:
             timing.phases[phase].extend(slowest_rank(mine, self.context.group, self.context.device))
 
     def profile(self, variant: Variant, path: Path, steps: int) -> bool:
-        """Write the profiler's trace of a few steps of this rank to `path`; False on every rank if memory runs out."""
+        """Write the profiler's trace of a few steps of this rank to `path`.
+
+        Returns False on every rank if memory runs out.
+        """
 
         def traced() -> bool:
             with self.attached(variant) as step:

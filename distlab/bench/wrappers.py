@@ -1,4 +1,4 @@
-"""The adapter that lets the lab train a module under a user's own wrapper, given by its function's name.
+"""Adapter to train a module under a user's own wrapper, which is given by its function's name.
 
     def parallelize(module, group):     # torch DDP and FSDP2 can be returned as they are
         ...
@@ -25,14 +25,14 @@ class UserWrapper(ParallelModel):
     """A module under a wrapper of the user's own.
 
     Args:
-        module: what is trained.
-        wrap: `wrap(module, group)` → a callable, or (callable, finish). It changes the module in
-            place or keeps it. Where it returns the callable alone,
+        module: module to train.
+        wrap: function `wrap(module, group)` that returns a callable, or (callable, finish). It
+            changes the module in place or keeps it. If it returns only the callable,
             `finish_gradient_synchronization()` of the callable is called, if it has that method.
 
     Attributes:
-        finish: words that say which function is called after the last backward of a step.
-        can_accumulate: whether the callable has `no_sync()`, and so says that it can accumulate
+        finish: name of the function that is called after the last backward of a step.
+        can_accumulate: True if the callable has `no_sync()`, which says that it can accumulate
             gradients.
 
     Raises:
@@ -57,7 +57,7 @@ class UserWrapper(ParallelModel):
         self._finish()
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """See `ParallelModel.full_parameters`."""
+        """Return the parameters, as in `ParallelModel.full_parameters`."""
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: whole_tensor(p).detach() for name, p in named}
 
@@ -78,7 +78,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 
 def _call_and_finish(made: Any) -> tuple[Callable[..., Any], Callable[[], Any], str]:
-    """Return the module to call, the function that finishes a step, and words that say which one it is."""
+    """Return the module to call, the function that finishes a step, and the name of the latter."""
     expected = "the wrapper must return a callable module, or (callable module, finish)"
     if isinstance(made, tuple):
         if len(made) != 2:

@@ -1,1 +1,1 @@
-"""Checkpoints: shards in, shards out, at any world size and strategy; and the lock of the folder they lie in."""
+"""Checkpoints that load at any world size and under any strategy, and the lock of their folder."""

@@ -51,17 +51,17 @@ TOGETHER = (ValueError, CheckpointError, Damaged, OtherFormat)
 
 
 class Checkpointer:
-    """The checkpoints of one run; every method is called on every rank.
+    """The checkpoints of one run. Every method must be called on every rank.
 
     Args:
-        folder: where they are; on a file system that all machines share.
-        context: this rank.
-        keep: how many complete ones stay.
-        asynchronous: write in a thread; False writes within `save()`.
-        threads: that write and hash on each rank.
-        lock: of the run's folder, on the rank that has it; asked before each write.
-        progress: called with a line now and then.
-        model: what will be saved, to be checked now instead of at the first `save()`.
+        folder: folder of the checkpoints, on a file system that all machines share.
+        context: context of this rank.
+        keep: number of complete checkpoints to keep.
+        asynchronous: True to write in a thread, False to write within `save()`.
+        threads: number of threads that write and hash on each rank.
+        lock: lock of the run's folder, on the rank that has it. It is checked before each write.
+        progress: function that is called with a line now and then.
+        model: model that will be saved, to check it now and not at the first `save()`.
 
     Raises:
         ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on
@@ -101,7 +101,10 @@ class Checkpointer:
 
     @property
     def host_bytes(self) -> int:
-        """Pinned host memory that asynchronous checkpoints hold on this rank; they need none on the GPU."""
+        """Bytes of pinned host memory that asynchronous checkpoints hold on this rank.
+
+        They need none on the GPU.
+        """
         return self._host.nbytes
 
     # -- saving --------------------------------------------------------------------------------------------
@@ -115,10 +118,11 @@ class Checkpointer:
         strategy: str,
         extra: Mapping[str, Any],
     ) -> None:
-        """Begin to write what is true after `step` steps.
+        """Begin to write the state after `step` steps.
 
         Args:
-            extra: what JSON gives back as it is, the same on every rank: configuration, loss scale.
+            extra: data that JSON gives back as it is, the same on every rank: configuration, loss
+                scale.
 
         Raises:
             ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be
@@ -163,7 +167,7 @@ class Checkpointer:
             self.wait()
 
     def _portions(self, model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
-        """Return what this rank writes of the model, of the optimizer's state and of the random generators."""
+        """Return this rank's shards of the model, the optimizer and the random generators."""
         rank, world_size = self.context.rank, self.context.world_size
         held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
         train_state.refuse_dtypes(held)
@@ -173,7 +177,10 @@ class Checkpointer:
         return shards
 
     def _stage(self, shards: Sequence[Shard]) -> tuple[list[Shard], Callable[[], None]]:
-        """Queue copies of all shards to the host; returns them there, and what waits until they are filled."""
+        """Queue copies of all shards to the host.
+
+        Returns the copies, and a function that waits until they are filled.
+        """
         device = self.context.device
         sources = [shard.values for shard in shards]
         sizes = [-(-values.nbytes // 8) * 8 for values in sources]  # whole elements of every dtype
@@ -211,7 +218,7 @@ class Checkpointer:
             self._thread.join(self.context.timeout_s)
 
     def close(self) -> None:
-        """`finish`, and give back the group; nothing can be saved or loaded any more."""
+        """Call `finish` and free the group. Nothing can be saved or loaded any more."""
         self.finish()
         if self._group is not None and (self._thread is None or not self._thread.is_alive()):
             dist.destroy_process_group(self._group)
@@ -279,7 +286,7 @@ class Checkpointer:
     # -- loading -------------------------------------------------------------------------------------------
 
     def newest(self) -> Stored | None:
-        """Return the newest checkpoint that is whole and unaltered; None if the folder has none at all.
+        """Return the newest checkpoint that is whole and unaltered. None if the folder has none.
 
         Newer ones that are not are put aside, so that they are neither read again nor counted as
         kept.
@@ -401,7 +408,10 @@ class Checkpointer:
 
 
 def host_memory(count: int, *, pinned: bool) -> Tensor:
-    """Bytes on the host, pinned exactly: torch's own pinned allocator rounds up to a power of two."""
+    """Return bytes on the host, pinned exactly.
+
+    torch's own pinned allocator rounds up to a power of two.
+    """
     memory = torch.empty(count, dtype=torch.uint8)
     if pinned and count:
         runtime = torch.cuda.cudart()

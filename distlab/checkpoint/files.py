@@ -67,7 +67,7 @@ class CheckpointError(OSError):
 
 
 class Damaged(ValueError):
-    """A checkpoint that must not be loaded; the message names the file and what is wrong with it."""
+    """A checkpoint that must not be loaded. The message names the file and the fault."""
 
 
 class OtherFormat(ValueError):
@@ -79,9 +79,9 @@ class Stored:
     """A complete checkpoint.
 
     Attributes:
-        path: its folder.
-        step: optimizer steps done.
-        content: what the marker says: `world_size`, `strategy`, `optimizer`, `groups`, `extra`,
+        path: folder of the checkpoint.
+        step: number of optimizer steps done.
+        content: fields of the marker: `world_size`, `strategy`, `optimizer`, `groups`, `extra`,
             `files` (name → size and SHA-256) and `tensors` (the index, see
             `distlab.checkpoint.tensors`).
     """
@@ -156,7 +156,7 @@ class CheckpointFolder:
         return final
 
     def set_aside(self, step: int) -> Path:
-        """Rename a damaged checkpoint so that it is neither read nor counted again; returns where it is."""
+        """Rename a damaged checkpoint, so that it is not used again. Return its path."""
         name = f"rejected-{_name_of(step)}"
         paths = (self.path / (name if n == 1 else f"{name}-{n}") for n in itertools.count(1))
         aside = next(path for path in paths if not path.exists())
@@ -164,10 +164,10 @@ class CheckpointFolder:
         return aside
 
     def prune(self, keep: int, known_good: Collection[int]) -> list[int]:
-        """Delete what is older than the `keep` newest checkpoints that are known to be good; returns the steps deleted.
+        """Delete checkpoints older than the `keep` newest good ones. Return the deleted steps.
 
         Args:
-            keep: at least one.
+            keep: number, at least one.
             known_good: steps whose checkpoints were written, or checked in full, by this run.
                 Others do not count: one that is damaged unseen must not be what is kept.
         """
@@ -230,7 +230,7 @@ class CheckpointFolder:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder as far as possible, or what took its place: a file, or a link, whose target stays."""
+    """Remove a folder, a file or a link as far as possible. The target of a link stays."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     shutil.rmtree(path, ignore_errors=True)
@@ -244,10 +244,10 @@ def check_marker(content: Content, folder: str) -> None:
     """Check the form of every field, and what fields say of each other.
 
     Args:
-        folder: name of the checkpoint's folder, which the step must agree with.
+        folder: name of the checkpoint's folder, with which the step must agree.
 
     Raises:
-        ValueError: what is wrong.
+        ValueError: a field is wrong. The message says how.
     """
     for name, (has_form, form) in _FORMS.items():
         _require(name in content, f"'{name}' is missing")
@@ -256,7 +256,7 @@ def check_marker(content: Content, folder: str) -> None:
     files, tensors = content["files"], content["tensors"]
     for name, entry in files.items():
         _require(_FILE.fullmatch(name), f"it names a file {name!r}, which no checkpoint has")
-        _require(_is_file(entry), f"what it says of {name} is no size and checksum")
+        _require(_is_file(entry), f"what it says of {name} is not a size and checksum")
     for key, entry in tensors.items():
         _require(_KEY.fullmatch(key), f"it names a tensor {key!r}, which no checkpoint has")
         _check_tensor(key, entry, files)
@@ -292,9 +292,9 @@ def _check_generators(tensors: Content, world_size: int) -> None:
 
 
 def _check_tensor(key: str, entry: Any, files: Content) -> None:
-    """The form of an index entry, and whether its parts cover its elements from the first to the last."""
+    """Check the form of an index entry, and that its parts cover all of its elements in order."""
     whole = isinstance(entry, dict) and entry.keys() == {"shape", "dtype", "parts"}
-    _require(whole, f"what it says of {key} is no shape, dtype and parts")
+    _require(whole, f"what it says of {key} is not a shape, dtype and parts")
     shape, dtype, parts = entry["shape"], entry["dtype"], entry["parts"]
     _require(
         isinstance(shape, list) and all(map(_is_count, shape)), f"the shape of {key} is {shape!r}"
@@ -308,7 +308,9 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
     covered = {}  # of each box, how many elements
     for start, count, name, _, *cut in parts:
         box = tuple(map(tuple, cut[0])) if cut else tuple((0, size) for size in shape)
-        _require(name in files, f"{key} lies in {name!r}, which is no file of this checkpoint")
+        _require(
+            name in files, f"{key} is stored in {name!r}, which is not a file of this checkpoint"
+        )
         _require(
             start == covered.get(box, 0),
             f"{key} has a hole or an overlap at element {covered.get(box, 0)}",
@@ -323,7 +325,7 @@ def _check_tensor(key: str, entry: Any, files: Content) -> None:
 
 
 def _check_boxes(key: str, boxes: Sequence[Box]) -> None:
-    """Check that boxes lie apart.
+    """Check that boxes do not overlap.
 
     A tensor is cut along one dimension, in which they are ranges of one line.
     """
@@ -341,7 +343,7 @@ def _check_boxes(key: str, boxes: Sequence[Box]) -> None:
 
 
 def _check_places(files: Content, tensors: Content) -> None:
-    """Parts must tile each file: then none lies outside, no byte is two tensors', and no tensor was left out."""
+    """Check that the parts tile each file: inside it, without overlaps, and without gaps."""
     ends = dict.fromkeys(files, 0)
     places = [
         (name, offset, count * DTYPES[entry["dtype"]], key)
@@ -365,7 +367,7 @@ def _require(condition: Any, problem: str) -> None:
 
 
 def _is_part(value: Any, shape: Sequence[int]) -> bool:
-    """Of first element, elements, file and offset, and perhaps a box in this shape."""
+    """Return whether a value is [first element, elements, file, offset] with an optional box."""
     fits = isinstance(value, list) and len(value) in (4, 5) and isinstance(value[2], str)
     counts = fits and all(map(_is_count, (*value[:2], value[3]))) and value[1] > 0
     return counts and (len(value) == 4 or _is_box(value[4], shape))
@@ -421,10 +423,10 @@ _FORMS = {
 
 
 def check_files(stored: Stored, rank: int = 0, world_size: int = 1) -> None:
-    """Every file is there and as long as it was, and this rank's share of them hashes to what was written.
+    """Check that every file has its size, and that this rank's share of them has its hash.
 
     Raises:
-        Damaged: the first that is not.
+        Damaged: the first file that differs.
     """
     check_sizes(stored)
     for name, written in sorted(stored.content["files"].items())[rank::world_size]:
@@ -450,7 +452,10 @@ def check_sizes(stored: Stored) -> None:
 
 
 def _size_of(path: Path) -> int:
-    """Bytes of a regular file; OSError for anything else: opening a pipe would wait, a link leads elsewhere."""
+    """Return the bytes of a regular file. Raise OSError for anything else.
+
+    Opening a pipe would wait, and a link leads elsewhere.
+    """
     found = path.lstat()
     if not stat.S_ISREG(found.st_mode):
         raise OSError("not a regular file")

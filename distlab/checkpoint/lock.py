@@ -1,4 +1,4 @@
-"""One writer per run folder: a lock file that says who writes, and that a later run takes over from a dead one.
+"""One writer per run folder: a lock file that names its holder, and takeover from a dead one.
 
     run.lock              made with O_EXCL, so that one of two processes that try at once makes it
     run.lock.after-3f2a…  made with O_EXCL by the one process that may succeed the dead holder with that digest,
@@ -6,9 +6,9 @@
 
 The holder touches its file every few seconds. A holder on this machine is looked up by process id
 and start time, so that a restart need not wait. A holder on another machine is watched: a file that
-is touched has a living holder, one that is not touched for `stale_s` a dead one. Nobody's clock is
-compared with anybody's, and no `flock` is needed, which shared file systems may not carry to other
-machines.
+is touched has a living holder, one that is not touched for `stale_s` a dead one. Clocks of
+different machines are never compared, and no `flock` is needed, which shared file systems may not
+carry to other machines.
 
 A holder that was only suspended (and so taken for dead) finds out when it next calls `check`,
 before it writes.
@@ -41,20 +41,20 @@ class FolderIsHeld(ValueError):
 
 
 class LockLost(OSError):
-    """The folder has another writer by now, or is gone; this process must not write to it any more."""
+    """The folder has another writer, or is gone. This process must no longer write to it."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """Who writes to a folder.
+    """The process that writes to a folder.
 
     Attributes:
-        host: its name, for people.
-        machine: where `pid` has a meaning: host, boot and pid namespace.
+        host: name of the host, for messages.
+        machine: host, boot and pid namespace, within which `pid` has a meaning.
         pid: process id.
-        started: when the process started, in clock ticks since boot; None where that is not known.
-        since: when it took the lock, UTC.
-        token: unlike that of any other holder.
+        started: start time of the process in clock ticks since boot. None if it is not known.
+        since: time in UTC at which it took the lock.
+        token: text that differs from that of any other holder.
     """
 
     host: str
@@ -75,7 +75,7 @@ class Holder:
 
     @staticmethod
     def parse(content: bytes) -> "Holder | None":
-        """Parse the holder that a lock file names; None if the file says nothing of the kind (yet)."""
+        """Parse the holder that a lock file names. None if the file does not name one (yet)."""
         try:
             holder = Holder(**json.loads(content))
             return holder if isinstance(holder.pid, int) and holder.pid > 0 else None
@@ -83,7 +83,7 @@ class Holder:
             return None
 
     def is_alive(self) -> bool | None:
-        """Whether the process lives; None if that cannot be seen from here."""
+        """Return whether the process lives. None if this machine cannot see it."""
         if self.machine != _machine():
             return None
         try:
@@ -100,12 +100,12 @@ class RunLock:
     """The lock of one folder, for one process.
 
     Args:
-        folder: exists.
+        folder: folder, which must exist.
         refresh_s: seconds between two touches while it is held.
         stale_s: seconds without a touch after which a holder on another machine counts as dead.
 
     Attributes:
-        path: of the lock file.
+        path: path of the lock file.
     """
 
     def __init__(self, folder: Path, *, refresh_s: float = REFRESH_S, stale_s: float = STALE_S):
@@ -117,7 +117,9 @@ class RunLock:
         self._watched: tuple[bytes, int, float] | None = None  # content, touched, first seen so at
 
     def try_take(self) -> bool:
-        """Take the lock; False if its holder on another machine may be dead: ask again after `POLL_S`.
+        """Take the lock. Return False if its holder on another machine may be dead.
+
+        The caller then asks again after `POLL_S`.
 
         Raises:
             FolderIsHeld: by a process that lives.
@@ -182,7 +184,7 @@ class RunLock:
         return self.folder / f"{NAME}.after-{hashlib.sha256(content).hexdigest()[:16]}"
 
     def _is_mine(self) -> bool:
-        """Whether the chain from the lock file over its successors ends with this process."""
+        """Return whether the chain from the lock file to its successors ends with this one."""
         found, last = _read(self.path), b""
         while found is not None:
             last = found[0]
@@ -190,7 +192,7 @@ class RunLock:
         return last == self._content
 
     def _is_dead(self, content: bytes, touched: int) -> bool:
-        """Whether the holder is known to be dead; raises FolderIsHeld if it is known to live."""
+        """Return whether the holder is dead for certain. Raise FolderIsHeld if it lives."""
         holder = Holder.parse(content)
         alive = holder.is_alive() if holder else None
         if alive is False:
@@ -220,14 +222,14 @@ class RunLock:
 def hold(
     folder: Path, context: RankContext, progress: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
-    """Hold a folder's lock, on rank 0, until the end; yields None on the others.
+    """Hold a folder's lock on rank 0 until the end. Yield it there, and None on the other ranks.
 
-    All ranks enter, and raise alike.
+    All ranks must enter, and all raise the same error.
 
-    A holder on another machine that shows no sign of life is waited for, `STALE_S` at most.
+    A holder on another machine that shows no sign of life is waited for, at most `STALE_S`.
 
     Raises:
-        FolderIsHeld, OSError: see `RunLock.try_take`.
+        FolderIsHeld, OSError: as in `RunLock.try_take`.
     """
     lock = RunLock(folder) if context.is_main else None
     for attempt in itertools.count():
@@ -255,7 +257,10 @@ def hold(
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """A lock file's content and when it was touched; opened, because NFS asks the server only then."""
+    """Return a lock file's content and the time of its last touch.
+
+    It is opened, because NFS asks the server only then.
+    """
     try:
         with open(path, "rb") as file:
             touched = os.fstat(file.fileno()).st_mtime_ns
@@ -265,7 +270,10 @@ def _read(path: Path) -> tuple[bytes, int] | None:
 
 
 def _machine() -> str:
-    """Host, boot and pid namespace: containers of one host may share their host's name, but not process ids."""
+    """Return host, boot and pid namespace.
+
+    Containers may share their host's name, but not its process ids.
+    """
     known = [socket.gethostname()]
     with contextlib.suppress(OSError):
         known.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
@@ -274,7 +282,10 @@ def _machine() -> str:
 
 
 def _start_of(pid: int) -> int | None:
-    """When a process started, in ticks since boot; −1 of a zombie, None if there is none or it is hidden."""
+    """Return the start of a process in ticks since boot.
+
+    It is −1 for a zombie, and None if there is no such process or it is hidden.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,4 +1,4 @@
-"""Tensors on the disk: raw bytes in a file or a few per rank, and where each part of a tensor lies in them.
+"""Tensors on disk: raw bytes in one or a few files per rank, and the place of each part in them.
 
     rank_0_0.bin    │ embedding [0, 1984) │ blocks.0.qkv [0, 24576) │ …      no headers, no gaps, nothing to execute
     rank_1_0.bin    │ embedding [1984, 3968) │ …
@@ -34,7 +34,7 @@ Kind = tuple[tuple[int, ...], torch.dtype]  # shape of the whole, dtype
 def write(
     folder: Path, rank: int, shards: Sequence[Shard], threads: int
 ) -> tuple[dict[str, dict[str, Any]], Index]:
-    """Write this rank's shards, which lie on the host, each thread a file, and flush them to the disk.
+    """Write this rank's shards, which are on the host, and flush them to disk, a file per thread.
 
     Returns:
         (file → `{"bytes": …, "sha256": …}`, the index of these shards).
@@ -96,7 +96,7 @@ def merged(indices: Sequence[Index]) -> Index:
 
 
 def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
-    """(shape, dtype) of every stored tensor."""
+    """Return (shape, dtype) of every stored tensor."""
     index = stored.content["tensors"]
     return {
         key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()
@@ -104,11 +104,12 @@ def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
 
 
 def read(stored: Stored, shards: Sequence[Shard]) -> None:
-    """Fill the shards' memory, on any device and of any dtype, from whatever parts hold their elements.
+    """Fill the shards' memory, on any device and of any dtype, from the parts that hold them.
 
     Raises:
-        OSError: a file cannot be read. CheckpointError: it ends too early. Damaged: a NaN in the
-            model.
+        OSError: a file cannot be read.
+        CheckpointError: a file ends too early.
+        Damaged: a NaN in the model.
     """
     for shard in shards:
         entry = stored.content["tensors"][shard.name]
@@ -132,7 +133,10 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
 
 
 def _shared(box: Box, begin: int, wanted: int, there: Box, start: int, count: int) -> Iterator[Any]:
-    """Of elements of a flattened box, from `begin` on: which lie in the part of another box, and where in that part."""
+    """Yield the elements of a flattened box that are also in a part of another box.
+
+    The elements are those from `begin` on. Each is yielded with its place in that part.
+    """
     sizes, sizes_there = ([last - first for first, last in each] for each in (box, there))
     for first in range(0, wanted, AT_ONCE):
         here = np.arange(first, min(first + AT_ONCE, wanted))
@@ -169,15 +173,15 @@ def _values(
 
 
 def kinds_of(model: Sequence[Shard]) -> list[tuple[str, Kind]]:
-    """(name, (shape of the whole, dtype)) of each."""
+    """Return (name, (shape of the whole, dtype)) of each shard."""
     return [(shard.name, (tuple(shard.shape), shard.tensor.dtype)) for shard in model]
 
 
 def refuse_other_model(stored: Stored, model: Sequence[tuple[str, Kind]]) -> None:
-    """Raises ValueError with every parameter that is missing, left over, or of another shape or dtype.
+    """Raise ValueError with every parameter that is missing, extra, or of another shape or dtype.
 
     Args:
-        model: what `kinds_of` says of all of it.
+        model: name and kind of every tensor of the whole model, from `kinds_of`.
     """
     mine = {name.removeprefix("model/"): kind for name, kind in model}
     found = shapes_and_dtypes(stored).items()

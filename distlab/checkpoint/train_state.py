@@ -2,8 +2,8 @@
 
 Each tensor is flattened, and this rank holds a contiguous part of it: all of it under data
 parallelism, a shard under ZeRO or FSDP. Names: `model/<parameter>` and
-`optimizer/<state>/<parameter>`, e.g. `optimizer/exp_avg/blocks.0.norm.weight`. Beside them, the
-random generators of each rank.
+`optimizer/<state>/<parameter>`, e.g. `optimizer/exp_avg/blocks.0.norm.weight`. The random
+generators of each rank are also stored.
 """
 
 import random
@@ -66,7 +66,7 @@ def refuse_dtypes(shards: Sequence[Shard]) -> None:
 
 
 def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
-    """Every tensor of the optimizer's state that this rank holds, scalars such as Adam's step included.
+    """Return every tensor of the optimizer's state on this rank, with scalars such as Adam's step.
 
     Raises:
         ValueError: state that is not a tensor, or a tensor that a checkpoint cannot hold; the
@@ -169,8 +169,8 @@ def stored_options(
     """Return the stored options of each group, in the types of this optimizer's.
 
     Args:
-        saved_groups: what `group_options` gave, out of JSON.
-        groups: what it gives now.
+        saved_groups: stored result of `group_options`, as JSON gives it back.
+        groups: result of `group_options` now.
         frozen: names of the parameters that are not trained here. No optimizer steps them, so it
             does not matter whether they are in a group: some strategies give their optimizer all
             parameters, others the trained ones.
@@ -204,7 +204,9 @@ def _pair_groups(
     groups: Sequence[Mapping[str, Any]],
     frozen: Collection[str],
 ) -> list[tuple[Mapping[str, Any] | None, Mapping[str, Any]]]:
-    """Return the stored group of each group; None for one without trained parameters that the checkpoint lacks.
+    """Return the stored group of each group.
+
+    It is None for a group without trained parameters that the checkpoint lacks.
 
     Raises:
         ValueError: a trained parameter is in another group there, or in none.
@@ -215,7 +217,7 @@ def _pair_groups(
         return [number for number, group in enumerate(some) if set(group["params"]) - set(frozen)]
 
     def places(some: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return which of the groups with trained parameters holds each parameter, counted from 0."""
+        """Return for each parameter the number of its group among those with trained parameters."""
         found = {}
         for place, number in enumerate(trained(some)):
             found |= dict.fromkeys(some[number]["params"], place)
@@ -269,7 +271,9 @@ def _option(name: str, number: int) -> str:
 
 
 def storable(value: Any, what: str) -> Any:
-    """Return an option as JSON holds it: one number of a tensor or of NumPy as a number, a tuple as a list.
+    """Return an option as JSON holds it.
+
+    A tensor or NumPy array of one number becomes a number, and a tuple becomes a list.
 
     `_restored` gives it back the type that the option has in the optimizer that loads it.
 
@@ -321,10 +325,12 @@ def _restored(saved: Any, live: Any) -> Any:
 
 
 def refuse_unstorable(extra: Any, what: str = "extra") -> None:
-    """Raise ValueError for what JSON would not give back as it is: a tuple, a tensor, a key that is not text.
+    """Raise ValueError for data that JSON would not give back as it is.
+
+    These are tuples, tensors and keys that are not text.
 
     Args:
-        extra: what is to be stored.
+        extra: data to be stored.
         what: name of it in the message.
     """
     if type(extra) is dict:
@@ -345,7 +351,7 @@ def refuse_unstorable(extra: Any, what: str = "extra") -> None:
 
 
 def _kind(value: Any) -> Any:
-    """Return what a stored option must share with a live one, both as JSON holds them.
+    """Return the properties that a stored option must share with a live one, in JSON's form.
 
     1 may stand for 1.0.
     """
@@ -374,7 +380,7 @@ def seed_rank(seed: int, rank: int) -> None:
 
 
 def generators() -> dict[str, Tensor]:
-    """Copies of all states: Python's, NumPy's legacy one, torch's on the CPU and on the current GPU."""
+    """Return copies of all states: Python's, NumPy's legacy one, torch's on the CPU and the GPU."""
     version, words, gauss = random.getstate()
     # Integers below 2³² are exact in fp64; NaN stands for "no second Gaussian waiting".
     python = [version, *words, float("nan") if gauss is None else gauss]
@@ -393,7 +399,7 @@ def restore_generators(saved: Mapping[str, Tensor]) -> None:
     """Invert `generators`; kinds that are missing, or not of this machine, are left as they are.
 
     Raises:
-        ValueError: what is no state of a generator.
+        ValueError: a value that is not the state of a generator.
     """
     mine = generators()
     for kind, state in saved.items():

@@ -67,37 +67,45 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream whose work goes before that of the computation, as NCCL's does here (see `rank_context`).
+    """Return a stream that runs before the computation's, as NCCL's does here (see `rank_context`).
 
-    Always the same one: a GPU has few queues, and each new stream may share that of the
-    computation.
+    It is always the same one, because a GPU has few queues, and each new stream may share that of
+    the computation.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Where one collective may wait for another without holding up the computation; on gloo the host waits."""
+    """Return a context in which one collective can wait for another while the computation goes on.
+
+    On gloo the host waits.
+    """
     if device.type != "cuda":
         return nullcontext()
     return torch.cuda.stream(communication_stream(device))
 
 
 def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
-    """Whether the backend that serves `device` knows `ReduceOp.AVG` for floating-point tensors."""
+    """Return whether the backend of `device` knows `ReduceOp.AVG` for floating-point tensors."""
     return group._get_backend(device).name() == "nccl"
 
 
 def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
-    """Whether a reduce-scatter may write to its rank's slice of the input, and an all-gather read from its slice
-    of the output. NCCL documents it; gloo gives wrong results without an error.
+    """Return whether a reduce-scatter may write into its input, and an all-gather read its output.
+
+    Each rank then uses its own slice of that tensor. NCCL documents it. gloo gives wrong results
+    without an error.
     """
     return averages_in_reduction(device, group)
 
 
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
-    """Replace `tensor` (contiguous, floating point, same shape on all ranks) by its mean over the ranks.
+    """Replace `tensor` by its mean over the ranks.
 
-    `prescaled`: it need not be divided on gloo, because the sender has done so, or does not care.
+    It must be contiguous, of floating point and of the same shape on all ranks.
+
+    prescaled: True if `tensor` need not be divided on gloo, because the caller has done it or
+        ignores the scale.
     """
     options = AllreduceOptions()
     tensor, options.reduceOp = _prepare(tensor, group, prescaled)
@@ -123,7 +131,7 @@ def reduce_scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> Wo
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False) -> Work:
-    """Replace `tensor` (contiguous) by the sum over the ranks, or element by element by the largest."""
+    """Replace `tensor` (contiguous) by its sum over the ranks, or its element-wise maximum."""
     operation = dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM
     return dist.all_reduce(tensor, operation, group=group, async_op=True)
 
@@ -149,7 +157,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def reduce(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Replace rank 0's `tensor` by the sum over the ranks; those of the others hold nothing of use afterwards."""
+    """Replace rank 0's `tensor` by the sum over the ranks. Those of the others become undefined."""
     return dist.reduce(tensor, group=group, group_dst=0, async_op=True)
 
 
@@ -172,7 +180,7 @@ def all_to_all(
     received: Sequence[int] | None = None,
     sent: Sequence[int] | None = None,
 ) -> Work:
-    """Send the r-th of N slices of `input` to rank r; those that arrive make `output`, in rank order.
+    """Send the r-th of N slices of `input` to rank r. `output` gets the received ones in order.
 
     `received` and `sent` are the slices' elements, by rank; by default all slices are equal.
     """
@@ -180,7 +188,7 @@ def all_to_all(
 
 
 def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
-    """Send `input` `(n,)` to the next rank of the group; `output` `(n,)` is what the one before has sent."""
+    """Send `input` `(n,)` to the next rank of the group and receive `output` from the previous."""
     rank, ranks = group.rank(), group.size()
     to, come = (
         [output.numel() * (other == (rank + step) % ranks) for other in range(ranks)]
@@ -275,17 +283,19 @@ def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging obje
 
 
 def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) -> bool:
-    """True on every rank if `condition` is true on every rank, else False on every rank. Blocks."""
+    """Return True on every rank if `condition` is true on all, else False on every rank. Blocks."""
     return sum_over_ranks(float(condition), device, group) == group.size()
 
 
 def if_it_fits(
     action: Callable[[], T], device: torch.device, group: ProcessGroup, times: int = 1
 ) -> T | None:
-    """Do something so many times on every rank; return the last result, or None if some rank ran out of memory.
+    """Run `action` `times` times on every rank. Return the last result.
 
-    A rank that ran out tries the rest too, because the others, who hear of it at the end, wait for
-    it in theirs.
+    Returns None on every rank if some rank ran out of memory.
+
+    A rank that ran out of memory still tries the rest, because the other ranks, which hear of it at
+    the end, wait for it in their collectives.
     """
     result, fits = None, True
     for number in range(times):
@@ -303,7 +313,10 @@ def if_it_fits(
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Return the element-wise sum over the ranks, as a new tensor; the host waits on gloo, the stream on NCCL."""
+    """Return the element-wise sum over the ranks as a new tensor.
+
+    The host waits on gloo, the stream on NCCL.
+    """
     total = tensor.clone()
     if group.name() == "gloo":
         wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")
@@ -322,10 +335,12 @@ def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> f
 def _prepare(
     tensor: Tensor, group: ProcessGroup, prescaled: bool
 ) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
-    """Divide where the backend cannot average; returns what to send, and the reduction that then yields the mean.
+    """Divide if the backend cannot average. Return the tensor to send and the reduction.
 
-    On gloo what is sent is an alias with a version counter of its own, since what is written here
-    is no edit of the caller's: the division now, and the result of a CUDA tensor at any time until
+    The reduction then yields the mean.
+
+    On gloo an alias with its own version counter is sent, because what is written here is not an
+    edit of the caller's: the division now, and the result of a CUDA tensor at any time until
     `wait()`, from a thread of gloo's.
     """
     if averages_in_reduction(tensor.device, group):

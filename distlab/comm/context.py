@@ -1,4 +1,4 @@
-"""Which rank is this: the one place that reads torchrun's environment and owns the process group.
+"""The rank of this process. Only this file reads torchrun's environment and owns the process group.
 
 `rank_context()` is used as
 
@@ -34,14 +34,14 @@ SETTLING_S = 5.0  # what a store that is reached may take beyond the timeout to 
 
 @dataclass(frozen=True)
 class RankContext:
-    """This process's place among the ranks of one job.
+    """Place of this process among the ranks of one job.
 
     Args:
         rank: 0 … world_size − 1, over all hosts.
         local_rank: 0 … ranks on this host − 1; picks the GPU.
         world_size: number of ranks in `group`.
-        device: where this rank computes: `cuda:<local_rank>` on NCCL, on gloo `cpu` or a GPU that
-            ranks may share.
+        device: device of this rank: `cuda:<local_rank>` on NCCL, `cpu` or a GPU that ranks may
+            share on gloo.
         backend: `gloo` or `nccl`.
         group: the process group of all ranks.
         timeout_s: seconds after which a collective that a peer does not join fails.
@@ -57,13 +57,13 @@ class RankContext:
 
     @property
     def is_main(self) -> bool:
-        """True on the rank that prints and writes files."""
+        """Return True on the rank that prints and writes files."""
         return self.rank == 0
 
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """What torchrun says of this process, or the values of a lone process when torchrun did not start it."""
+    """Torchrun's variables of this process, or those of a single process without torchrun."""
 
     launched: bool
     rank: int
@@ -77,10 +77,10 @@ class RankEnvironment:
 
     @staticmethod
     def read() -> "RankEnvironment":
-        """Read torchrun's variables; without them, a lone process: rank 0 of 1.
+        """Read torchrun's variables. Without them this is rank 0 of 1.
 
         Raises:
-            ValueError: a variable that is no number, a rank that is not below its world size, or
+            ValueError: a variable that is not a number, a rank that is not below its world size, or
                 one of RANK and WORLD_SIZE without the other.
         """
         launched = "RANK" in os.environ
@@ -110,7 +110,7 @@ _START_OR_UNSET = "start ranks with torchrun, which sets both, or unset it"
 def _number(
     name: str, default: int, *, least: int = 0, below: tuple[str, int] | None = None
 ) -> int:
-    """The whole number in an environment variable, which must lie in its range; what torchrun sets does."""
+    """Return the whole number in an environment variable. It must be in its range."""
     text = os.environ.get(name)
     if text is None:
         return default
@@ -118,7 +118,7 @@ def _number(
         value = int(text)
     except ValueError:
         raise ValueError(
-            f"{name}={text!r} is no whole number: start ranks with torchrun, which sets it, or unset it"
+            f"{name}={text!r} is not a whole number: start ranks with torchrun, which sets it, or unset it"
         ) from None
     if value < least:
         raise ValueError(
@@ -137,10 +137,9 @@ def choose_device(
     """Pick backend and device for one rank.
 
     Args:
-        backend: `gloo`, `nccl`, or None: NCCL where there are GPUs and no device is given, else
-            gloo.
-        device: of a gloo rank, `cpu` or a GPU that ranks may share, such as `cuda:0`; default:
-            `cpu`.
+        backend: `gloo`, `nccl`, or None: NCCL if there are GPUs and no device is given, else gloo.
+        device: device of a gloo rank: `cpu` (default) or a GPU that ranks may share, such as
+            `cuda:0`.
 
     Raises:
         ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, or a
@@ -184,22 +183,21 @@ def rank_context(
     rank: int | None = None,
     world_size: int | None = None,
 ) -> Iterator[RankContext]:
-    """Join the process group, yield this rank's context once all have joined, leave the group whatever happens.
+    """Join the process group, yield this rank's context, and leave the group at the end.
 
     A rank that torchrun's agent started ends with the agent from here on, see
     `distlab.comm.parent_death`.
 
     Args:
-        backend: `gloo`, `nccl` or None (NCCL where there are GPUs and no device is given).
-        device: where gloo ranks compute, `cpu` (default) or a GPU that they share, such as
-            `cuda:0`.
+        backend: `gloo`, `nccl` or None: NCCL if there are GPUs and no device is given, else gloo.
+        device: device of gloo ranks: `cpu` (default) or a GPU that they share, such as `cuda:0`.
         timeout_s: seconds that any collective may take before it fails on the ranks that wait.
         store, rank, world_size: rendezvous by hand (tests, notebooks); by default torchrun's
             environment is read, and without torchrun the context is a world of one rank.
 
     Raises:
-        ValueError: a timeout that is no positive number, an environment that `RankEnvironment.read`
-            refuses, or what `choose_device` refuses.
+        ValueError: a timeout that is not a positive number, or an environment, backend or device
+            that `RankEnvironment.read` or `choose_device` refuses.
         OSError: the rendezvous failed: MASTER_PORT is in use, rank 0 was not reached, or ranks are
             missing.
     """
@@ -291,11 +289,12 @@ def _torchrun_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """The TCPStore at MASTER_ADDR:MASTER_PORT; what goes wrong on the way to it is said by its cause.
+    """Return the TCPStore at MASTER_ADDR:MASTER_PORT. An error says its cause.
 
     Raises:
         ValueError: an address or a port that cannot be one.
-        OSError: the port is in use, nobody answers there, or not all ranks came within the timeout.
+        OSError: the port is in use, no process listens there, or not all ranks came within the
+            timeout.
     """
     # torchrun's agent serves it already
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -308,7 +307,7 @@ def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
         )
     host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
     if not 1 <= port <= 65535:
-        raise ValueError(f"MASTER_PORT={port}: a port lies between 1 and 65535")
+        raise ValueError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
     where = f"MASTER_ADDR:MASTER_PORT={host}:{port}"
     limit_s = timeout.total_seconds()
     if place.rank != 0:
@@ -347,10 +346,10 @@ def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def _wait_for_server(host: str, port: int, limit_s: float, where: str, rank: int) -> None:
-    """Return once somebody listens there, which rank 0 may not do yet.
+    """Return once a process listens there, which rank 0 may not do yet.
 
     Raises:
-        OSError: nobody does within the limit, or the host has no address.
+        OSError: none does within the limit, or the host has no address.
     """
     deadline = time.monotonic() + limit_s
     while True:
@@ -360,7 +359,8 @@ def _wait_for_server(host: str, port: int, limit_s: float, where: str, rank: int
         except OSError as error:  # a name that has no address yet, or nobody who listens yet
             if time.monotonic() > deadline:
                 raise OSError(
-                    f"rank {rank} found nobody at {where} within {limit_s:g} s ({error.strerror or error}): start "
-                    "rank 0 there, and look for its message if it has ended"
+                    f"rank {rank} found no process that listens at {where} within {limit_s:g} s "
+                    f"({error.strerror or error}): start rank 0 there, and look for its message if "
+                    "it has ended"
                 ) from None
         time.sleep(0.1)

@@ -1,8 +1,8 @@
-"""All-reduce by copy engines: transfers between GPUs that take no multiprocessor from the computation.
+"""All-reduce by copy engines: transfers between GPUs that do not use their multiprocessors.
 
-NCCL's kernels occupy thread blocks for as long as they send, and the matmuls beside them slow down.
-A GPU can also read and write its neighbours' memory over NVLink with its copy engines. Every tensor
-is cut into N equal chunks, of and rank r averages chunk r:
+NCCL's kernels occupy thread blocks for as long as they send, which slows down matmuls that run at
+the same time. A GPU can also read and write its neighbours' memory over NVLink with its copy
+engines. Every tensor is cut into N equal chunks, and rank r averages chunk r:
 
     ready      all     every rank's tensor is complete
     pull       copies  chunk r of every peer → staging                  (N−1)/N of the bytes come in
@@ -10,11 +10,11 @@ is cut into N equal chunks, of and rank r averages chunk r:
     push       copies  chunk r → every peer                             (N−1)/N of the bytes go out
     arrived    all     once, after the last tensor
 
-These are the reduce-scatter and the all-gather of a ring's all-reduce with as many bytes per link,
-each in one hop, because the switch connects every pair of GPUs. One rank averages each chunk, so
-that all ranks get the same bits.
+These are the reduce-scatter and the all-gather of a ring's all-reduce, with the same number of
+bytes per link, but each in one hop, because the switch connects every pair of GPUs. One rank
+averages each chunk, so that all ranks get the same bits.
 
-The tensors lie in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching
+The tensors are in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching
 allocator does not count. Multicast is not used.
 """
 
@@ -64,14 +64,15 @@ class CopyEngineAllReduce:
     """Tensors that all ranks of one host hold, and their means by copy engines.
 
     Args:
-        numels: elements of each tensor, multiples of the group's size.
-        dtypes: of each tensor.
-        device: this rank's GPU.
-        group: NCCL, all its ranks on one host, with GPUs that reach each other's memory.
+        numels: number of elements of each tensor, multiples of the group's size.
+        dtypes: dtype of each tensor.
+        device: GPU of this rank.
+        group: process group on NCCL, with all ranks on one host and GPUs that reach each other's
+            memory.
 
     Attributes:
-        tensors: 1-D, zeros at first; fill one, then `start` it.
-        num_bytes: taken on this GPU beside what the caching allocator counts.
+        tensors: 1-D tensors, zeros at first. Fill one, then `start` it.
+        num_bytes: bytes on this GPU in addition to those that the caching allocator counts.
 
     Raises:
         ValueError: no CUDA device, several hosts, or GPUs without access to each other (on every
@@ -107,10 +108,12 @@ class CopyEngineAllReduce:
         self._arriving = False
 
     def start(self, number: int) -> "CopyEngineAllReduce":
-        """Begin to average tensor `number` over the ranks once the current stream has filled it; on all ranks alike.
+        """Begin to average tensor `number` over the ranks, once the current stream has filled it.
+
+        All ranks must call it in the same order.
 
         Returns:
-            Something to `wait()` for.
+            An object to `wait()` for.
         """
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -121,7 +124,7 @@ class CopyEngineAllReduce:
         return self
 
     def wait(self) -> None:
-        """Let the current stream wait until every tensor that was started is whole on every rank."""
+        """Let the current stream wait until every started tensor is complete on every rank."""
         if not self._arriving:
             return
         self._arriving = False
@@ -178,14 +181,14 @@ def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup)
 
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
-    """Symmetric memory that nobody maps yet."""
+    """Symmetric memory that is not mapped yet."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
     return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _rendezvous(memory: Tensor, group: ProcessGroup, unique: str) -> Any:
-    """One rendezvous of a group's ranks, which agree on a name that no group of this process ever had."""
+    """Hold one rendezvous of a group's ranks, under a name that no group here has used before."""
     from torch.distributed import _symmetric_memory as symmetric
 
     # torch remembers the store of a group by the group's name for the life of the process, and

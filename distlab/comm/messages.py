@@ -1,4 +1,4 @@
-"""One collective sent in several ways, for measurements: by the library, by fewer CTAs, by copy engines."""
+"""One collective sent by the library, by fewer CTAs or by copy engines, for measurements."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ from distlab.comm.copy_engine import CopyEngineAllReduce
 
 @dataclass
 class Messages:
-    """Two messages, by turns: what this rank contributes to each, what it gets, and what begins to send one."""
+    """Two messages, sent in turn: this rank's tensors, its results, and the function that sends."""
 
     sent: Sequence[Tensor]
     received: Sequence[Tensor]
@@ -25,7 +25,7 @@ class Messages:
 
 @contextmanager
 def all_reduces(context: RankContext, count: int, ctas: int | None = None) -> Iterator[Messages]:
-    """Send them by the library; on NCCL by a communicator with so many CTAs."""
+    """Yield messages that the library sends, on NCCL through a communicator with this many CTAs."""
     group = context.group
     if ctas is not None:
         options = dist.ProcessGroupNCCL.Options()
@@ -53,7 +53,7 @@ def copied_all_reduces(context: RankContext, count: int) -> Iterator[Messages]:
 
 @contextmanager
 def all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
-    """Send them by the library, of results with so many elements."""
+    """Yield messages that the library sends, with results of this many elements."""
     parts = [torch.zeros(count // context.world_size, device=context.device) for _ in range(2)]
     whole = [torch.zeros(count, device=context.device) for _ in range(2)]
 
@@ -77,7 +77,7 @@ class Arriving:
 
 @contextmanager
 def copied_all_gathers(context: RankContext, count: int) -> Iterator[Messages]:
-    """Send them by copy engines from torch's symmetric memory, as its asynchronous tensor parallelism sends them."""
+    """Yield messages that copy engines send, as torch's asynchronous tensor parallelism does."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
     name = context.group.group_name

@@ -18,14 +18,16 @@ PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def end_with_parent(parent: int | None = None) -> None:
-    """Have this process ended by SIGKILL when its parent dies (on Linux the thread of it that started this process).
+    """Have this process ended by SIGKILL when its parent dies.
 
-    SIGKILL, because a rank without its agent has no store and soon no peers, so that an orderly end
-    is not to be had; what is on the disk is whole at every moment.
+    On Linux the parent is the thread that started this process.
+
+    It is SIGKILL because a rank without its agent has no store and soon no peers, so it cannot end
+    in an orderly way. Files on disk are complete at every moment.
 
     Args:
-        parent: its process number, which one that has died meanwhile does not show any more;
-            default: as it is now.
+        parent: process number of the parent, for one that may have died already. Default: the
+            current parent.
     """
     parent = parent or os.getppid()
     if sys.platform == "linux":
@@ -37,10 +39,10 @@ def end_with_parent(parent: int | None = None) -> None:
 
 
 def end_with_agent() -> None:
-    """`end_with_parent` for a rank whose parent is torchrun's agent, which may have died before this call.
+    """Call `end_with_parent` for a rank of torchrun's agent, which may be dead before this call.
 
-    The agent starts each rank in a session of its own. So a process that leads its session is the
-    agent's own child and no script's in between, and if its parent is no Python, it is the one that
+    The agent starts each rank in its own session. So a process that leads its session is a child of
+    the agent, without a script between them. If its parent does not run Python, that parent has
     inherited it from a dead agent.
     """
     if os.getsid(0) == os.getpid() and not _is_python(os.getppid()):
@@ -50,7 +52,7 @@ def end_with_agent() -> None:
 
 
 def _is_python(pid: int) -> bool:
-    """Whether a process runs this Python or another; where that cannot be known, whether it is not `init`."""
+    """Return whether a process runs Python. If unknown, return whether it is not `init`."""
     try:
         program = os.readlink(f"/proc/{pid}/exe")
         return program == os.readlink("/proc/self/exe") or "python" in Path(program).name

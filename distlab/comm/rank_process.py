@@ -1,4 +1,4 @@
-"""A rank's process from its group to its exit code: who says what failed, and how the process ends."""
+"""A rank's process from its group to its exit code: messages about failures, and how it ends."""
 
 import gc
 import os
@@ -23,12 +23,11 @@ CLEAR = "\033[K"  # a terminal's line, from the cursor on
 def run_rank(
     work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str
 ) -> int:
-    """Run `work` on this rank inside its context; turn exceptions into one clear message and an exit code.
+    """Run `work` on this rank inside its context. Turn exceptions into a message and an exit code.
 
     Returns:
-        What `work` does; 2 after an error that the user can correct, 1 after the loss of another
-            rank, 128 + the number
-        of a signal that asked this rank to stop.
+        The result of `work`. 2 after an error that the user can fix, 1 after the loss of another
+            rank, 128 + n if signal n asked this rank to stop.
     """
     try:
         place = RankEnvironment.read()
@@ -87,9 +86,9 @@ def say_once(context: RankContext, message: str) -> None:
 
 
 def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
-    """What `work()` returns on rank 0, on every rank; call it on all.
+    """Return on every rank the result of `work()` on rank 0. Call it on all ranks.
 
-    Its OSError or ValueError is raised on all.
+    Its OSError or ValueError is raised on all ranks.
     """
     if context.group is None:
         return work()
@@ -106,10 +105,10 @@ def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
 
 
 class Progress:
-    """What a long command does now, on stderr of rank 0, with the seconds since it began.
+    """Current activity of a long command, on stderr of rank 0, with the seconds since the start.
 
-    On a terminal one line, which each call rewrites; elsewhere a line whenever ten seconds have
-    passed.
+    On a terminal it is one line, which each call rewrites. Elsewhere a line is printed once ten
+    seconds have passed.
     """
 
     def __init__(self, context: RankContext):
@@ -156,7 +155,7 @@ def leave_process(code: int) -> NoReturn:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Whether torch or gloo, which raises plain RuntimeErrors, says that another rank is gone."""
+    """Return whether an error of torch or gloo, a plain RuntimeError, means that a rank is gone."""
     signs = (
         *(
             "Connection closed by peer",

@@ -1,9 +1,9 @@
-"""Collectives made of sends and receives: what a library does, small enough to read.
+"""Collectives made of sends and receives, as a library makes them, small enough to read.
 
 All block as `Work.wait()` does.
 
-Ranks stand in a ring; in every round each sends to the next and receives from the one before, so
-all links are busy in one direction. The tensor is cut into N chunks:
+Ranks form a ring. In every round each sends to the next and receives from the one before, so all
+links are busy in one direction. The tensor is cut into N chunks:
 
     reduce-scatter   N−1 rounds   pass a partial sum of a chunk on, add the own contribution to what arrives
     all-gather       N−1 rounds   pass finished chunks on
@@ -32,7 +32,7 @@ def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def reduce_scatter(output: Tensor, input: Tensor, group: ProcessGroup) -> None:
-    """Give rank r the r-th of N equal chunks of the *sum* of `input`: `(N·n,)` → `output` `(n,)`."""
+    """Give rank r the r-th of N equal chunks of the *sum* of `input`: `(N·n,)` → `(n,)`."""
     rank, ranks = group.rank(), group.size()
     chunks = _equal_chunks(input, output, ranks)
     partial, arriving = chunks[(rank - 1) % ranks].clone(), torch.empty_like(output)
@@ -60,7 +60,10 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> None:
 
 @torch.no_grad()
 def all_reduce_whole(tensor: Tensor, group: ProcessGroup) -> None:
-    """`all_reduce` by forwarding whole tensors: fewer rounds for small ones, far too many bytes for large ones."""
+    """All-reduce by forwarding whole tensors.
+
+    That takes fewer rounds, which helps small tensors, and far too many bytes for large ones.
+    """
     passing, arriving = tensor.clone(), torch.empty_like(tensor)
     for _ in range(group.size() - 1):
         _pass_on(passing, arriving, group)
@@ -69,7 +72,10 @@ def all_reduce_whole(tensor: Tensor, group: ProcessGroup) -> None:
 
 
 def _pass_on(outgoing: Tensor, incoming: Tensor, group: ProcessGroup) -> None:
-    """Send to the next rank and receive from the one before, at once: one after the other would wait in a circle."""
+    """Send to the next rank and receive from the one before, at the same time.
+
+    One after the other would deadlock.
+    """
     rank, ranks = group.rank(), group.size()
     transfers = [
         P2POp(kind, tensor, group=group, group_peer=peer % ranks)

@@ -1,4 +1,4 @@
-"""Groups of a job's ranks: its first ranks as a smaller job, and a mesh of shard groups and their replicas."""
+"""Groups of a job's ranks: its first ranks as a smaller job, and a mesh of shards and replicas."""
 
 import math
 import socket
@@ -21,14 +21,14 @@ from distlab.comm.context import RankContext
 
 
 def doubling_sizes(world_size: int) -> tuple[int, ...]:
-    """1, 2, 4, … and the world size itself."""
+    """Return 1, 2, 4, … and the world size itself."""
     sizes = [2**k for k in range(world_size.bit_length()) if 2**k < world_size]
     return (*sizes, world_size)
 
 
 @contextmanager
 def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None]:
-    """Yield this rank's context within the group of the first `ranks` ranks; None for the other ranks.
+    """Yield this rank's context in the group of the first `ranks` ranks. None for the others.
 
     Every rank of `context` calls it, with the same number, and those left out wait at the end of
     the block (or beyond, at their next collective), for at most the context's timeout if they have
@@ -52,10 +52,10 @@ def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None
 
 
 def rest(context: RankContext, name: str, busy_ranks: int) -> None:
-    """Wait until the first `busy_ranks` ranks have come here too, without a kernel that spins on a GPU meanwhile.
+    """Wait until the first `busy_ranks` ranks have come here, without a kernel that spins on a GPU.
 
     Args:
-        name: of this rendezvous, not used before in this job.
+        name: name of this rendezvous, not used before in this job.
 
     Raises:
         RuntimeError: they did not come within half an hour.
@@ -71,7 +71,7 @@ def rest(context: RankContext, name: str, busy_ranks: int) -> None:
 
 @dataclass(frozen=True)
 class MeshGroups:
-    """This rank's groups of a mesh of R replicas × S ranks each.
+    """Groups of this rank in a mesh of R replicas × S ranks each.
 
         rank   0 1 2 3 │ 4 5 6 7      `shard` of rank 5: 4 5 6 7, such as the GPUs of its host
                host 0  │ host 1       `replicate` of rank 5: 1 5, which hold the same shard
@@ -89,19 +89,21 @@ class MeshGroups:
 
     @property
     def replicas(self) -> int:
-        """R: how many ranks hold the same shard."""
+        """Number of ranks that hold the same shard, R."""
         return 1 if self.replicate is None else self.replicate.size()
 
 
 def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) -> MeshGroups:
-    """Return the groups of a two-dimensional mesh, (replicate, shard) as in FSDP2; without one, all ranks as one.
+    """Return the groups of a two-dimensional mesh, (replicate, shard) as in FSDP2.
+
+    Without a mesh, all ranks form one group.
 
     Args:
-        process_group: all ranks of the mesh; default: the default group.
+        process_group: group of all ranks of the mesh. Default: the default group.
 
     Raises:
-        TypeError: no DeviceMesh.
-        ValueError: a mesh that is not two-dimensional, or of other ranks than the process group's.
+        TypeError: the mesh is not a DeviceMesh.
+        ValueError: the mesh is not two-dimensional, or has other ranks than the process group.
     """
     world = collectives.resolve_group(process_group)
     if mesh is None:
@@ -190,21 +192,23 @@ def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMes
 def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
     """Return this rank's group of a partition of all ranks of `group`; made once.
 
-    Call it on every rank alike.
+    Every rank must make the same calls.
 
     Args:
-        parts: global ranks; each rank stands in one of them.
+        parts: global ranks of each part. Each rank is in one of them.
     """
     return next(each for each in groups_of(group, parts) if each is not None)
 
 
 def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
-    """Make, once, a group of each of these parts, which may overlap; None for those without this rank.
+    """Make a group of each of these parts, which may overlap. None for those without this rank.
 
-    Call it on every rank alike.
+    A group that exists already is used again.
+
+    Every rank must make the same calls.
 
     Args:
-        parts: global ranks.
+        parts: global ranks of each part.
     """
     made = _known.setdefault(group, {})
     key = tuple(map(tuple, parts))
@@ -224,7 +228,7 @@ def _ranks_of_a_host(group: ProcessGroup) -> int:
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
     if len(set(sizes)) > 1 or len(sizes) > len(set(hosts)):
         raise ValueError(
-            f"the hosts' ranks are no groups of one size, in order: {hosts}; give shard_size, the ranks of a group"
+            f"the hosts do not have equal numbers of ranks in order: {hosts}; give shard_size, the ranks of a group"
         )
     return sizes[0]
 

@@ -29,9 +29,11 @@ from distlab.comm.subgroups import MeshGroups
 
 
 def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], OneLevel | Message]":
-    """What starts to average a tensor over all ranks of the groups; `wait()` of what it returns waits for the mean.
+    """Return a function that starts to average a tensor over all ranks of the groups.
 
-    In two levels where there are two: with one group, or groups of one rank, all ranks are one
+    Its result has `wait()`, which waits for the mean.
+
+    It uses two levels if there are two. With one group, or groups of one rank, all ranks are one
     level.
     """
     if groups.replicate is None or groups.shard.size() == 1:
@@ -53,7 +55,7 @@ class OneLevel(NamedTuple):
 
 
 class TwoLevelAllReduce:
-    """Messages on their way, the oldest first; every rank starts the same ones and waits in the same order."""
+    """Messages in flight, the oldest first. All ranks start and await them in the same order."""
 
     def __init__(self, groups: MeshGroups):
         self._groups = groups

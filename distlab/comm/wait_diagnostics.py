@@ -1,4 +1,4 @@
-"""Which rank did not come, where a collective fails; costs nothing as long as nobody waits for long.
+"""Report which rank is missing when a collective fails. Free unless a wait is long.
 
 A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's
 store, and removes the entry when the wait ends. When a wait fails, at the group's timeout or
@@ -32,7 +32,7 @@ NCCL_GRACE_S = 4.0
 
 
 def wait(work: Work, group: ProcessGroup, what: str) -> None:
-    """`work.wait()`, whose failure names the ranks that did not come.
+    """Call `work.wait()`. A failure names the ranks that did not come.
 
     Args:
         what: is being done, in the same words on every rank, such as "averaging gradients".
@@ -52,7 +52,10 @@ def wait(work: Work, group: ProcessGroup, what: str) -> None:
 
 
 def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
-    """`wait` of a send or a receive, which on gloo a first half second would end."""
+    """Wait for a send or a receive.
+
+    There is no first wait of half a second, which on gloo would end the message.
+    """
     try:
         work.wait()
     except RuntimeError as error:
@@ -62,7 +65,7 @@ def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
 
 
 def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event) -> None:
-    """On NCCL, until `over` is set: end this rank with code 1 when another one is lost.
+    """End this rank with code 1 on NCCL when another one is lost, until `over` is set.
 
     Which one is found in two ways. A collective that has failed or timed out is one that some ranks
     did not come to. And each rank counts its seconds in the job's store, where the one before it
@@ -107,7 +110,7 @@ def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event)
 
 @contextmanager
 def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
-    """Inside, this rank waits for the others of the group; see `wait`."""
+    """Note that this rank waits for the others of the group in the block, see `wait`."""
     # Read once, because a call such as `all_gather_object` makes several collectives.
     number = group._get_sequence_number_for_group() if group.name() == "gloo" else 0
     here = _Wait(group.group_name, what, number)
@@ -124,10 +127,10 @@ class _Wait(NamedTuple):
 
     Attributes:
         group: name of the process group.
-        what: is being done.
-        number: of collectives that this rank had begun in the group on gloo. Ranks that wait for
-            the same one have the same number, because they run the same program. 0 on NCCL, where
-            the host runs ahead, and for messages between two ranks.
+        what: activity, in words.
+        number: number of collectives that this rank had begun in the group on gloo. Ranks that wait
+            for the same one have the same number, because they run the same program. 0 on NCCL,
+            where the host runs ahead, and for messages between two ranks.
     """
 
     group: str
@@ -193,7 +196,11 @@ def _store() -> Store:
 
 
 def _key(rank: int) -> str:
-    """Waits of threads in the background, such as a checkpoint's, are apart: they say nothing of where its step is."""
+    """Return the key of this rank's wait in the store.
+
+    Threads in the background, such as a checkpoint's, have another key: their waits do not say
+    where the rank's step is.
+    """
     main = threading.current_thread() is threading.main_thread()
     return f"waits/{rank}" if main else f"waits/{rank}/background"
 

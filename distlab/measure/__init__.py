@@ -1,4 +1,4 @@
-"""Instruments that look at any strategy from outside: clocks, memory, collectives, the profiler's trace."""
+"""Instruments that observe any strategy from outside: clocks, memory, collectives and traces."""
 
 from distlab.measure.bandwidth import (
     BY_HAND,

@@ -1,6 +1,6 @@
 """How long does a collective take, and is its result right?
 
-The library's, and those of `distlab.comm.ring`.
+The collectives are the library's and those of `distlab.comm.ring`.
 
 The payload S of a collective is the larger of what a rank contributes and of its result: the tensor
 of an all-reduce, broadcast, reduce or all-to-all, the output of an (all-)gather, the input of a
@@ -10,10 +10,10 @@ of an all-reduce, broadcast, reduce or all-to-all, the output of an (all-)gather
 
 How much do computation and communication slow each other down?
 
-A queue of messages is put on the wire, and computation runs beside it for t seconds, in which it
-does what takes m seconds alone: its rate is p = m/t. The queue outlasts it and is done after T
-seconds, instead of C alone. All that lies outside of t ran undisturbed, so in t the queue has done
-what takes C − (T − t) alone: its rate is q = (C − (T − t))/t. Neither a second clock nor a separate
+A queue of messages is started, and computation runs at the same time for t seconds, in which it
+does work that takes m seconds alone: its rate is p = m/t. The queue lasts longer and is done after
+T seconds, instead of C alone. Outside of t it ran undisturbed, so in t the queue has done work that
+takes C − (T − t) alone: its rate is q = (C − (T − t))/t. Neither a second clock nor a separate
 stream is needed, so gloo and NCCL are measured in the same way.
 """
 
@@ -81,10 +81,10 @@ class CollectiveTiming:
     """Samples of one collective.
 
     Attributes:
-        num_bytes: S, as sent: a multiple of the ranks' number of elements.
-        samples_ms: each that of the slowest rank.
-        max_abs_error: of the result against the expected one, over all ranks; values are small
-            integers, so 0.
+        num_bytes: S in bytes, as sent: a multiple of the ranks' number of elements.
+        samples_ms: ms of each call, on the slowest rank.
+        max_abs_error: largest error of the result over all ranks. Values are small integers, so it
+            is 0.
     """
 
     num_bytes: int
@@ -135,10 +135,11 @@ def _slowest(samples: list[float], context: RankContext) -> list[float]:
 def _case(
     context: RankContext, operation: str, chunk: int
 ) -> tuple[Call, Tensor, Tensor, Callable[[], Tensor], Callable[[], Tensor]]:
-    """A collective on tensors of `chunk` elements per rank, with values that betray a chunk in the wrong place.
+    """Return a collective on `chunk` elements per rank, with values that reveal misplaced chunks.
 
     Returns:
-        the call; what this rank contributes, and the result; what makes the values of each.
+            The call, this rank's contribution, the result, and functions that make the values of
+        each.
     """
     group, rank, ranks, device = context.group, context.rank, context.world_size, context.device
     kind = operation.removeprefix("ring_").removeprefix("whole_")
@@ -190,22 +191,21 @@ def disturb(
     """Time `compute()` and messages, alone and together. Every rank calls it.
 
     Returns:
-        As metrics: milliseconds of one computation and of one message, alone and beside each other,
-            with which rate
-        each runs beside the other, p and q in (0, 1] where 1 means undisturbed, and by how many per
-            cent the
-        computation's times beside messages lie around their median.
+            Metrics: milliseconds of one computation and of one message, alone and at the same time;
+        the rates of both, p and q in (0, 1], where 1 means undisturbed; and the spread in % of the
+        computation's times during messages around their median.
 
     Args:
-        compute: queues work on the current stream; called often enough to last `least_ms`.
-        send: begins a message, of which it gets the number, and returns what to `wait()` for; as
-            many are queued as outlast twice the computation. Two that follow each other may not be
-            one tensor: gloo runs two at a time.
-        rounds: medians are taken over so many.
+        compute: function that queues work on the current stream. It is called often enough to last
+            `least_ms`.
+        send: function that begins the message of a given number and returns an object to `wait()`
+            for. Enough messages are queued to outlast twice the computation. Two that follow each
+            other may not use one tensor, because gloo runs two at a time.
+        rounds: number of rounds, over which medians are taken.
     """
 
     def alone(calls: int) -> list[float]:
-        """ms of `calls` computations, three times."""
+        """Return ms of `calls` computations, three times."""
         timer = PhaseTimer(context.device)
         for _ in range(3):
             timer.start()
@@ -215,7 +215,7 @@ def disturb(
         return _slowest([step["compute"] for step in timer.steps()], context)
 
     def queue(messages: int, *, beside: int) -> tuple[float, float]:
-        """ms from the first of `messages` to the end of all, and of `beside` computations meanwhile."""
+        """Return ms until all `messages` have ended, and ms of `beside` computations meanwhile."""
         collectives.all_ranks_agree(True, context.device, context.group)  # start together
         timer = PhaseTimer(context.device)
         timer.synchronize()
@@ -255,7 +255,10 @@ def disturb(
 
 
 def computations(side: int, device: torch.device) -> dict[str, Call]:
-    """What runs beside messages: one that is bound by arithmetic, one by memory, of matrices of this side."""
+    """Return work to run during messages: one bound by arithmetic, one by memory.
+
+    Both use matrices with this side.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
     source = torch.randn(side * side, device=device)
@@ -264,5 +267,8 @@ def computations(side: int, device: torch.device) -> dict[str, Call]:
 
 
 def rate_beside(alone_ms: float, total_ms: float, beside_ms: float) -> float:
-    """q, between 0.05 and 1: a queue of `alone_ms` alone took `total_ms`, with computation during `beside_ms`."""
+    """Return q, between 0.05 and 1, for a queue of `alone_ms` that took `total_ms`.
+
+    Computation ran for `beside_ms` of it.
+    """
     return min(1.0, max(0.05, (alone_ms - (total_ms - beside_ms)) / beside_ms))

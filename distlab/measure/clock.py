@@ -1,4 +1,4 @@
-"""Clocks: repeated timings, phases inside a step, the slowest rank, and how sure a ratio of two timings is.
+"""Clocks: repeated timings, phases of a step, the slowest rank, and intervals of ratios.
 
 On CUDA the clock is the stream's: events are recorded between kernels and read after one
 synchronisation at the end, so that timing a step adds no synchronisation to it. On the CPU it is
@@ -30,7 +30,7 @@ def instant(device: torch.device) -> Instant:
 
 
 def elapsed_ms(begin: Instant, end: Instant) -> float:
-    """Milliseconds between two instants of one device, which on a GPU must have passed: synchronise before."""
+    """Return milliseconds between two instants of one device. On a GPU, synchronise before."""
     return (end - begin) * 1e3 if isinstance(begin, float) else begin.elapsed_time(end)
 
 
@@ -84,7 +84,10 @@ class PhaseTimer:
         self._marks: list[list[tuple[str, Instant]]] = []
 
     def each(self, steps: int, warmup: int = 0) -> Iterator[int]:
-        """Start `warmup` steps, which are forgotten, and then `steps`; whoever takes them marks their phases."""
+        """Start `warmup` steps, which are dropped, and then `steps`.
+
+        The caller marks the phases of each step.
+        """
         for number in range(warmup + steps):
             if number == warmup:
                 self.clear()
@@ -136,15 +139,17 @@ class PhaseTimer:
 def slowest_rank(
     samples: Sequence[float], group: dist.ProcessGroup | None, device: Device
 ) -> list[float]:
-    """Element-wise maximum of the samples over the ranks of ``group``: a step is as slow as its slowest rank.
+    """Return the element-wise maximum of the samples over the ranks of ``group``.
 
-    Every rank calls it with equally many samples and gets the same answer. One all-gather, not a
-    MAX reduction, because MAX may drop a NaN depending on the rank that holds it. Without a process
-    group the samples return.
+    A step is as slow as its slowest rank.
+
+    Every rank must call it with the same number of samples and gets the same answer. One all-gather
+    is used and not a MAX reduction, because MAX may drop a NaN depending on the rank that holds it.
+    Without a process group the samples are returned.
 
     Args:
-        group: the group, None for the default one.
-        device: where the group's backend wants its tensors: ``cuda`` for NCCL, ``cpu`` for gloo.
+        group: process group, None for the default one.
+        device: device of the group's tensors: ``cuda`` for NCCL, ``cpu`` for gloo.
     """
     if not dist.is_initialized():
         return [float(sample) for sample in samples]
@@ -161,11 +166,14 @@ def capture(
     *,
     beside: torch.cuda.CUDAGraph | None = None,
 ) -> torch.cuda.CUDAGraph:
-    """Capture a CUDA graph of `calls` runs, each of which has to be warm: loading a kernel is not allowed in a capture.
+    """Capture a CUDA graph of `calls` runs.
+
+    Each must be warm, because loading a kernel is not allowed in a capture.
 
     Args:
-        stream: captured; None for torch's own. A backward runs on the stream of its forward.
-        beside: a living graph whose memory this one uses too: replay one at a time, and read no
+        stream: stream to capture, None for torch's own. A backward runs on the stream of its
+            forward.
+        beside: living graph whose memory this one also uses. Replay one at a time, and read no
             result.
     """
     graph = torch.cuda.CUDAGraph()
@@ -177,7 +185,7 @@ def capture(
 
 @dataclass(frozen=True)
 class Replays:
-    """Times a CUDA graph of so many calls: repeats → device ms of one call in each of so many replays."""
+    """Timer of a CUDA graph: number of replays → device ms of one call in each replay."""
 
     graph: torch.cuda.CUDAGraph
     calls: int
@@ -203,10 +211,10 @@ def replayed(
     """Capture `run` in a CUDA graph, to be timed. The L2 stays warm.
 
     Args:
-        graph_ms: the graph holds as many calls as take about so long, so that starting it weighs
-            little. Short calls take 0.2 to 0.5 ms when the host issues them.
-        calls: least (where one takes less than `graph_ms`) and most.
-        beside: see `capture`.
+        graph_ms: ms that the calls in the graph take together, so that the start of the graph
+            weighs little. Short calls take 0.2 to 0.5 ms when the host issues them.
+        calls: least number of calls (if one takes less than `graph_ms`), and largest number.
+        beside: living graph that shares its memory, see `capture`.
     """
     torch.cuda.empty_cache()  # what earlier calls cached is of no use to the graph's own pool
     side = torch.cuda.Stream()
@@ -225,7 +233,10 @@ def replayed(
 
 
 def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, float]:
-    """`time_p20_ms`, `time_p50_ms`, `time_p80_ms` of `run`: on a GPU of replays (`replayed`), elsewhere of calls."""
+    """Return `time_p20_ms`, `time_p50_ms` and `time_p80_ms` of `run`.
+
+    On a GPU they are those of replays (`replayed`), elsewhere of calls.
+    """
     if torch.device(device).type == "cuda":
         samples = replayed(run, graph_ms=0.5, calls=(10, 20))(repeats)
     else:
@@ -234,11 +245,11 @@ def device_percentiles(run: Call, device: Device, repeats: int) -> dict[str, flo
 
 
 def call_ms(run: Call, repeats: int = 5, block_ms: float = 10.0) -> dict[str, list[float]]:
-    """`wall` and `host`: ms per call of `run`, called again and again as a model calls its operations.
+    """Return `wall` and `host`, ms per call of `run`, called repeatedly as in a model.
 
     Each of the `repeats` times is that of a block of calls that take about `block_ms`, begun with
-    nothing left to do: until the device has finished it, and until the host is free. Where these
-    are alike, the device waited.
+    an idle device: until the device has finished the block, and until the host is free. If both are
+    equal, the device waited for the host.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -1,6 +1,6 @@
-"""``CollectiveRecorder``: which collectives a step issues, with how many bytes, in which order.
+"""Recorder of the collectives that a step issues, with their bytes, in order.
 
-It stands at torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch
+It works in torch's dispatcher, below every strategy: hand-written ones, the C++ reducer of torch
 DDP and FSDP2 issue the same ``c10d`` operators, so all are counted by the same rule. It says
 nothing about time (see `trace`).
 """
@@ -55,8 +55,8 @@ class CollectiveCall:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter``, ``broadcast``, …
         bytes: payload: the full output of an all-gather, the full input of a reduce-scatter, the
             tensor otherwise; a coalesced call is one call with the sum.
-        dtype: of the payload (of its first tensor).
-        numel: elements of the payload.
+        dtype: dtype of the payload (of its first tensor).
+        numel: number of elements of the payload.
         sequence: position among all calls of this recorder, from 0.
     """
 
@@ -128,7 +128,10 @@ class CollectiveRecorder(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """List the tensors of a value: a tensor, or lists, tuples, dictionaries and dataclasses of them, in order."""
+    """List the tensors of a value in order.
+
+    The value is a tensor, or lists, tuples, dictionaries and dataclasses of tensors.
+    """
     leaves = [
         getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf
         for leaf in tree_leaves(value)

@@ -47,7 +47,7 @@ _KERNELS = "distlab_kernels"
 
 
 class FlopsByCategory(TorchDispatchMode):
-    """Counts what runs inside ``with FlopsByCategory() as counted:``, backward included, into ``counted.flops``.
+    """Count the FLOPs inside ``with FlopsByCategory() as counted:``, backward included.
 
     Compiled graphs run below the dispatcher and are not seen. They stay compiled: count the same
     step in eager mode.

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 @dataclass
 class PeakMemory:
-    """``peak_alloc_bytes``: most bytes allocated at once inside the block, what lay there before included.
+    """Peak of memory in the block: most bytes allocated at once, with those allocated before.
 
-    None while the block runs, and on devices whose allocator keeps no count (the CPU): not measured
-    is not zero.
+    `peak_alloc_bytes` is None while the block runs, and on devices whose allocator does not count
+    (the CPU), because "not measured" is not zero.
     """
 
     peak_alloc_bytes: int | None = None
@@ -56,13 +56,14 @@ def allocated_bytes(device: torch.device | str) -> int | None:
 
 
 def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None:
-    """Bytes that could be allocated on a device now; None where nobody says.
+    """Return the bytes that could be allocated on a device now. None if they are not known.
 
-    On a GPU what the driver has free and what the allocator keeps in reserve. On a CPU what Linux
-    calls available, or what the control group of a container or job still allows, if that is less.
+    On a GPU these are the driver's free bytes and the allocator's reserve. On a CPU they are the
+    bytes that Linux calls available, or that the control group of a container or job still allows,
+    if that is less.
 
     Args:
-        root: of the file system that holds /proc and /sys.
+        root: root of the file system with /proc and /sys.
     """
     if torch.device(device).type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -75,7 +76,7 @@ def free_bytes(device: torch.device | str, root: Path = Path("/")) -> int | None
 
 
 def _allowed(root: Path) -> Iterator[int]:
-    """What control groups leave; their page cache can be taken back and does not count."""
+    """Yield the bytes that control groups leave. Their page cache counts as free."""
     for folder, limit, used, cache in (
         ("sys/fs/cgroup", "memory.max", "memory.current", "file"),
         ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_cache"),
@@ -89,8 +90,9 @@ def _allowed(root: Path) -> Iterator[int]:
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind these tensors on this rank, each storage once: views of one buffer count as the
-    whole buffer. Of a DTensor the local part counts.
+    """Return the bytes of the storages of these tensors on this rank, each storage once.
+
+    Views of one buffer count as the whole buffer. For a DTensor the local part counts.
     """
     return sum(storage_bytes(tensors).values())
 
@@ -116,12 +118,12 @@ class Saved:
     """One tensor kept for backward.
 
     Attributes:
-        shape, dtype: of the tensor; its storage may be larger.
-        bytes: of its storage.
-        made_by: the autograd node that computed it (``SiluBackward0``), through views and casts,
-            with ``(cast)`` if there was one; ``leaf`` for what was given from outside or is a
-            parameter's copy, and ``detached`` where the history does not say: masks, statistics,
-            the inside of a compiled graph.
+        shape, dtype: shape and dtype of the tensor. Its storage may be larger.
+        bytes: bytes of its storage.
+        made_by: autograd node that computed it (``SiluBackward0``), through views and casts, with
+            ``(cast)`` if there was one. ``leaf`` for a tensor from outside or the copy of a
+            parameter, and ``detached`` if the history does not say: masks, statistics, the inside
+            of a compiled graph.
     """
 
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Memory over time: what was allocated when, for what, and by whom.
+"""Memory over time: each allocation with its time, its purpose and its origin.
 
 `record_memory` runs one training step under torch.profiler with its memory events, which the
 allocators of the CPU and of CUDA write alike, and notes at three moments which addresses belong to
@@ -16,7 +16,7 @@ byte has one of these categories:
 ``before``
     what was held when the step began and is none of these: the batch, buckets, workspaces.
 
-`allocator_history` writes torch's own snapshot besides, for the public viewer
+`allocator_history` also writes torch's own snapshot, for the public viewer
 (pytorch.org/memory_viz).
 """
 
@@ -56,12 +56,12 @@ class Allocation(NamedTuple):
     """One block of memory.
 
     Attributes:
-        bytes: of the block.
-        start_ms, end_ms: when it was allocated and freed, from the step's start; clipped to the
+        bytes: size of the block.
+        start_ms, end_ms: ms from the step's start to its allocation and its release, clipped to the
             step.
-        category: one of `CATEGORIES`.
-        phase: in which it was allocated: forward, backward, optimizer, outside, or before.
-        origin: the innermost named range and the operator that asked for it,
+        category: name in `CATEGORIES`.
+        phase: phase of its allocation: forward, backward, optimizer, outside, or before.
+        origin: innermost named range, and the operator that asked for it,
             ``"blocks.3.attention/rope: aten::mul"``.
     """
 
@@ -88,7 +88,7 @@ class MemoryTimeline:
     phases: Mapping[str, tuple[float, float]]
 
     def curves(self) -> tuple[list[float], dict[str, list[int]]]:
-        """Times of all changes in ms, and per category the bytes held from each on (a staircase)."""
+        """Return times of all changes in ms, and for each category the bytes held from then on."""
         changes = defaultdict(Counter, {0.0: Counter()})
         for block in self.allocations:
             changes[block.start_ms][block.category] += block.bytes
@@ -117,7 +117,7 @@ class MemoryTimeline:
 
 @dataclass
 class Holdings:
-    """Who holds which address at three moments of a step: address → (bytes, category)."""
+    """Addresses held at three moments of a step: address → (bytes, category)."""
 
     start: Addresses = field(default_factory=dict)
     after_backward: Addresses = field(default_factory=dict)
@@ -136,10 +136,10 @@ def record_memory(
     Args:
         step: one training step that begins without gradients; calls ``mark("forward")``,
             ``mark("backward")`` and ``mark("optimizer")`` as each phase ends.
-        path: of a ``.json``.
+        path: path of a ``.json`` file.
 
     Returns:
-        what `memory_timeline` needs besides the trace.
+            the holdings, which `memory_timeline` needs in addition to the trace.
     """
     state = _addresses(_state(optimizer), "optimizer state")
     held = Holdings(start=state | _addresses(parameters_of(model, optimizer), "parameters"))
@@ -221,7 +221,10 @@ def memory_timeline(path: AnyPath, held: Holdings, device: Device) -> MemoryTime
 def _lifetimes(
     changes: Sequence[Entry], held: Holdings, begin: float, length: float
 ) -> Iterator[tuple[Entry | None, int, int, float, float]]:
-    """(event of the allocation, address, bytes, start, end) of every block; the event is None for what was there."""
+    """Yield (event of the allocation, address, bytes, start, end) of every block.
+
+    The event is None for blocks from before the step.
+    """
     open_blocks: dict[int, tuple[Entry | None, int, float]] = {
         address: (None, size, 0.0) for address, (size, _) in held.start.items()
     }
@@ -251,7 +254,7 @@ def _lifetimes(
 
 
 def _origins(spans: Iterable[Entry], allocations: Iterable[Entry]) -> dict[int, str]:
-    """id of an allocation's event → the innermost named range and operator around it on its thread."""
+    """Return id of an allocation's event → innermost named range and operator on its thread."""
     origins = {}
     inside = defaultdict(list)  # per thread, the spans that are open
     for event in sorted(
@@ -280,17 +283,22 @@ def _addresses(tensors: Iterable[Tensor], kind: str) -> Addresses:
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Tensors of the optimizer's state, of the local optimizer where torch's ZeroRedundancyOptimizer hides it."""
+    """Yield the tensors of the optimizer's state.
+
+    torch's ZeroRedundancyOptimizer hides it in a local optimizer.
+    """
     for values in getattr(optimizer, "optim", optimizer).state.values():
         yield from (value for value in values.values() if isinstance(value, Tensor))
 
 
 @contextmanager
 def allocator_history(path: AnyPath, max_entries: int = MAX_ENTRIES) -> Iterator[None]:
-    """Write the CUDA allocator's history of the block to ``path``, a pickle for pytorch.org/memory_viz.
+    """Write the history of the CUDA allocator in the block to ``path``.
+
+    The file is a pickle for pytorch.org/memory_viz.
 
     Args:
-        max_entries: the last so many allocations and frees are kept, which bounds the file.
+        max_entries: number of allocations and frees to keep, the last ones, which bounds the file.
     """
     # Python's stacks alone: those of C++ are most of the bytes, and resolving them takes minutes.
     torch.cuda.memory._record_memory_history(max_entries=max_entries, stacks="python")

@@ -1,4 +1,4 @@
-"""Which kind of memory traffic an operator makes, by the sizes and dtypes of what it reads and writes.
+"""Kinds of memory traffic of an operator, by the sizes and dtypes of its inputs and outputs.
 
 torch's kernels for whole tensors of one dtype reach the bandwidth of a copy; those that broadcast a
 smaller operand, reduce, or widen the dtype do not (on an H100 80 %, and two thirds, of it).
@@ -14,7 +14,7 @@ KINDS = ("copy", "broadcast", "reduce", "widen")
 
 
 def kind_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
-    """Which of KINDS an operation is."""
+    """Return the entry of KINDS that an operation belongs to."""
     largest = max((t.numel() for t in inputs), default=0)
     written = max((t.numel() for t in outputs), default=0)
     if written < largest:
@@ -26,7 +26,12 @@ def kind_of(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
 
 
 def rates(x: Tensor, seconds: Callable[[Callable[[], Any]], float]) -> dict[str, float]:
-    """Bytes per second that torch's operators of each of KINDS reach on an fp32 matrix; `seconds` times a call."""
+    """Return the bytes per second that torch's operators of each of KINDS reach on a matrix.
+
+    Args:
+        x: fp32 matrix.
+        seconds: function that times a call.
+    """
     narrow, half, out = x[:, :1].clone(), x.bfloat16(), torch.empty_like(x)
     moved = {  # bytes over those of the matrix, and the call
         "copy": (2, lambda: out.copy_(x)),
@@ -38,5 +43,5 @@ def rates(x: Tensor, seconds: Callable[[Callable[[], Any]], float]) -> dict[str,
 
 
 def stored(t: Tensor) -> int:
-    """Elements that lie in memory: an expanded tensor has fewer than it shows."""
+    """Number of elements in memory: an expanded tensor has fewer than its shape says."""
     return min(t.numel(), t.untyped_storage().nbytes() // t.element_size())

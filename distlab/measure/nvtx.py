@@ -57,14 +57,14 @@ _MATMULS = ("matmul", "__matmul__", "bmm")
 
 
 class Emitter(NamedTuple):
-    """Who draws the ranges: `push` opens one on the calling thread, `pop` closes the innermost."""
+    """Functions that draw ranges: `push` opens one on this thread, `pop` closes the innermost."""
 
     push: Callable[[str], Any]
     pop: Callable[[], Any]
 
 
 def emitter(name: str) -> Emitter:
-    """``"nvtx"`` for Nsight Systems, ``"profiler"`` for the traces of torch.profiler.
+    """Return the emitter ``"nvtx"``, for Nsight Systems, or ``"profiler"``, for torch.profiler.
 
     Raises:
         ValueError: another name, or NVTX without a CUDA device.
@@ -98,7 +98,10 @@ def _range(emit: Emitter | _Ranges, name: str) -> Iterator[None]:
 
 
 def _silent(function: Callable) -> Callable[..., None]:
-    """`function` without its result: NVTX returns a depth, and torch takes a hook's result for a new gradient."""
+    """Return `function` without its result.
+
+    NVTX returns a depth, and torch takes a hook's result for a new gradient.
+    """
 
     def call(*args: Any) -> None:
         function(*args)
@@ -110,13 +113,15 @@ def _silent(function: Callable) -> Callable[..., None]:
 def named_ranges(
     model: nn.Module, emit: Emitter, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """While the block runs, parts, backward nodes, messages and the optimizer are ranges; afterwards all is as before.
+    """Make ranges of parts, backward nodes, messages and the optimizer while the block runs.
+
+    Afterwards everything is as before.
 
     Args:
         model: a model, or a strategy's wrapper around one. A module compiled by
             `torch.compile(module)` is one range, with nothing inside it.
-        emit: see `emitter`.
-        optimizer: its `step` is a range.
+        emit: functions that draw ranges, see `emitter`.
+        optimizer: optimizer whose `step` becomes a range.
 
     Raises:
         ValueError: a module compiled in place (`module.compile()`): its hooks would become part of
@@ -143,7 +148,10 @@ def named_ranges(
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The model and every module below it that is called, with their names; what is compiled is not entered."""
+    """Yield the model and every called module below it, with their names.
+
+    Modules inside a compiled one are left out.
+    """
     for path, module in model.named_modules():
         words = path.split(".")
         # `_orig_mod` from torch.compile(module); asking for its class would import all of dynamo.
@@ -153,7 +161,7 @@ def _parts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 class _Ranges:
-    """Opens and closes the forward's ranges, and remembers between which sequence numbers each was the innermost.
+    """Ranges of the forward, and the sequence numbers between which each was the innermost.
 
     Every autograd node carries the sequence number that its thread counted when the forward made
     it. A mark ``(number, name)`` says: nodes from here on belong to ``name``.
@@ -181,7 +189,10 @@ class _Ranges:
         )
 
     def around(self, module: nn.Module, name: str, is_root: bool) -> list[Any]:
-        """Hooks that make each call of `module` a range; the root's also start a step and name its backward."""
+        """Return hooks that make each call of `module` a range.
+
+        The hooks of the root also start a step and name its backward.
+        """
 
         def before(*_: Any) -> None:
             if is_root:
@@ -219,7 +230,7 @@ class _Ranges:
 
 
 def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: ExitStack) -> None:
-    """Replace a module's `ops`, if it has a dataclass of functions there, by one whose functions are ranges."""
+    """Put ranges around the functions in a module's `ops`, if it has that dataclass."""
     ops = getattr(module, "ops", None)
     if not dataclasses.is_dataclass(ops):
         return
@@ -245,7 +256,10 @@ def _put_ranges_around_ops(module: nn.Module, name: str, ranges: _Ranges, undo: 
 
 
 class _AttentionParts(TorchFunctionMode):
-    """Inside: from the first matmul on ``scores``, the ``softmax``, from the next matmul on ``values``."""
+    """Mode with three ranges: ``scores`` from the first matmul, ``softmax``, then ``values``.
+
+    ``values`` begins with the next matmul.
+    """
 
     def __init__(self, path: str, ranges: _Ranges) -> None:
         super().__init__()
@@ -273,7 +287,7 @@ class _AttentionParts(TorchFunctionMode):
 
 
 def _put_ranges_around_messages(model: nn.Module, ranges: _Ranges, undo: ExitStack) -> None:
-    """Every collective issued through the lab's one seam, and the wrapper's wait for them, as ranges."""
+    """Make ranges of every collective of the lab, and of the wrapper's wait for them."""
 
     def wrapped(name: str, function: Callable) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:

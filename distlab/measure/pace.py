@@ -1,4 +1,4 @@
-"""How far a long loop is, and how long the rest of it will take."""
+"""Progress of a long loop, and the time that the rest of it will take."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Interleaved rounds: every variant is timed once per round, so that clock drift affects all of them alike.
+"""Interleaved rounds: every variant is timed once per round, so that clock drift affects all alike.
 
 A GPU's clocks follow its temperature and its power limit and drift by several per cent within
 seconds. If variants are timed one after the other, the drift decides which one wins; in interleaved
@@ -23,7 +23,7 @@ def back_and_forth(number: int, names: Sequence[K]) -> Sequence[K]:
 
 
 def rotated(number: int, names: Sequence[K]) -> Sequence[K]:
-    """Each round begins with the next variant: nobody always runs first after a pause."""
+    """Return an order that begins each round with the next variant: none is always first."""
     shift = number % len(names)
     return [*names[shift:], *names[:shift]]
 
@@ -39,10 +39,11 @@ def interleave(
     """Call each of `calls` once per round.
 
     Args:
-        calls: name → what measures this variant once; it may time a block of steps.
-        order: of a round, from its number and the names: `back_and_forth`, `rotated`, or any other.
-        progress: takes a line before each call.
-        ended: called after each round.
+        calls: name → function that measures this variant once. It may time a block of steps.
+        order: function from a round's number and the names to their order: `back_and_forth`,
+            `rotated`, or any other.
+        progress: function that is called with a line before each call.
+        ended: function that is called after each round.
 
     Returns:
         name → what its calls returned, round by round; equal positions were measured in one round.
@@ -59,12 +60,13 @@ def interleave(
 def sample_rounds(
     calls: Mapping[K, Callable[[], Mapping[str, list[float]]]], rounds: int
 ) -> dict[K, dict[str, Any]]:
-    """Metrics of each of `calls`, which give the times of one round by clock, called in interleaved rounds.
+    """Return metrics of each of `calls`, which are called in interleaved rounds.
+
+    A call returns the times of one round by clock.
 
     Returns:
-        name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and p80;
-            only a `status`
-        where a call failed.
+            name → `CLOCK_samples_ms`, the medians of the rounds, and their `CLOCK_p20_ms`, p50 and
+        p80. If a call failed, only a `status`.
     """
     found = {}
     for name, times in interleave(

@@ -1,4 +1,4 @@
-"""How sure a timing is: percentiles of samples, ratios of paired samples with their interval, and the noise floor."""
+"""Certainty of a timing: percentiles, ratios of samples with intervals, and the noise floor."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -21,7 +21,7 @@ class Ratio(NamedTuple):
 
 
 def percentiles(samples: Samples) -> dict[str, float]:
-    """``{"p20": …, "p50": …, "p80": …}`` of the samples, in their unit, with linear interpolation.
+    """Return ``{"p20": …, "p50": …, "p80": …}`` of the samples, with linear interpolation.
 
     Raises:
         ValueError: fewer than three samples, or one that is not finite.
@@ -31,12 +31,12 @@ def percentiles(samples: Samples) -> dict[str, float]:
 
 
 def percentile_metrics(name: str, samples: Samples) -> dict[str, float]:
-    """Return `NAME_p20_ms`, `NAME_p50_ms` and `NAME_p80_ms` of samples in ms; raises as `percentiles`."""
+    """Return `NAME_p20_ms`, `NAME_p50_ms` and `NAME_p80_ms` of samples. Raises as `percentiles`."""
     return {f"{name}_{p}_ms": ms for p, ms in percentiles(samples).items()}
 
 
 def paired_ratio(a: Samples, b: Samples) -> Ratio:
-    """median(a) / median(b) with its 95 % percentile bootstrap interval, where ``a[i]`` and ``b[i]`` form a pair.
+    """Return median(a) / median(b) with its 95 % bootstrap interval. Equal indices form a pair.
 
     Pairs (two variants timed right after each other) are resampled jointly, so that drift of the
     machine, which hits both, does not widen the interval (Efron & Tibshirani, *An Introduction to
@@ -54,7 +54,9 @@ def paired_ratio(a: Samples, b: Samples) -> Ratio:
 
 
 def unpaired_ratio(a: Samples, b: Samples) -> Ratio:
-    """median(a) / median(b) of two series that share no moment, such as two runs: each is resampled by itself.
+    """Return median(a) / median(b) of two series without common moments, such as two runs.
+
+    Each is resampled by itself.
 
     Raises:
         ValueError: fewer than five samples of either, or one that is not finite and positive.
@@ -67,12 +69,12 @@ def unpaired_ratio(a: Samples, b: Samples) -> Ratio:
 
 
 def _picks(count: int, generator: np.random.Generator) -> np.ndarray:
-    """(RESAMPLES, count): which samples make each resample."""
+    """Return the samples of each resample, as numbers (RESAMPLES, count)."""
     return generator.integers(count, size=(RESAMPLES, count))
 
 
 def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: np.ndarray) -> Ratio:
-    """Return the ratio of two medians, with the interval that those of their resamples, one a row, make."""
+    """Return the ratio of two medians. The rows of resamples give its interval."""
     tail = (100 - CONFIDENCE_PCT) / 2
     low, high = np.percentile(
         np.median(firsts, axis=1) / np.median(seconds, axis=1), [tail, 100 - tail]
@@ -81,7 +83,9 @@ def _ratio(first: np.ndarray, second: np.ndarray, firsts: np.ndarray, seconds: n
 
 
 def noise_floor(a: Samples, b: Samples) -> float:
-    """Return the difference in % that two series of the *same* variant show: differences below it mean nothing.
+    """Return the difference in % between two series of the *same* variant.
+
+    A difference below it means nothing.
 
     The largest distance from 1 of their `paired_ratio`'s interval. Raises ValueError as
     `paired_ratio` does.
@@ -91,7 +95,10 @@ def noise_floor(a: Samples, b: Samples) -> float:
 
 
 def own_noise_floor(samples: Samples) -> float | None:
-    """Return the `noise_floor` of one series: its even against its odd samples; None below 2·MIN_PAIRS of them."""
+    """Return the `noise_floor` of one series, its even against its odd samples.
+
+    None if there are fewer than 2·MIN_PAIRS samples.
+    """
     half = len(samples) // 2
     return noise_floor(samples[0::2][:half], samples[1::2][:half]) if half >= MIN_PAIRS else None
 

@@ -1,4 +1,4 @@
-"""What a timing must pass before it is believed: a clock that covers the work, work that is work, a possible speed.
+"""Checks of a timing: a clock that covers the work, work that computes, and a possible speed.
 
 The usual ways to publish a wrong benchmark are a timer that reads the clock while the GPU still
 computes, and a model that computes nothing: zeros from a forgotten initialisation, NaNs, a graph
@@ -33,9 +33,9 @@ def check_clock(
     """Return the share of the wall clock that the samples add up to.
 
     Args:
-        samples_ms: every repetition, none left out.
-        wall_ms: of all of them, between two synchronisations of the device, by another clock.
-        device: what was timed.
+        samples_ms: ms of every repetition, without exception.
+        wall_ms: ms of all of them by another clock, between two synchronisations of the device.
+        device: device that was timed.
 
     Raises:
         Implausible: less than 90 % on a GPU or 10 % on a CPU (a timer that does not wait for the
@@ -51,13 +51,15 @@ def check_clock(
 
 
 def check_work(loss: Tensor, gradients: Iterable[Tensor | None] | None = None) -> None:
-    """Check that a step computed something: a finite loss, and gradients that are finite and not all zero.
+    """Check that a step computed something.
+
+    The loss must be finite, and gradients finite and not all zero.
 
     Args:
-        gradients: after backward; None where there was no backward.
+        gradients: gradients after backward, None if there was no backward.
 
     Raises:
-        Implausible: naming what is wrong.
+        Implausible: the check failed. The message says why.
     """
     if not bool(loss.detach().isfinite().all()):
         raise Implausible(
@@ -100,7 +102,9 @@ def check_speed(flops: float, ms: float, peak: float | None) -> float | None:
 
 
 def attempt(measure: Callable[[], dict[str, object]]) -> dict[str, object]:
-    """`measure()`'s metrics with `status` "ok"; only a status, "OOM" or the error's first line, if it raises.
+    """Return the metrics of `measure()` with `status` "ok".
+
+    If it raises, return only a status: "OOM" or the first line of the error.
 
     Warnings are silenced: a torch backend that refuses a call warns once for every reason it has.
     """

@@ -1,4 +1,4 @@
-"""Model sizes by name, checked when they are made, and the options of every command that runs a model.
+"""Model sizes by name, checked when they are made, and the options of commands that run a model.
 
 The names and (d_model, d_ff, layers, heads) come from the course handouts (Stanford CS336). They
 fix the shape, not the parameter count: with SwiGLU's three matrices the "10B" shape has 12.8
@@ -33,10 +33,12 @@ Checkpointing = bool | int | str
 
 
 def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
-    """What is kept for backward of each of `num_layers` blocks, entries of `RECOMPUTATION`; the rest is recomputed.
+    """Return for each block what it keeps for backward, an entry of `RECOMPUTATION`.
+
+    The rest is recomputed.
 
     Args:
-        choice: an entry of `RECOMPUTATION` for all blocks; or several with their numbers of blocks,
+        choice: entry of `RECOMPUTATION` for all blocks, or several with their numbers of blocks,
             `qkv:25,gate-up:9`, in this order. Groups of blocks (see `checkpoint_group`) recompute
             every block: `block`.
 
@@ -63,18 +65,18 @@ def kept_levels(choice: Checkpointing, num_layers: int) -> tuple[str, ...]:
 
 
 def checkpoint_plan(choice: Checkpointing, num_layers: int) -> int | tuple[str, ...]:
-    """What `theory.memory` takes: the size of a group of several blocks, else what each block keeps."""
+    """Return the plan for `theory.memory`: size of a group of blocks, or each block's entry."""
     group = checkpoint_group(choice)
     return group if group > 1 else kept_levels(choice, num_layers)
 
 
 def checkpoint_group(choice: Checkpointing) -> int:
-    """How many consecutive blocks are recomputed together in backward, 0 for none.
+    """Return how many consecutive blocks are recomputed together in backward, 0 for none.
 
     Args:
         choice: `none` or False: all activations are kept, 0. `block` or True: each block by itself,
-            1; so is it with the choices that keep something of each, see `kept_levels`. `every-4`
-            or 4: groups of four blocks, of which only the input is kept.
+            1. The choices that keep something of each block, see `kept_levels`, also give 1.
+            `every-4` or 4: groups of four blocks, of which only the input is kept.
 
     Raises:
         ValueError: anything else.
@@ -102,25 +104,26 @@ class ModelConfig:
     Args:
         d_model: width of the residual stream.
         d_ff: inner width of SwiGLU (each of its three matrices is d_model × d_ff).
-        num_layers: blocks.
-        num_heads: attention heads; must divide d_model into heads of even width (RoPE rotates
-            pairs).
-        num_kv_heads: heads of keys and values, each shared by as many heads of queries
-            (grouped-query attention, Ainslie et al. 2023); must divide num_heads. None: as many as
+        num_layers: number of blocks.
+        num_heads: number of attention heads. It must divide d_model into heads of even width (RoPE
+            rotates pairs).
+        num_kv_heads: number of heads of keys and values, each shared by an equal number of query
+            heads (grouped-query attention, Ainslie et al. 2023). It must divide num_heads. None:
             num_heads.
-        vocab_size: rows of the token embedding and of the head.
-        context_length: the longest sequence `forward` accepts.
+        vocab_size: number of rows of the token embedding and of the head.
+        context_length: number of tokens of the longest sequence that `forward` accepts.
         rope_theta: base of the rotary frequencies (Su et al. 2021, RoFormer; 10,000 there).
-        tie_embeddings: whether the head uses the embedding's matrix.
-        norm_eps: added to the mean square inside RMSNorm.
+        tie_embeddings: True if the head uses the embedding's matrix.
+        norm_eps: number added to the mean square inside RMSNorm.
         dropout: probability of dropping an element of the embedding and of each block's two
             outputs.
-        attention: which implementation, see `distlab.model.ops.get_ops`.
-        ops: which implementation of the other operations: `torch`, this lab's `triton` kernels, or
+        attention: name of its implementation, see `distlab.model.ops.get_ops`.
+        ops: implementation of the other operations: `torch`, this lab's `triton` kernels, or
             `auto`.
 
     Raises:
-        ValueError: a value outside its range; says what was given, what is allowed and what to do.
+        ValueError: a value outside its range. The message says what was given, what is allowed and
+            what to do.
     """
 
     d_model: int
@@ -165,7 +168,7 @@ class ModelConfig:
                     f"{name}={value!r}: must be positive; leave it out for the default"
                 )
         if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout={self.dropout!r}: must lie in [0, 1); give 0 for none")
+            raise ValueError(f"dropout={self.dropout!r}: must be in [0, 1); give 0 for none")
         for name, allowed in (("attention", ATTENTION_CHOICES), ("ops", OPS_CHOICES)):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -179,10 +182,10 @@ class ModelConfig:
 
     @property
     def loss_in_head(self) -> bool:
-        """Whether the loss is computed in the head, in chunks, so that not all logits exist at a time.
+        """Return whether the loss is computed in the head, in chunks, without all logits at a time.
 
-        Torch's operations hold them anyway, and take the loss outside while they are few: in the
-        head, FSDP would keep the head's weight beside them.
+        Torch's operations hold them anyway, and compute the loss outside if there are few: in the
+        head, FSDP would also keep the head's weight.
         """
         return self.ops != "torch" or 4 * self.context_length * self.vocab_size > LOGITS_AT_ONCE
 
@@ -197,7 +200,7 @@ class ModelConfig:
         return self.kv_heads * self.head_dim
 
     def sizes(self, batch: int) -> dict[str, int]:
-        """What the functions of `distlab.theory.flops` take, for a step of `batch` sequences."""
+        """Return arguments for `distlab.theory.flops`, for a step of `batch` sequences."""
         known = {
             name: getattr(self, name)
             for name in ("vocab_size", "d_model", "d_ff", "num_layers", "kv_width")
@@ -274,7 +277,9 @@ PRESETS: dict[str, ModelConfig] = {
 
 
 def preset(name: str, **overrides: object) -> ModelConfig:
-    """Return a preset by name, with some fields replaced: `preset("xl", context_length=1024)`; None replaces none.
+    """Return a preset with some fields replaced: `preset("xl", context_length=1024)`.
+
+    None keeps a field.
 
     Raises:
         ValueError: no such preset or no such field (the message lists them), or an override out of
@@ -292,7 +297,9 @@ def preset(name: str, **overrides: object) -> ModelConfig:
 
 
 def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
-    """Return the model of an object with the fields of `ModelConfig`, `context` for `context_length`.
+    """Return the model of a mapping with the fields of `ModelConfig`.
+
+    `context` is also allowed for `context_length`.
 
     Raises:
         ValueError: an unknown field, a missing one, or a value out of range.
@@ -312,13 +319,13 @@ def model_of(sizes: Mapping[str, Any]) -> ModelConfig:
 
 @dataclass(frozen=True)
 class ModelChanges(Options):
-    """What of a preset is replaced, and how it computes: the options of every command that runs or predicts a model.
+    """Changes to a preset and the implementation: options of commands that run or predict a model.
 
     Args:
-        context: tokens per sequence.
-        vocab: entries of the vocabulary.
-        d_model, d_ff, layers, heads, kv_heads: see `ModelConfig`; None replaces none.
-        attention, ops: which implementations, see `distlab.model.ops.get_ops`.
+        context: number of tokens per sequence.
+        vocab: number of entries of the vocabulary.
+        d_model, d_ff, layers, heads, kv_heads: fields of `ModelConfig`. None keeps the preset's.
+        attention, ops: names of implementations, see `distlab.model.ops.get_ops`.
         compile: `off`, the whole `model` as one graph, or the `blocks` one by one.
     """
 
@@ -326,21 +333,23 @@ class ModelChanges(Options):
     vocab: int | None = option(None, "entries of the vocabulary (default: the preset's)", least=1)
     d_model: int | None = option(None, "width of the model (default: the preset's)", least=1)
     d_ff: int | None = option(None, "inner width of SwiGLU (default: the preset's)", least=1)
-    layers: int | None = option(None, "blocks (default: the preset's)", least=1)
-    heads: int | None = option(None, "attention heads (default: the preset's)", least=1)
-    kv_heads: int | None = option(None, "heads of keys and values (default: the preset's)", least=1)
+    layers: int | None = option(None, "number of blocks (default: the preset's)", least=1)
+    heads: int | None = option(None, "number of attention heads (default: the preset's)", least=1)
+    kv_heads: int | None = option(
+        None, "number of heads of keys and values (default: the preset's)", least=1
+    )
     attention: str = option(
         "sdpa",
-        "naive, torch's sdpa, flash (this lab's kernel), or auto: the faster",
+        "attention: naive, torch's sdpa, flash (this lab's kernel), or auto: the faster",
         choices=ATTENTION_CHOICES,
     )
     ops: str = option(
         "torch",
-        "torch, triton (this lab's kernels, AdamW too), or auto: the faster of each",
+        "operations: torch, triton (this lab's kernels, also AdamW), or auto: the faster of each",
         choices=OPS_CHOICES,
     )
     compile: str = option(
-        "off", "off, the model as one graph, or its blocks", choices=COMPILE_CHOICES
+        "off", "compilation: off, the model as one graph, or its blocks", choices=COMPILE_CHOICES
     )
 
     def dimensions(self) -> dict[str, int]:
@@ -357,7 +366,7 @@ class ModelChanges(Options):
         return {name: value for name, value in given.items() if value is not None}
 
     def changed(self, base: ModelConfig) -> ModelConfig:
-        """`base` with what was given.
+        """Return `base` with the options that were given.
 
         Raises:
             ValueError: dimensions that do not go together.
@@ -367,26 +376,31 @@ class ModelChanges(Options):
 
 @dataclass(frozen=True)
 class ModelOptions(ModelChanges):
-    """Which model a command runs, and how its computation is done.
+    """The model of a command, and its dtype and recomputation.
 
     Args:
-        size: preset, of which the other options replace a part.
+        size: name of a preset, which the other options change.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters (fp16 with a loss scale in
             training).
-        checkpointing: what is recomputed in backward, see `checkpoint_group` and `kept_levels`;
-            `auto` for as little as the memory allows, see `distlab.train.memory_budget`.
+        checkpointing: activations to recompute in backward, see `checkpoint_group` and
+            `kept_levels`. `auto` recomputes as little as the memory allows, see
+            `distlab.train.memory_budget`.
 
     Raises:
-        ValueError: a value that is not allowed; the message says what is.
+        ValueError: a value that is not allowed. The message says what is.
     """
 
     size: str = option("tiny", f"model preset: {', '.join(PRESETS)}", choices=tuple(PRESETS))
-    dtype: str = option("fp32", "fp32, or bf16 or fp16 over fp32 parameters", choices=tuple(DTYPES))
+    dtype: str = option(
+        "fp32",
+        "dtype of the computation: fp32, or bf16 or fp16 over fp32 parameters",
+        choices=tuple(DTYPES),
+    )
     checkpointing: str = option(
         "none",
-        "what backward recomputes: none, each block, every-K; each block except its attention, output, qkv "
-        "or gate-up and those before it in this list, or (selective) its attention and every other matmul; or auto: "
-        "what does not fit",
+        "activations that backward recomputes: none, each block, every-K; each block except its attention, "
+        "output, qkv or gate-up and those before it in this list, or (selective) its attention and every "
+        "other matmul; or auto: as many as memory requires",
     )
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Write a model as other libraries read it: `model.safetensors` and `config.json`, under Llama's names.
+"""Write a model in the form of other libraries: `model.safetensors` and `config.json` as Llama's.
 
 The model is Llama's architecture: RMSNorm, rotary embeddings over the halves of a head, SwiGLU,
 grouped queries. So nothing is computed anew; queries, keys and values, which are one matrix here,
@@ -28,7 +28,9 @@ LLAMA = {
 
 
 def export(model: TransformerLM, folder: Path) -> None:
-    """Write a whole model in fp32; `transformers.AutoModelForCausalLM.from_pretrained(folder)` reads it.
+    """Write a whole model in fp32, for transformers to read.
+
+    `transformers.AutoModelForCausalLM.from_pretrained(folder)` reads it.
 
     Raises:
         OSError: the folder cannot be written.
@@ -70,7 +72,7 @@ def llama_tensors(model: TransformerLM) -> dict[str, Tensor]:
 
 
 def llama_config(config: ModelConfig) -> dict[str, object]:
-    """What transformers needs to know of the model; no token is special."""
+    """Return transformers' configuration of the model. There are no special tokens."""
     return {
         "model_type": "llama",
         "bos_token_id": None,

@@ -1,4 +1,4 @@
-"""Which implementation of each operation the model uses.
+"""Operations of the model, and the implementation of each.
 
 The Transformer calls its operations through an `Ops` record, so that a hand-written kernel takes
 the place of a torch operation without a line of the model changing. The functions here are plain
@@ -25,7 +25,7 @@ PutOff = Callable[[Tensor, Callable[[], Tensor]], None]
 
 @dataclass(frozen=True)
 class Ops:
-    """The operations of the Transformer besides its matmuls.
+    """The operations of the Transformer, except its matmuls.
 
     Attributes:
         attention: `(q_BHTD, k_BKTD, v_BKTD) -> out_BHTD`, causal, scale 1/√D, K a divisor of H.
@@ -38,14 +38,14 @@ class Ops:
         linear_cross_entropy: `(x_BTd, weight_Vd, targets_BT) -> mean loss`, the same of the logits
             x Wᵀ.
 
-    What is not local where several ranks share a model is an operation too
-    (`distlab.parallel.tensor_parallel`, `distlab.parallel.context_parallel`); by default each rank
+    Operations that communicate if several ranks share a model are also listed
+    (`distlab.parallel.tensor_parallel`, `distlab.parallel.context_parallel`). By default each rank
     has the whole sequence and every row:
 
         embedding: `(tokens_BT, weight_Vd) -> x_BTd`.
         logits: `(x_BTd, weight_Vd) -> logits_BTV`.
         enter, leave: around attention and feed-forward, `x_BTd -> x_BTd`.
-        positions: `(T, device) -> (T,)` in fp32, where the tokens stand in their sequence.
+            positions: `(T, device) -> (T,)` in fp32, the positions of the tokens in their sequence.
     """
 
     attention: Attention
@@ -63,12 +63,12 @@ class Ops:
 
 
 def positions(T: int, device: torch.device) -> Tensor:
-    """0 … T − 1 in fp32, for a rank that has the whole sequence."""
+    """Return 0 … T − 1 in fp32, for a rank that has the whole sequence."""
     return torch.arange(T, device=device, dtype=torch.float32)
 
 
 def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
-    """Causal attention as in the formula: softmax(q kᵀ/√D + mask) v, with the T×T scores in memory.
+    """Compute causal attention by the formula softmax(q kᵀ/√D + mask) v, with all scores in memory.
 
     The softmax runs in fp32 (fp64 for fp64 inputs), the two matmuls in the inputs' dtype or
     autocast's. Keys and values of fewer heads are repeated.
@@ -90,14 +90,16 @@ def naive_attention(q_BHTD: Tensor, k_BHTD: Tensor, v_BHTD: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension (Zhang & Sennrich 2019), statistics in fp32.
+    """Return x / sqrt(mean(x²) + eps) · weight over the last dimension, with statistics in fp32.
+
+    By Zhang & Sennrich 2019.
 
     Returns:
         The shape of x, in autocast's dtype where autocast is on (matmuls follow: casting here once
         spares each of them its own cast), else in x's dtype.
 
-    On a GPU an fp32 weight beside x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype,
-    because torch's fused kernel takes one dtype; the kernels of `ops="triton"` and compiled code
+    On a GPU an fp32 weight with x in bf16 or fp16 (FSDP's compute dtype) is rounded to x's dtype,
+    because torch's fused kernel takes one dtype. The kernels of `ops="triton"` and compiled code
     multiply by it as it is.
     """
     out_dtype = _autocast_dtype(x)
@@ -116,7 +118,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 
 
 class _MixedRMSNorm(torch.autograd.Function):
-    """`rms_norm` of x in a narrower dtype than the weight's, by torch's fused kernels.
+    """RMSNorm of x in a narrower dtype than the weight's, by torch's fused kernels.
 
     Saves x as it is; autograd would save the copy of it that the kernel reads, in the weight's
     dtype.
@@ -139,13 +141,16 @@ class _MixedRMSNorm(torch.autograd.Function):
 
 
 def sdpa(q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor) -> Tensor:
-    """Causal attention by torch's fused kernels; keys and values may have fewer heads."""
+    """Compute causal attention by torch's fused kernels. Keys and values may have fewer heads."""
     shared = k_BKTD.shape[1] != q_BHTD.shape[1]
     return F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, enable_gqa=shared)
 
 
 def attention_parts() -> tuple[Callable, Callable]:
-    """This lab's attention over some of the keys, forward and backward: what context parallelism merges."""
+    """Return forward and backward of attention over some of the keys.
+
+    Context parallelism merges them.
+    """
     from kernels.flash_attention import part_backward, part_forward
 
     return tuple(
@@ -166,10 +171,10 @@ def _autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def _refuse_create_graph(what: str) -> None:
-    """For a backward whose gradients cannot be differentiated; raises RuntimeError where that is wanted.
+    """Raise RuntimeError if gradients of gradients are wanted, which this backward does not have.
 
-    torch's `once_differentiable` lets pass what has an upstream gradient that requires none, such
-    as a sum's.
+    torch's `once_differentiable` does not notice an upstream gradient that requires none, such as a
+    sum's.
     """
     if torch.is_grad_enabled():
         raise RuntimeError(
@@ -181,13 +186,13 @@ def _refuse_create_graph(what: str) -> None:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight_d: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """`rms_norm` of x + residual, and that sum."""
+    """Return `rms_norm` of x + residual, and that sum."""
     total = residual + x
     return rms_norm(total, weight_d, eps), total
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
+    """Return x Wᵀ, `(..., in) -> (..., out)`, in autocast's dtype where autocast is on.
 
     On a GPU under autocast the matmul that makes the weight's gradient returns it in the weight's
     own dtype, fp32: torch's form rounds it to autocast's dtype and casts it in a separate pass. It
@@ -203,22 +208,27 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def on_gpu(x: Tensor) -> bool:
-    """Whether a matmul of x can return another dtype than its inputs', as on a GPU; simulations say yes."""
+    """Return whether a matmul of x can return another dtype than its inputs', as on a GPU.
+
+    Simulations say yes.
+    """
     return x.is_cuda
 
 
 def gradient_target(weight: Tensor) -> Tensor | None:
-    """The preallocated buffer for this parameter's next gradient, such as its place in a bucket, or None.
+    """Return the preallocated buffer for this parameter's next gradient, or None.
 
-    Its owner sets `weight.gradient_target`; the caller of this must write the whole gradient to it.
-    It is returned once, so that a weight used twice in one graph does not overwrite its first
+    It is for example its place in a bucket.
+
+    Its owner sets `weight.gradient_target`, and the caller must write the whole gradient to it. It
+    is returned once, so that a weight used twice in one graph does not overwrite its first
     gradient, and only if there is no gradient to add to.
     """
     return None if weight.grad is not None else weight.__dict__.pop("gradient_target", None)
 
 
 class _CastLinear(torch.autograd.Function):
-    """`linear` of an fp32 weight in another dtype; saves x and the weight in that dtype, as autocast does.
+    """Linear layer of an fp32 weight in another dtype, in which x and the weight are saved.
 
     What is saved does not lead back to x and the weight: the gradient of a gradient is refused with
     RuntimeError.
@@ -240,7 +250,7 @@ class _CastLinear(torch.autograd.Function):
 
 
 def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
-    """dyᵀ x in the weight's dtype; on a GPU in one pass, to where `gradient_target` says."""
+    """Return dyᵀ x in the weight's dtype, on a GPU in one pass, in its `gradient_target` if any."""
     dy, x = (t.unsqueeze(0).flatten(0, -2) for t in (dy, x))
     if not on_gpu(x) or x.dtype == weight.dtype:
         return torch.mm(dy.t(), x).to(weight.dtype)
@@ -253,7 +263,10 @@ def _weight_gradient(weight: Tensor, dy: Tensor, x: Tensor) -> Tensor:
 
 
 def linear_with_late_weight(x: Tensor, weight: Tensor, *, put_off: PutOff) -> Tensor:
-    """`linear` whose backward makes the gradient of x, and hands over the weight with what makes its gradient."""
+    """Return `linear` of x, whose backward only makes the gradient of x.
+
+    It hands over the weight with the tensors that make its gradient.
+    """
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return linear(x, weight)
     kind, dtype = x.device.type, weight.dtype
@@ -263,7 +276,10 @@ def linear_with_late_weight(x: Tensor, weight: Tensor, *, put_off: PutOff) -> Te
 
 
 class _LateLinear(torch.autograd.Function):
-    """Takes the weight in a tuple, where autograd does not see it: its hooks would fire without a gradient."""
+    """Linear layer that gets the weight in a tuple, unseen by autograd.
+
+    Autograd would run the weight's hooks without a gradient.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, cast: Tensor, late: tuple[Tensor, PutOff]) -> Tensor:
@@ -281,12 +297,15 @@ class _LateLinear(torch.autograd.Function):
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate) · up, the element-wise part of SwiGLU (Shazeer 2020); any two tensors of equal shape."""
+    """Return silu(gate) · up, the element-wise part of SwiGLU (Shazeer 2020).
+
+    The shapes must be equal.
+    """
     return F.silu(gate) * up
 
 
 def rope_tables(positions_T: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin of the angle t·theta^(-2i/D) of position t (fp32) and pair i, laid out for `rope`.
+    """Return cos and sin of the angles t·theta^(-2i/D) of positions t and pairs i, for `rope`.
 
     Returns:
         Two tables `(T, D)` in fp32: (cos | cos) and (−sin | sin), a half for each element of a
@@ -323,10 +342,12 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean over all tokens of −log softmax(logits)[target], in fp32 (or fp64); targets of −100 are left out.
+    """Return the mean over all tokens of −log softmax(logits)[target], in fp32 (or fp64).
 
-    A function and not a method of the model: data-parallel wrappers see a model's `forward` only,
-    so a loss computed by another of its methods would go around them.
+    Targets of −100 are left out.
+
+    It is a function and not a method of the model, because data-parallel wrappers see only a
+    model's `forward`: a loss computed by another method would bypass them.
     """
     logits = logits_BTV.flatten(0, -2)
     return F.cross_entropy(
@@ -335,14 +356,17 @@ def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
 
 
 def linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
-    """`cross_entropy` of the logits x Wᵀ, which stand whole in memory; of very many, in chunks by this lab's kernel."""
+    """Return `cross_entropy` of the logits x Wᵀ, which are in memory at once.
+
+    Very many logits are computed in chunks by this lab's kernel.
+    """
     if 4 * targets_BT.numel() * weight_Vd.shape[0] > LOGITS_AT_ONCE:
         return _triton_linear_cross_entropy(x_BTd, weight_Vd, targets_BT)
     return cross_entropy(linear(x_BTd, weight_Vd), targets_BT)
 
 
 def _flash_attention() -> Attention:
-    """This lab's Triton kernel, imported only when asked for: the other choices work without Triton."""
+    """Return this lab's Triton kernel. The import here lets other choices work without Triton."""
     try:
         from kernels._dispatch import interpreted
         from kernels.flash_attention import flash_attention
@@ -359,17 +383,19 @@ def _flash_attention() -> Attention:
 
 
 def _triton_cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
-    """`cross_entropy` by this lab's kernel, which reads the logits in their own dtype: no copy of them in fp32."""
+    """Return `cross_entropy` by this lab's kernel, which reads logits in their own dtype."""
     from kernels.cross_entropy import cross_entropy as fused
 
     return fused(logits_BTV.flatten(0, -2), targets_BT.flatten())
 
 
 def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: Tensor) -> Tensor:
-    """`linear_cross_entropy` that holds the logits of some rows at a time, and makes the gradients in the forward.
+    """Return `linear_cross_entropy` with the logits of some rows in memory at a time.
 
-    Not in fp16: its loss scaling comes with the upstream gradient, too late for gradients that
-    exist already.
+    The forward also makes the gradients.
+
+    It is not used in fp16: loss scaling comes with the upstream gradient, too late for gradients
+    that exist already.
     """
     from kernels.linear_cross_entropy import linear_cross_entropy as fused
 
@@ -379,7 +405,7 @@ def _triton_linear_cross_entropy(x_BTd: Tensor, weight_Vd: Tensor, targets_BT: T
 
 
 def _triton_ops(attention: Attention) -> Ops:
-    """This lab's kernels; where Triton cannot run, on a CPU say, they compute in plain torch."""
+    """Return this lab's kernels. Without Triton, as on a CPU, they compute in plain torch."""
     from kernels import rmsnorm, rope, swiglu
 
     losses = _triton_cross_entropy, _triton_linear_cross_entropy
@@ -408,7 +434,7 @@ LEAST_PAIRS = 2**28
 
 
 def attention_source(shape: Sequence[int], dtype: torch.dtype, *, hopper: bool) -> str:
-    """What `auto` takes for queries (B, H, T, D) in this dtype: `flash` or `sdpa`.
+    """Return the choice of `auto` for queries (B, H, T, D) in this dtype: `flash` or `sdpa`.
 
     This lab's kernels are ahead of torch's (cuDNN) on Hopper for heads of 64 to 256 in fp16 and
     bf16; see docs/results/flash_attention.md.
@@ -425,7 +451,7 @@ def _on_hopper() -> bool:
 
 
 def _auto_attention() -> Attention:
-    """By whichever of `sdpa` and `flash` is known to be the faster."""
+    """Return attention by `sdpa` or `flash`, whichever is known to be faster for a call."""
     if not _on_hopper():
         return sdpa
     flash = _flash_attention()
@@ -438,7 +464,7 @@ def _auto_attention() -> Attention:
 
 
 def sources(config: ModelConfig, batch: int, dtype: torch.dtype, compile: str) -> dict[str, str]:
-    """Where each operation of a model on this GPU comes from: naive, sdpa, flash, torch, inductor or triton."""
+    """Return each operation's source on this GPU: naive, sdpa, flash, torch, inductor or triton."""
     torchs = {name: "torch" if compile == "off" else "inductor" for name in INDUCTORS}
     ours = dict.fromkeys((*INDUCTORS, "cross_entropy"), "triton")
     chosen = {"torch": torchs | {"cross_entropy": "torch"}, "triton": ours}

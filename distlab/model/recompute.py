@@ -1,4 +1,6 @@
-"""What a recomputed block keeps beside its input, as a policy of torch's selective activation checkpointing.
+"""Policy of a recomputed block: what it keeps in addition to its input.
+
+It is a policy of torch's selective activation checkpointing.
 
 Backward recomputes a block's forward up to the last operation whose inputs it needs. What is kept
 is taken from memory in its place there: attention (by far the most arithmetic per byte), then
@@ -28,7 +30,7 @@ MATMULS = ("qkv", "output", "gate-up", "gate-up", "w2")  # of a block, as they r
 
 
 def contexts(keep: str) -> tuple[Any, Any]:
-    """The `context_fn` of a block's checkpoint that keeps what this entry of `config.RECOMPUTATION` says."""
+    """Return the `context_fn` of a block's checkpoint for an entry of `config.RECOMPUTATION`."""
     every_other = keep == "selective"
     kept = ("attention",) if every_other else KEPT[: KEPT.index(keep) + 1]
     matmuls = Counter()  # so far, in forward and in recomputation

@@ -34,7 +34,9 @@ from distlab.model.recompute import contexts
 
 
 class Split(NamedTuple):
-    """Along which dimension of a matrix ranks can share it: each of `sizes` in equal parts, counted in `unit` rows.
+    """Way for ranks to share a matrix: the dimension to cut, and the sizes to cut equally.
+
+    Sizes count units of `unit` rows.
 
     `what` names the units in messages.
     """
@@ -46,7 +48,7 @@ class Split(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` without bias whose weight is left as it is allocated.
+    """Layer `nn.Linear` without bias whose weight is left as it is allocated.
 
     The model draws all parameters itself. torch's own initialisation, thrown away a moment later,
     would take tens of seconds for 3.4 B parameters on a CPU core, and would move the global
@@ -62,7 +64,7 @@ class Linear(nn.Linear):
         return self.multiply(x, self.weight)
 
     def reset_parameters(self) -> None:
-        """Nothing: see `TransformerLM.reset_parameters`."""
+        """Do nothing. The values are drawn by `TransformerLM.reset_parameters`."""
 
 
 class Head(Linear):
@@ -82,7 +84,7 @@ class Head(Linear):
 
 
 class Embedding(nn.Embedding):
-    """`nn.Embedding` left as it is allocated, like `Linear`; looked up by `ops`."""
+    """Layer `nn.Embedding` left as it is allocated, like `Linear`, and looked up by `ops`."""
 
     def __init__(self, rows: int, width: int, ops: Ops, **factory) -> None:
         super().__init__(rows, width, **factory)
@@ -92,11 +94,11 @@ class Embedding(nn.Embedding):
         return self.ops.embedding(tokens, self.weight)
 
     def reset_parameters(self) -> None:
-        """Nothing: see `TransformerLM.reset_parameters`."""
+        """Do nothing. The values are drawn by `TransformerLM.reset_parameters`."""
 
 
 class RMSNorm(nn.Module):
-    """`(..., d) -> (..., d)`; under autocast the output has autocast's dtype, see `ops.rms_norm`.
+    """RMSNorm, `(..., d) -> (..., d)`. Under autocast the output has autocast's dtype.
 
     With a second tensor, `(x, residual) -> (norm(x + residual), x + residual)`.
     """
@@ -117,7 +119,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions, `(B, T, d) -> (B, T, d)`."""
+    """Multi-head causal self-attention with rotary positions, `(B, T, d) -> (B, T, d)`."""
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
@@ -144,7 +146,10 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU, w2(silu(w1 x) · w3 x), `(B, T, d) -> (B, T, d)`; registered as executed: w1, w3, w2."""
+    """SwiGLU, w2(silu(w1 x) · w3 x), `(B, T, d) -> (B, T, d)`.
+
+    The matrices are registered in the order of execution: w1, w3, w2.
+    """
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
         super().__init__()
@@ -159,11 +164,11 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """One pre-norm layer, `(B, T, d) -> (B, T, d)`; cos and sin are the rotary tables, `(T, D)`.
+    """One pre-norm layer, `(B, T, d) -> (B, T, d)`. cos and sin are the rotary tables, `(T, D)`.
 
-    `keep`, an entry of `config.RECOMPUTATION`, says what is kept for backward. Recomputation begins
-    and ends inside this forward: what a strategy or torch.compile wraps around a block (gathering,
-    casts) is not repeated.
+    `keep`, an entry of `config.RECOMPUTATION`, names the tensors to keep for backward.
+    Recomputation begins and ends inside this forward, so code that a strategy or torch.compile
+    wraps around a block (gathering, casts) is not repeated.
     """
 
     def __init__(self, config: ModelConfig, ops: Ops, **factory) -> None:
@@ -193,22 +198,22 @@ class TransformerLM(nn.Module):
     """The language model of this lab.
 
     Args:
-        config: its shape.
-        device: where the parameters are made (`None`: torch's default device). On `"meta"` nothing
-            is allocated; `.to_empty(device=…)` followed by `.reset_parameters(seed)` then gives
-            what direct construction gives.
-        dtype: of the parameters (`None`: torch's default).
-        seed: of the initial parameters.
-        checkpoint_blocks: recompute in backward instead of keeping activations: False or `none`,
-            True or `block` for each block by itself, 4 or `every-4` for groups of four; `attention`
-            and others for what each block keeps (`config.kept_levels`). May be changed later
-            through the attribute of this name.
+        config: shape and implementations of the model.
+        device: device to make the parameters on (`None`: torch's default device). On `"meta"`
+            nothing is allocated. `.to_empty(device=…)` followed by `.reset_parameters(seed)` then
+            gives the same values as direct construction.
+        dtype: dtype of the parameters (`None`: torch's default).
+        seed: seed of the initial parameters.
+        checkpoint_blocks: recomputation in backward instead of keeping activations. False or
+            `none`; True or `block` for each block by itself; 4 or `every-4` for groups of four;
+            `attention` and others for what each block keeps (`config.kept_levels`). It may be
+            changed later through the attribute of this name.
 
     Dropout draws from torch's global generator: seed that one per rank.
 
     Attributes:
-        num_blocks, width: of the whole, also where a rank of a pipeline keeps some blocks
-            (`keep_blocks`).
+        num_blocks, width: sizes of the whole model, also if a rank of a pipeline keeps only some
+            blocks (`keep_blocks`).
 
     Raises:
         ValueError: from `forward`, for tokens that are not `(B, T)` or longer than
@@ -247,15 +252,15 @@ class TransformerLM(nn.Module):
         x: Tensor | None = None,
         blocks: range | None = None,
     ) -> Tensor:
-        """Next-token logits: `(B, T)` integers → `(B, T, V)` in the parameters' dtype, or autocast's.
+        """Return next-token logits `(B, T, V)`, in autocast's dtype or the parameters'.
 
-        With targets `(B, T)` the mean cross-entropy instead, a scalar; the config's `ops` decide
-        whether the logits stand in memory for it.
+        With targets `(B, T)` return the mean cross-entropy, a scalar. The config's `ops` decide
+        whether all logits are in memory for it.
 
         Args:
-            x: what the blocks before `blocks` have made, `(B, T, d)`.
-            blocks: those that run, default all; without the last of them the result is what they
-                make, `(B, T, d)`.
+            x: output of the blocks before `blocks`, `(B, T, d)`.
+            blocks: numbers of the blocks to run, by default all. Without the last block the result
+                is the output of the blocks, `(B, T, d)`.
         """
         if tokens_BT.ndim != 2 or tokens_BT.shape[1] > self.config.context_length:
             raise ValueError(
@@ -282,11 +287,11 @@ class TransformerLM(nn.Module):
 
         Matrices are normal with std 0.02, the two projections that write to the residual stream
         with 0.02/√(2·num_layers) (Radford et al. 2019, GPT-2), norms are ones. The normal is not
-        truncated: beyond three standard deviations lie values of 0.06, which harm nothing, while
-        cutting them costs several more passes over billions of elements. Equal seeds give equal
-        bits on one kind of device, whatever the world size or rank; CPU and CUDA generators differ
-        from each other. On meta nothing happens. Where a rank keeps some blocks, the values of the
-        others are drawn and dropped.
+        truncated: beyond three standard deviations there are values of 0.06, which do no harm,
+        while cutting them costs several more passes over billions of elements. Equal seeds give
+        equal bits on one kind of device, whatever the world size or rank. CPU and CUDA generators
+        differ from each other. On meta nothing happens. If a rank keeps only some blocks, the
+        values of the others are drawn and dropped.
         """
         held = {
             name.replace("_orig_mod.", ""): parameter for name, parameter in self.named_parameters()
@@ -312,7 +317,10 @@ class TransformerLM(nn.Module):
                 )
 
     def splits(self) -> dict[str, Split]:
-        """How ranks can share the matrices: by name, of a tied one once; the vectors stay whole."""
+        """Return name → `Split` of each matrix that ranks can share. Vectors stay whole.
+
+        A tied matrix has one entry.
+        """
         config = self.config
         heads, width = (config.num_heads, config.kv_heads, config.kv_heads), config.head_dim
         columns = Split(0, (config.d_ff,), 1, "columns of the feed-forward layer")
@@ -332,17 +340,19 @@ class TransformerLM(nn.Module):
         return {name: found[name] for name, _ in self.named_parameters() if name in found}
 
     def keep_blocks(self, kept: Sequence[range]) -> None:
-        """Keep of the model what a rank of a pipeline has: some blocks, the embedding with the first, norm and head
-        with the last. What is left has the names of the whole.
+        """Keep the part of the model that a rank of a pipeline has: some blocks.
+
+        The embedding stays with the first block, norm and head with the last. The parameters keep
+        the names of the whole model.
 
         Raises:
-            ValueError: an embedding that the head shares, on another rank.
+            ValueError: the head shares the embedding's matrix, which is on another rank.
         """
         numbers = {number for each in kept for number in each}
         first, last = 0 in numbers, self.config.num_layers - 1 in numbers
         if self.config.tie_embeddings:
             raise ValueError(
-                "pipeline: the head shares the embedding's matrix, and they lie on different ranks: set "
+                "pipeline: the head shares the embedding's matrix, and they are on different ranks: set "
                 "tie_embeddings to False"
             )
         for number in set(range(self.config.num_layers)) - numbers:
@@ -354,11 +364,13 @@ class TransformerLM(nn.Module):
             self.norm = self.head = None
 
     def put_off_weights(self, put_off: PutOff) -> None:
-        """Let backward hand over each weight of the blocks with what makes its gradient, instead of making it.
+        """Let backward hand over each weight of the blocks instead of making its gradient.
+
+        The tensors that make the gradient are handed over with it.
 
         Raises:
-            ValueError: blocks that recompute, whose matrices' inputs would then stay longer than
-                those that were kept.
+            ValueError: blocks recompute. The inputs of their matrices would then stay longer than
+                the activations that were kept.
         """
         if checkpoint_group(self.checkpoint_blocks):
             raise ValueError(
@@ -376,7 +388,7 @@ class TransformerLM(nn.Module):
                 module.ops = replace(module.ops, **operations)
 
     def operations(self) -> Ops:
-        """What the modules call."""
+        """Return the operations that the modules call."""
         return next(module.ops for module in self.modules() if hasattr(module, "ops"))
 
     def _tie(self) -> None:
@@ -394,7 +406,7 @@ class TransformerLM(nn.Module):
 def _run_blocks(
     blocks: Sequence[tuple[Block, str]], group: int, x_BTd: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """The blocks in order; each with what it keeps, or in groups of several that are recomputed in backward."""
+    """Run the blocks in order, each with what it keeps, or in groups that backward recomputes."""
     if group <= 1:
         for block, keep in blocks:
             x_BTd = block(x_BTd, cos, sin, keep if group else "none")

@@ -73,39 +73,41 @@ def _over_parameters(
 
 @dataclass(frozen=True)
 class Strategy:
-    """How to wrap a model, and which optimizer then steps it.
+    """A way to wrap a model, and the optimizer that steps it.
 
     Args:
-        name: as on the command line and in records.
-        wrap: `wrap(module, process_group=…)`, with `bucket_size_mb=…` too if it has buckets.
-        sends: what one message carries: `nothing`, one of the `gradients`, `all` of them, `buckets`
-            of them, or `units` of parameters, and of their gradients; None where no closed form
-            counts what it sends.
-        optimizer: `optimizer(model, optimizer_cls, **options)`; by default `optimizer_cls` over the
-            model's parameters, or the groups of its `split(model)`, which it is given as `params`.
-        has_buckets: whether a bucket size means anything to it.
-        pads_buckets: whether buckets are padded to equal chunks for all ranks before they are
-            all-reduced.
-        after_backward: whether gradients are sent only once backward has ended.
-        updates: what the optimizer of one rank steps: `all` parameters, `owned` ones, which it then
+        name: name on the command line and in records.
+        wrap: function `wrap(module, process_group=…)`. It also takes `bucket_size_mb=…` if it has
+            buckets.
+        sends: content of one message: `nothing`, one of the `gradients`, `all` of them, `buckets`
+            of them, or `units` of parameters and of their gradients. None if no closed form counts
+            the bytes that it sends.
+        optimizer: function `optimizer(model, optimizer_cls, **options)`. The default makes
+            `optimizer_cls` over the model's parameters, or over the groups of its `split(model)`,
+            which are given as `params`.
+        has_buckets: True if it uses a bucket size.
+        pads_buckets: True if buckets are padded to equal chunks for all ranks before the
+            all-reduce.
+        after_backward: True if gradients are sent only after backward has ended.
+        updates: parameters that one rank's optimizer steps: `all`, `owned` ones, which it then
             broadcasts, or `slices` of all.
-        may_leave_unused: whether some ranks may use parameters that others do not
+        may_leave_unused: True if a rank may use parameters that others do not use
             (`distlab.parallel.data_parallel`).
-        trains: whether the trainer takes it: ranks stay alike, and a checkpoint finds all of its
+        trains: True if the trainer takes it: ranks stay equal, and a checkpoint finds all of its
             state.
-        casts_parameters: whether `wrap` takes `compute_dtype=…`, in which parameters are then sent
-            and used; such a model needs no autocast, which would keep a cast copy of every weight
-            through the step.
-        takes_mesh: whether `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
-        takes_layout: whether ranks may share a model under it, see `Layout`; under torch's by
-            torch's own means.
-        materializes: whether `wrap` takes a module on meta with `init_fn=…` and `device=…`, and
-            makes it in shards.
-        may_keep_gathered: whether `wrap` takes `keep_gathered=…`, see `FSDP`.
+        casts_parameters: True if `wrap` takes `compute_dtype=…`, in which parameters are then sent
+            and used. Such a model needs no autocast, which would keep a cast copy of every weight
+            during the step.
+        takes_mesh: True if `wrap` takes `mesh=…`, made of shard groups of `shard_size=…` ranks.
+        takes_layout: True if ranks may share a model under it, see `Layout`. Strategies of torch
+            then use torch's own parallelism.
+        materializes: True if `wrap` takes a module on meta with `init_fn=…` and `device=…`, and
+            allocates it in shards.
+        may_keep_gathered: True if `wrap` takes `keep_gathered=…`, see `FSDP`.
         synchronizes: False for `local`, whose ranks diverge.
-        is_peer: True for the implementations of torch that ours are measured against.
-        needs_gpu: whether it runs on GPUs only.
-        does: what it does, in at most 36 characters, for tables.
+        is_peer: True for torch's implementations, with which ours are compared.
+        needs_gpu: True if it runs only on GPUs.
+        does: description in at most 36 characters, for tables.
     """
 
     name: str
@@ -129,7 +131,7 @@ class Strategy:
     does: str = ""
 
     def refusal(self, layout: Layout) -> str | None:
-        """Why it does not work where ranks share a model in this way, in a sentence; None if it does."""
+        """Return why it cannot be used where ranks share a model in this way, or None if it can."""
         if layout.ranks > 1 and not self.takes_layout:
             return (
                 f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
@@ -162,29 +164,28 @@ class Strategy:
         parts: Parts | None = None,
         **options: Any,
     ) -> tuple[ParallelModel, Optimizer]:
-        """Wrap a module and make its optimizer: the one place where they are put together.
+        """Wrap a module and make its optimizer. No other place puts the two together.
 
         Args:
-            module: on its device, or on meta: then its values are made on `device`, unit by unit
-                under FSDP.
-            group: all ranks.
+            module: module on its device, or on meta. One on meta gets its values on `device`, unit
+                by unit under FSDP.
+            group: process group of all ranks.
             optimizer_options: keyword arguments of `optimizer_cls`.
-            init: of a module on meta: writes every parameter and buffer, in registration order;
-                ranks must draw alike. Default: `reset_parameters` of the outermost modules that
-                have it.
-            device: for a module on meta.
-            compute_dtype: what forward computes in, under `model.autocast()`; None: the parameters'
-                own dtype.
-            layout: how ranks share the model; the strategy averages over the others
-                (`Layout.axes`).
-            parts: attention over some of the keys, where ranks share sequences.
-            options: `bucket_size_mb`, MiB, by default the strategy's own; `shard_size`, ranks of a
-                shard group, by default those of a host; `keep_gathered`, see `FSDP`. Each is
-                ignored by strategies that do not take it.
+            init: function that writes every parameter and buffer of a module on meta, in
+                registration order. All ranks must draw the same values. Default: `reset_parameters`
+                of the outermost modules that have it.
+            device: device for the values of a module on meta.
+            compute_dtype: dtype of forward, under `model.autocast()`. None: that of the parameters.
+            layout: sizes of the groups of ranks that share the model. The strategy averages over
+                the others (`Layout.axes`).
+            parts: attention over a part of the keys, for ranks that share sequences.
+            options: `bucket_size_mb` in MiB, by default the strategy's own; `shard_size`, ranks in
+                a shard group, by default those of a host; `keep_gathered`, see `FSDP`. A strategy
+                ignores those that it does not take.
 
         Raises:
             ValueError: a `shard_size` that does not divide the ranks, a module on meta without a
-                device, or `init` or `device` for one that has its values; a layout that does not
+                device, `init` or `device` for a module that has values, or a layout that does not
                 fit the ranks, the model, the strategy or the optimizer.
         """
         if layout.tensor > 1:
@@ -217,7 +218,7 @@ class Strategy:
         if any(parameter.is_meta for parameter in module.parameters()):
             if device is None:
                 raise ValueError(
-                    "the module lies on meta and has no values: give device=… to make them there"
+                    "the module is on meta and has no values: give device=… to make them there"
                 )
             init = init or reset_parameters
             if cuts:
@@ -297,7 +298,7 @@ STRATEGIES: dict[str, Strategy] = {
             BucketedDDP,
             "buckets",
             has_buckets=True,
-            does="buckets of them, during backward",
+            does="gradient buckets, during backward",
         ),
         Strategy(
             "bucketed-two-level",
@@ -335,7 +336,14 @@ STRATEGIES: dict[str, Strategy] = {
             updates="slices",
             does="ZeRO-1: each updates 1/N of all",
         ),
-        Strategy("fsdp", FSDP, "units", **_UNITS, **_GATHERED, does="parameters sharded, too"),
+        Strategy(
+            "fsdp",
+            FSDP,
+            "units",
+            **_UNITS,
+            **_GATHERED,
+            does="shards parameters, gradients, states",
+        ),
         Strategy(
             "hsdp",
             FSDP,
@@ -395,8 +403,9 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
-    """Name all strategies that run on `cuda` or `cpu`; with `meshes=False` those without a mesh: on one host
-    they do what those with one do.
+    """Name all strategies that run on `cuda` or `cpu`.
+
+    With `meshes=False`, leave out those with a mesh, which on one host do the same as the others.
     """
     return tuple(
         name
@@ -408,7 +417,7 @@ def strategies_on(device_type: str, *, meshes: bool = True) -> tuple[str, ...]:
 def check_shard_size(
     shard_size: int | None, strategies: Iterable[str], flag: str = "--shard-size"
 ) -> None:
-    """Raise ValueError for a size of shard groups, given by `flag`, that none of the strategies would use."""
+    """Raise ValueError for a shard size, given by `flag`, that none of the strategies would use."""
     if shard_size is not None and not any(STRATEGIES[name].takes_mesh for name in strategies):
         taking = ", ".join(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
         raise ValueError(
@@ -437,7 +446,7 @@ def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
 
 
 def check_reshard(reshard: str, strategy: str) -> None:
-    """Raise ValueError for parameters that are to stay gathered under a strategy that gathers none."""
+    """Raise ValueError if parameters are to stay gathered under a strategy that gathers none."""
     if reshard == "step" and not STRATEGIES[strategy].may_keep_gathered:
         taking = " or ".join(name for name, entry in STRATEGIES.items() if entry.may_keep_gathered)
         raise ValueError(

@@ -1,4 +1,4 @@
-"""From measurements to something a person reads: records, tables, pictures, a page.
+"""Results for a reader, made from measurements: records, tables, pictures and a page.
 
 Knows nothing of what was measured.
 """

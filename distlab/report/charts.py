@@ -1,4 +1,4 @@
-"""The lab's kinds of chart, each from numbers alone: lines in panels, stacked bars, timelines, stacked areas."""
+"""Kinds of chart, each from numbers alone: lines in panels, bars, timelines and stacked areas."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ class Series:
     """One line or one set of points.
 
     Args:
-        label: for the legend; equal labels share an entry, a colour and a marker.
-        x, y: of equal length; a y that is not finite leaves a gap, and a series without a finite
-            one says so.
-        low, high: ends of error bars.
-        line: how its points are joined, `-`, `--`, `-.` or `:`; empty for points alone.
-        marked: points on a line too.
-        hollow: empty points, for a second kind (a peer, another implementation).
-        width: of the line, in points.
-        like: the label whose colour and marker it takes, such as the measured points of a predicted
+        label: text in the legend. Equal labels share an entry, a colour and a marker.
+        x, y: numbers, equally many. A y that is not finite leaves a gap, and a series without a
+            finite y says so.
+        low, high: numbers at the ends of error bars.
+        line: style that joins the points, `-`, `--`, `-.` or `:`. Empty for points alone.
+        marked: True to mark the points on a line.
+        hollow: True for empty points, for a second kind (a peer, another implementation).
+        width: points, width of the line.
+        like: label whose colour and marker it takes, such as the measured points of a predicted
             line.
     """
 
@@ -64,7 +64,7 @@ class Series:
 
     @property
     def key(self) -> str:
-        """What decides its colour and marker."""
+        """Key of its colour and marker."""
         return self.like or self.label
 
 
@@ -73,14 +73,14 @@ class Panel:
     """One pair of axes.
 
     Args:
-        title: above it.
-        x_label, y_label: with units.
-        series: what to draw.
+        title: text above the panel.
+        x_label, y_label: texts with units.
+        series: lines and points to draw.
         log_x: base of the horizontal axis, None for linear.
-        log_y: whether the vertical axis is logarithmic.
-        from_zero: else, whether it begins at zero.
-        y_max: where the vertical axis ends at the latest.
-        x_ticks: (place, text) where numbers would not do.
+        log_y: True for a logarithmic vertical axis.
+        from_zero: True to begin a linear vertical axis at zero.
+        y_max: largest value at which the vertical axis may end.
+        x_ticks: (place, text), for axes with texts instead of numbers.
         events: (x, text), drawn as vertical lines.
     """
 
@@ -97,11 +97,12 @@ class Panel:
 
 
 def lines(path: Path, panels: Sequence[Panel], *, title: str) -> None:
-    """Draw up to three panels side by side, more of them small and in even rows of at most four; what has one label has
-    one colour in all of them, and the legend stands once, below.
+    """Draw up to three panels next to each other, or more small ones in rows of at most four.
+
+    Equal labels have one colour in all panels. The one legend is below.
 
     Args:
-        path: a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
+        path: path of a ``.png`` (or ``.svg``, ``.pdf``), written atomically.
     """
     small = len(panels) > 3
     rows = -(-len(panels) // ABREAST)
@@ -183,7 +184,10 @@ def _dress(axes: Axes, panel: Panel) -> None:
 
 
 def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> list[Series]:
-    """Lines of a panel, name → (x, y), that may cover each other: later ones are thinner, so that all stay visible."""
+    """Return lines of a panel, name → (x, y), that may cover each other.
+
+    Later lines are thinner, so that all stay visible.
+    """
     return [
         Series(name, x, y, line="-", width=3.2 - 2.4 * index / len(curves))
         for index, (name, (x, y)) in enumerate(curves.items())
@@ -191,7 +195,7 @@ def overlaid(curves: Mapping[str, tuple[Sequence[float], Sequence[float]]]) -> l
 
 
 def step_bars(*phases: str) -> Callable[[Records, Path], None]:
-    """Return a picture of records: a bar for each, made of the medians of these phases of its step."""
+    """Return a picture of records: a bar for each, made of the medians of phases of its step."""
 
     def draw(records: Records, path: Path) -> None:
         parts = {phase: [row.metrics.get(f"{phase}_p50_ms") for row in records] for phase in phases}
@@ -212,20 +216,22 @@ def stacked_bars(
     whiskers: Sequence[tuple[float, float] | None] = (),
     totals: Sequence[float | None] = (),
 ) -> None:
-    """One horizontal bar per label, made of the parts in their order, with the total written beside it and, if there
-    are several parts, each long one's value inside.
+    """Draw one horizontal bar per label, made of the parts in their order.
+
+    The total is written next to the bar. If there are several parts, the value of each long part is
+    written inside it.
 
     Args:
-        path: a ``.png`` (or ``.svg``, ``.pdf``).
-        labels: one per bar, top to bottom.
+        path: path of a ``.png`` (or ``.svg``, ``.pdf``).
+        labels: texts, one per bar, top to bottom.
         parts: part's name → one value per bar in ``unit``. A bar whose parts are all None says
             ``n/a``, one with a text (``"OOM"``) says that text, and one that lacks only some parts
             is drawn with ``≥`` before its total. A negative value (a difference below the noise)
             counts in the total and is not drawn.
-        whiskers: per bar the low and high end for the total (p20, p80), in ``unit``; None for no
-            whisker.
-        totals: per bar the number that is written and that the whisker is around, in ``unit``,
-            where that is not the sum of the parts; None for the sum.
+        whiskers: for each bar the low and high end for the total (p20, p80), in ``unit``. None for
+            no whisker.
+        totals: for each bar the number that is written and that the whisker surrounds, in ``unit``,
+            if it is not the sum of the parts. None for the sum.
     """
     bars = list(zip(*parts.values(), strict=True))
     texts = [next((value for value in bar if isinstance(value, str)), None) for bar in bars]
@@ -304,7 +310,10 @@ def _legend_above(axes: Axes) -> None:
 
 
 def _number(value: float) -> str:
-    """About three significant digits, the same number of decimals for values of the same size; counts as they are."""
+    """Format a number with about three significant digits. Counts stay as they are.
+
+    Values of the same size have the same number of decimals.
+    """
     if isinstance(value, int):
         return str(value)
     size = float(f"{abs(value):.3g}")
@@ -389,8 +398,10 @@ def timeline(
 
 
 def memory_areas(path: Path, memory: Any, *, title: str) -> None:
-    """Memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`; categories without any are left
-    out. Phases are written along the upper edge, and a dot marks the peak.
+    """Draw memory over one step by category, of a `measure.memory_timeline.MemoryTimeline`.
+
+    Categories without memory are left out. Phases are written along the upper edge, and a dot marks
+    the peak.
     """
     times, layers = memory.curves()
     at, categories = memory.peak()

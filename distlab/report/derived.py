@@ -44,7 +44,7 @@ def noise_of(metrics: Mapping[str, Any], quantity: str = "step") -> float | None
 
 
 def add_noise(records: Records) -> None:
-    """Write `noise_pct` into rows that hold the samples of their step, once for all that asks for it later."""
+    """Write `noise_pct` into rows that hold the samples of their step."""
     for record in records:
         if record.metrics.get("step_samples_ms"):
             record.metrics["noise_pct"] = noise_of(record.metrics)
@@ -56,7 +56,7 @@ def row_of(variant: str) -> Baseline:
 
 
 def fastest(metric: str, among: Callable[[Record], object]) -> Baseline:
-    """Return a rule for a baseline: of some rows the one that takes the least time."""
+    """Return a rule for a baseline: the one of some rows that takes the least time."""
 
     def pick(rows: Records) -> Record | None:
         timed = [row for row in rows if is_number(row.metrics.get(metric)) and among(row)]
@@ -70,10 +70,10 @@ class Ratio:
     """A metric of a row and its baseline, one over the other.
 
     Attributes:
-        name: of the ratio; `NAME_low` and `NAME_high` are the ends of its interval.
-        baseline: the rows that are compared with each other → the one that all are divided by.
-        quantity: of which `QUANTITY_p50_ms` is divided, and `QUANTITY_samples_ms` holds the paired
-            samples.
+        name: name of the ratio. `NAME_low` and `NAME_high` are the ends of its interval.
+        baseline: function from the rows that are compared to the row that divides all of them.
+        quantity: prefix of metrics. The ratio is of `QUANTITY_p50_ms`, and its interval comes from
+            the paired samples in `QUANTITY_samples_ms`.
     """
 
     name: str
@@ -87,7 +87,10 @@ class Ratio:
                 self._write(row, base)
 
     def add_within(self, key: Callable[[Record], object], rows: Records) -> None:
-        """Write them into rows that have a baseline among those of the same key, and not into the baseline."""
+        """Write the ratio into rows that have a baseline with the same key.
+
+        The baseline itself gets none.
+        """
         for group in grouped(rows, key).values():
             if (base := self.baseline(group)) is not None:
                 for row in group:
@@ -127,7 +130,7 @@ class Ratio:
         return ratio, ratio * (1 - noise), ratio * (1 + noise)
 
     def tie(self, record: Record) -> str:
-        """` tie` where the interval contains 1; a row over itself is exactly 1 and no tie."""
+        """Return ` tie` if the interval contains 1. A row over itself is 1 and not a tie."""
         low, high = (record.metrics.get(f"{self.name}_{end}") for end in ("low", "high"))
         return TIE if is_number(low) and is_number(high) and low <= 1 <= high and low < high else ""
 
@@ -154,7 +157,10 @@ def few_pairs_ratio(a: Sequence[float], b: Sequence[float]) -> Measured:
 def prediction_error(
     predicted: str, measured: str, title: str = "off %", form: str = "+.0f"
 ) -> Column:
-    """How far one metric of a record is from the other, in % of what was measured; empty where either is missing."""
+    """Return a column with the error of a prediction in % of the measured value.
+
+    A cell is empty if either is missing.
+    """
 
     def error(record: Record) -> float | None:
         said, found = (record.metrics.get(name) for name in (predicted, measured))
@@ -164,7 +170,7 @@ def prediction_error(
 
 
 def noise_by_row(records: Records) -> str:
-    """For a headline: `noise by row 1.2 to 5.0 %`; empty where no row tells."""
+    """Return a headline `noise by row 1.2 to 5.0 %`, or nothing if no row has noise."""
     found = [noise for record in records if (noise := noise_of(record.metrics)) is not None]
     if not found:
         return ""
@@ -186,13 +192,19 @@ def clearly_longer(metrics: Mapping[str, Any], clock: str, other: str) -> bool:
 
 
 def host_bound(record: Record) -> str:
-    """Mark a row whose calls keep the host longer than the device; empty where either was not measured."""
+    """Return a mark for a row whose calls keep the host longer than the device.
+
+    Empty if either was not measured.
+    """
     device = "fwd_bwd_device" if "fwd_bwd_device_p50_ms" in record.metrics else "time"
     return " host" if clearly_longer(record.metrics, "host", device) else ""
 
 
 def waiting(records: Records) -> str:
-    """For a headline: the rows that leave the GPU idle for more than a tenth of their step; empty for none."""
+    """Return a headline about rows that leave the GPU idle for more than a tenth of their step.
+
+    Empty if there are none.
+    """
     idle = {record.variant: record.metrics.get("gpu_idle_pct") or 0.0 for record in records}
     found = {variant: share for variant, share in idle.items() if share > 10}
     if not found:

@@ -1,7 +1,7 @@
-"""Tables, pictures and code of Markdown pages, made from committed records and the source, so that pages stay correct.
+"""Tables, pictures and code of Markdown pages, made from committed records and from the source.
 
-A page holds a pair of markers, and what lies between them is made; of a picture, the file that it
-names:
+A page holds pairs of markers, and the text between them is generated. For a picture, the file that
+it names is drawn:
 
     <!-- table records/ddp_bench/cpu-tiny.json -->
     …
@@ -33,12 +33,12 @@ SOURCE = re.compile(r"([^#?@]+)(?:#([^?@]*))?(?:\?([^@=]*)=([^@]*))?(?:@(.*))?")
 def redraw_pages(
     pages: Sequence[Path], view_of: Callable[[str], View], root: Path, *, check: bool
 ) -> int:
-    """Write the pages that are out of date, or with `check` only name them; 1 if any was only named.
+    """Write the pages that are out of date. With `check` only name them and return 1 if any are.
 
     Args:
-        view_of: name of an experiment → how its records are shown; raises ValueError where there is
+        view_of: function from an experiment's name to its view. It raises ValueError if there is
             none.
-        root: the folder that paths in markers start from.
+        root: folder from which paths in markers start.
     """
     stale = False
     for page in pages:
@@ -58,15 +58,15 @@ def redraw_pages(
 
 
 def pictures_of(page: str) -> list[tuple[str, str, str]]:
-    """(records, name in the experiment's view, path from the page) of each picture that is drawn from records."""
+    """Return (records, name in the view, path from the page) of each picture drawn from records."""
     return re.findall(r"<!-- picture (.+) (\S+) -->\n!\[[^\]]*\]\(([^)]+)\)", page)
 
 
 def records_of(source: str, root: Path) -> list[Record]:
     """Read the rows of a file of records, or those of some variants: `records/….json#naive,flat`.
 
-    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. After
-    them some values of what was varied can be named, too: `#ours?size=64,4096`.
+    Variants with commas in their names are divided by semicolons: `#one by one;fused, ours`. Values
+    of the varied options can be named after them: `#ours?size=64,4096`.
 
     Raises:
         ValueError: records of uncommitted code, or a variant or a value that the file lacks.
@@ -92,11 +92,13 @@ def records_of(source: str, root: Path) -> list[Record]:
 
 
 def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
-    """Headline and table of a file of records, in Markdown; of `records_of`'s rows, and of all columns or, by the last
-    part of their keys, of some: `records/….json#naive,flat@comm_ms`.
+    """Return headline and table of a file of records, in Markdown.
+
+    The rows are those of `records_of`. Columns may be named by the last part of their keys:
+    `records/….json#naive,flat@comm_ms`.
 
     Raises:
-        ValueError: as `records_of`, or an experiment without a view.
+        ValueError: as in `records_of`. Also for an experiment without a view.
     """
     path, *_, only = SOURCE.fullmatch(source).groups()
     records = records_of(source, root)
@@ -108,7 +110,7 @@ def table_of(source: str, view_of: Callable[[str], View], root: Path) -> str:
 
 
 def code_of(source: str, root: Path) -> str:
-    """Return the code block for a path and a name in it, such as `distlab/parallel/naive.py NaiveDDP._synchronize`.
+    """Return the code of a name, such as `distlab/parallel/naive.py NaiveDDP._synchronize`.
 
     Raises:
         ValueError: the file does not define it.

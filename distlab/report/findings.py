@@ -16,7 +16,7 @@ MORE_ROUNDS = "more --rounds, or a machine that does nothing else"
 
 
 def interval_of(record: Record, name: str) -> Measured | None:
-    """Return a ratio of a record with its interval; None if the record lacks one of the three numbers."""
+    """Return a ratio of a record with its interval. None if one of the three numbers is missing."""
     ends = [record.metrics.get(f"{name}{end}") for end in ("", "_low", "_high")]
     if not all(is_number(each) for each in ends):
         return None
@@ -24,7 +24,7 @@ def interval_of(record: Record, name: str) -> Measured | None:
 
 
 def verdict_of(record: Record, name: str) -> str:
-    """Return FASTER where the whole interval is below 1, SLOWER where it is above, otherwise UNCLEAR."""
+    """Return FASTER if the whole interval is below 1, SLOWER if it is above, otherwise UNCLEAR."""
     found = interval_of(record, name)
     if found is None:
         return UNCLEAR

@@ -1,8 +1,8 @@
-"""`report.html`: an experiment's question, set-up, results, predictions, noise and how to read them, on one page.
+"""`report.html`: question, set-up, results, predictions and noise of an experiment on one page.
 
 The page needs no network and no other file: pictures are inside it, its content security policy
-forbids the rest, and links lead to files beside it. It prints what the records hold and computes
-nothing that its tables do not have.
+forbids the rest, and links lead to files in its folder. It prints what the records hold and
+computes nothing that its tables do not have.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def page(
     """Return the whole page.
 
     Args:
-        view: how the records are shown.
+        view: view of the records.
         pictures: file (`.png`) → its caption.
         findings: sentences that answer the question.
-        links: what lies beside the page → its addresses from there.
+        links: description of files → their addresses from the page.
     """
     tables = view.tables(records)
     return _template().render(
@@ -70,7 +70,7 @@ def page(
 
 
 def _template() -> Any:
-    """Return the template beside this file; its filter `code` makes code of what stands in backticks."""
+    """Return the template in this folder. Its filter `code` formats text in backticks as code."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
     from markupsafe import Markup, escape
 
@@ -89,8 +89,10 @@ def _template() -> Any:
 
 
 def _parts(columns: Sequence[Column]) -> list[list[Column]]:
-    """The columns of a table as a page of 1,400 pixels shows them: above one another where there are many, each part
-    beginning with the columns that name the row.
+    """Return the columns of a table as a page of 1,400 pixels shows them.
+
+    Many columns are split into parts above one another, and each part begins with the columns that
+    name the row.
     """
     names = 2 if "variant" in (column.key for column in columns[1:2]) else 1
     starts = range(names, max(len(columns), names + 1), MOST_COLUMNS)
@@ -98,8 +100,10 @@ def _parts(columns: Sequence[Column]) -> list[list[Column]]:
 
 
 def _table(records: Records, columns: Sequence[Column]) -> dict[str, Any]:
-    """What the template makes a table of: (title, whether it stands left, what it says) of each column; cells are
-    (text, number to sort by).
+    """Return the table for the template.
+
+    Each column has (title, True if aligned left, description), and each cell (text, number to sort
+    by).
     """
     rows = [
         [(c.text(record), value if is_number(value := c.value(record)) else None) for c in columns]

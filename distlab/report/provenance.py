@@ -1,4 +1,4 @@
-"""On what and with which code a record was made. No host names, no paths: records are committed and
+"""Device and code of a record. No host names, no paths: records are committed and
 published.
 """
 
@@ -51,7 +51,9 @@ def environment(device: torch.device | str) -> dict[str, str | int | None]:
 
 
 def command() -> str:
-    """Return a command that repeats this run: `distlab …`, or the script that was started, under torchrun if on ranks.
+    """Return a command that repeats this run.
+
+    It is `distlab …`, or the script that was started, under torchrun if it runs on ranks.
 
     Paths inside the checkout become relative to it, and of other absolute paths only the last part
     is kept.
@@ -73,7 +75,7 @@ def command() -> str:
 
 
 def _of_distlab(words: Sequence[str]) -> list[str] | None:
-    """Return the arguments of the command `distlab` without `--nproc N`; None if another script was started."""
+    """Return the arguments of `distlab` without `--nproc N`. None if another script was started."""
     if words[:2] == ["-m", "launch"]:
         given = words[2:]
     elif words and (Path(words[0]).name == "distlab" or words[0].endswith("launch/__main__.py")):
@@ -91,14 +93,14 @@ def _without_folders(path: str, root: Path) -> str:
 
 
 def commit(default: str | None = None) -> str | None:
-    """Return the git commit of the checkout that holds this file, with ``-dirty`` if it differs from it.
+    """Return the git commit of this file's checkout, with ``-dirty`` if files differ from it.
 
-    Dirty means: a tracked file outside of records/ changed, or an untracked ``.py`` file lies in
-    the tree (results and notes beside the code do not make a measurement irreproducible, nor do the
-    records measured before it).
+    Dirty means: a tracked file outside of records/ changed, or the tree has an untracked ``.py``
+    file. Results and notes do not make a measurement irreproducible, and neither do records that
+    were measured before it.
 
     Args:
-        default: returned where git or the checkout is missing, such as a copied tree
+        default: text to return if git or the checkout is missing, as in a copied tree
             (``--commit``).
     """
     here = Path(__file__).resolve().parent
@@ -133,7 +135,7 @@ def _is_changed(folder: Path, *left_out: str) -> bool:
 
 
 def date_of_commit(commit: str) -> str | None:
-    """Return when a commit of this checkout was made, ISO 8601 in UTC; None if it is not known here.
+    """Return the time of a commit of this checkout, ISO 8601 in UTC. None if it is not known here.
 
     Args:
         commit: text of a record, which may come from anywhere. Only the digits of a hash are handed

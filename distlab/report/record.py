@@ -1,4 +1,4 @@
-"""``Record``: what one variant of one experiment measured.
+"""``Record``: the result of one variant of one experiment.
 
 Every table, plot and README row is drawn from records.
 
@@ -87,15 +87,15 @@ Metrics = dict[str, Any]  # name with unit → number, None (not measured) or te
 
 @dataclass(frozen=True)
 class Record:
-    """One variant's result.
+    """The result of one variant.
 
     Attributes:
         experiment: name of the experiment, such as ``"ddp_bench"``.
-        variant: what was compared, such as ``"bucketed"``.
-        config: everything needed to run it again.
-        metrics: see `Metrics`.
-        environment: see `environment`.
-        commit: see `commit`.
+        variant: name of the row, such as ``"bucketed"``.
+        config: name → value of everything needed to run it again.
+        metrics: name → measured value, see `Metrics`.
+        environment: packages and devices, see `environment`.
+        commit: commit of the code, see `commit`.
     """
 
     experiment: str
@@ -223,10 +223,10 @@ def _as_now(record: Record) -> Record:
 
 @contextlib.contextmanager
 def reading(sources: Sequence[str | Path]) -> Iterator[None]:
-    """Inside, records of these files are used, and what they lack is the files' fault.
+    """Report an error in the block, which uses records of these files, as an error of the files.
 
     Raises:
-        ValueError: for any of `ODD`; names the files.
+        ValueError: one of `ODD` was raised. The message names the files.
     """
     try:
         yield
@@ -243,8 +243,9 @@ def reading(sources: Sequence[str | Path]) -> Iterator[None]:
 
 
 def write_csv(records: Records, path: Path) -> None:
-    """Write one row per record, atomically: experiment, variant, commit, then ``config.*`` and ``metrics.*``
-    columns.
+    """Write one row per record, atomically.
+
+    The columns are experiment, variant, commit, then ``config.*`` and ``metrics.*``.
 
     Columns are the union over all records in order of first appearance; None and absent values are
     empty, NaN is ``nan``. Nested dictionaries become dotted columns, lists become JSON.
@@ -270,8 +271,9 @@ def write_csv(records: Records, path: Path) -> None:
 
 
 def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> str:
-    """Return the compact last line of a measuring command, valid JSON whatever was measured (NaN, inf →
-    null).
+    """Return the compact last line of a measuring command.
+
+    It is valid JSON whatever was measured (NaN, inf → null).
 
     ``{"experiment": …, "records": [{"variant": …, "metrics": {…}}, …], "out": …}``; ``out`` is the
     results' folder. Curves (lists) are in its `records.json` only.
@@ -290,7 +292,7 @@ def json_line(experiment: str, records: Iterable[Record], out: str | Path) -> st
 
 
 def plain(value: Any, where: str = "value") -> Any:
-    """``value`` in JSON's types, except that NaN and infinities stay floats."""
+    """Convert ``value`` to JSON's types, except that NaN and infinities stay floats."""
     if value is None or isinstance(value, bool | str):
         return value
     if isinstance(value, int | float):
@@ -329,7 +331,7 @@ def _encoded(leaf: Any) -> Any:
 
 
 def _flattened(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every entry."""
+    """Yield (dotted name, value) of every entry."""
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flattened(f"{name}.{key}", item)

@@ -1,4 +1,4 @@
-"""How every picture of the lab looks: width, palette, fonts, axes; and how it is written.
+"""Look of every picture of the lab: width, palette, fonts and axes, and how it is written.
 
 matplotlib is imported inside the functions only, without pyplot: no global figures, no display, and
 the same numbers give the same picture.
@@ -112,13 +112,13 @@ SMALL = {
 
 @contextlib.contextmanager
 def picture(path: Path, title: str, height_in: float, *, small: bool = False) -> Iterator[Figure]:
-    """Yield an empty figure to draw on; at the end it has its title and is written, whole or not at all.
+    """Yield an empty figure to draw on. At the end it gets its title and is written atomically.
 
     Args:
-        path: a ``.png`` (or ``.svg``, ``.pdf``), `WIDTH_PX` wide.
-        title: broken into lines that fit.
+        path: path of a ``.png`` (or ``.svg``, ``.pdf``), `WIDTH_PX` wide.
+        title: text, which is broken into lines that fit.
         height_in: inches of `DPI` pixels.
-        small: small letters, for many panels.
+        small: True for small letters, for many panels.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -144,6 +144,6 @@ def horizontal(axes) -> None:
 
 
 def colour_of(name: str, names: Sequence[str]) -> str:
-    """Return the quantity's own colour, or a spare one by its position among those of `names` without one."""
+    """Return the quantity's own colour, or a spare one by its position among names without one."""
     others = [other for other in names if other not in COLOURS]
     return COLOURS.get(name) or _SPARE[others.index(name) % len(_SPARE)]

@@ -21,18 +21,18 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: where the value stands in the record: ``"variant"``, ``"commit"``,
-            ``"metrics.step_p50_ms"``, ``"config.batch"``; dots walk into nested dictionaries.
-        title: the heading, with the unit.
-        format: a format specification for numbers (``".1f"``, ``",d"``) or a function value → text.
-        scale: numbers are multiplied by it first; ``1 / 2**30`` shows bytes as GiB.
-        missing: shown for None and for an entry that the record lacks.
-        derived: record → value for a record that lacks it, such as one written before there was
-            such a metric.
-        note: record → text behind a number, such as `` tie``; empty for none.
-        optional: left out of a table in which no record has it.
-        about: what it says, in a sentence; a page shows it.
-        align: ``"left"``; None puts ``variant`` left and everything else right.
+        key: place of the value in the record: ``"variant"``, ``"commit"``,
+            ``"metrics.step_p50_ms"``, ``"config.batch"``. Dots walk into nested dictionaries.
+        title: heading, with the unit.
+        format: format specification for numbers (``".1f"``, ``",d"``), or a function value → text.
+        scale: factor for numbers. ``1 / 2**30`` shows bytes as GiB.
+        missing: text for None and for an entry that the record lacks.
+        derived: function from record to value, for a record that lacks it, such as one written
+            before there was such a metric.
+        note: function from record to text after a number, such as `` tie``. Empty for none.
+        optional: True to leave it out of a table in which no record has it.
+        about: sentence that describes it, which a page shows.
+        align: ``"left"``, or None, which puts ``variant`` left and everything else right.
     """
 
     key: str
@@ -52,16 +52,16 @@ class Column:
         return self.key.rpartition(".")[2]
 
     def is_empty(self, records: Records) -> bool:
-        """Whether none of the records has a value."""
+        """Return whether none of the records has a value."""
         return all(self.value(record) is None for record in records)
 
     @property
     def stands_left(self) -> bool:
-        """Whether its cells are aligned left."""
+        """Return whether its cells are aligned left."""
         return self.align == "left" or self.key == "variant"
 
     def value(self, record: Record) -> Any:
-        """What the record holds there, or what is derived from it, not scaled; None if nothing."""
+        """Return the record's value, or the derived one, without scale. None if there is none."""
         value: Any = record
         for name in self.key.split("."):
             value = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
@@ -111,9 +111,9 @@ def render(records: Records, columns: Sequence[Column], style: str = "text") -> 
 def render_for_terminal(records: Records, columns: Sequence[Column], width: int = 100) -> str:
     """Render a text table at most `width` characters wide.
 
-    Where it does not fit, headings are broken into lines; then columns are left out, from the
-    right, where the least important ones stand, and a line below says how many. Cells longer than
-    40 characters are cut.
+    If it does not fit, headings are broken into lines. Then columns are left out from the right,
+    where the least important ones are, and a line below says how many. Cells longer than 40
+    characters are cut.
 
     Raises:
         ValueError: no columns, or a format that does not fit the value (names the column).
@@ -203,7 +203,7 @@ def _cell(column: Column, record: Record) -> str:
 
 
 def is_number(value: Any) -> bool:
-    """Whether a metric holds a finite number: not None, not a text such as `OOM`, not a truth value."""
+    """Return whether a metric is a finite number, and not None, a text such as `OOM` or a bool."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
@@ -226,8 +226,10 @@ def shared_options(records: Records) -> dict[str, Any]:
 
 
 def by_machine(records: Records) -> dict[str, list[Record]]:
-    """Group the records by machine, which no line and no bar mixes, in order of first appearance, by device name;
-    with torch's version where one kind of device appears with several.
+    """Group the records by machine, in order of first appearance.
+
+    A machine is named by its device, and by torch's version if one kind of device appears with
+    several. No line and no bar of a picture mixes machines.
     """
     found = grouped(
         records,

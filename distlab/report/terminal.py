@@ -1,4 +1,4 @@
-"""What a run prints in a terminal: its headline and short table, its findings, and where its report is."""
+"""Output of a run in a terminal: headline, short table, findings, and the place of its report."""
 
 import os
 import shutil
@@ -17,7 +17,10 @@ WIDTH = 100  # characters of a line, where the terminal is not narrower
 
 
 def stdout_is_file() -> bool:
-    """Return whether stdout is a regular file, which a program may read later; a terminal and a pipe are not."""
+    """Return whether stdout is a regular file, which a program may read later.
+
+    A terminal and a pipe are not.
+    """
     try:
         return stat.S_ISREG(os.fstat(sys.stdout.fileno()).st_mode)
     except (AttributeError, OSError, ValueError):
@@ -31,7 +34,7 @@ def width() -> int:
 
 
 def short_table(view: View, records: Records) -> str:
-    """What a terminal shows: the `terminal` columns, as many as fit into a line, of the first rows."""
+    """Return the table for a terminal: the `terminal` columns that fit, of the first rows."""
     texts = []
     tables = view.tables(records)
     for part, group, columns in tables:
@@ -59,13 +62,13 @@ def say(
     quiet: bool = False,
     line: bool = True,
 ) -> None:
-    """Say the end of a run on stdout: headline and short table, findings, where the report is, the line of JSON.
+    """Print the end of a run: headline and short table, findings, report and the line of JSON.
 
     Args:
-        table: whether headline and table are still to be printed.
-        quiet: the line of JSON alone.
-        line: whether the line of JSON is printed at all. Without `quiet` it is only where stdout is
-            a file.
+        table: True if headline and table are still to be printed.
+        quiet: True to print only the line of JSON.
+        line: True to print the line of JSON. Without `quiet` it is only printed if stdout is a
+            file.
     """
     if table and not quiet:
         say_table(view, records)
@@ -78,7 +81,7 @@ def say(
 
 
 def highlighted(text: str) -> str:
-    """Show a finding as a terminal does, in its width: `WRONG: …` in red, an aside in parentheses in grey."""
+    """Format a finding for a terminal: `WRONG: …` in red, an aside in parentheses in grey."""
     text = _filled(text)
     colour = 31 if text.startswith("WRONG") else 90 if text.startswith("(") else None
     return f"\033[{colour}m{text}\033[0m" if colour and sys.stdout.isatty() else text

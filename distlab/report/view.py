@@ -1,4 +1,4 @@
-"""How an experiment's records are shown, in one place: what every run writes.
+"""The view of an experiment's records: everything that a run writes, declared in one place.
 
 An experiment declares its `View` once; `write` makes of records and view the whole folder of a run:
 
@@ -26,29 +26,30 @@ Draw = Callable[[Records, Path], None]
 
 @dataclass(frozen=True)
 class View:
-    """What a reader gets of one experiment.
+    """Description of an experiment's results for a reader.
 
     Args:
-        columns: of its table.
-        derive: writes what is derived from several rows, such as a `Ratio`, into their metrics,
-            once they are measured.
-        headline: records → one line that says what they were measured on.
-        result: records → what was found, in a few words for the list of runs; None for the best
-            row.
-        reading: how to read table and pictures; paragraphs are parted by an empty line.
-        pictures: file name → function that draws it from records to a path. One that has nothing to
-            draw writes no file. Pictures that only the run itself can draw lie in the folder
-            already, and are shown too.
-        findings: records → sentences that follow from them, at most five. One that begins with
-            `WRONG:` is red on a terminal, one in parentheses grey.
-        prediction: how predictions are made, or why there are none.
-        noise: what to know of the noise, beside what the records say of it.
-        parted_by: a column's key, such as `config.part`: a table for each of its values, without
-            the columns in which that part has nothing. None for one table.
-        terminal: columns of the short table in a terminal, by the last part of their keys; () for
-            as many as fit.
-        name: as the records have it; an `Experiment` fills in its own.
-        question: what it asks; an `Experiment` fills in the first line of its module's docstring.
+        columns: columns of the table.
+        derive: function that writes metrics derived from several rows, such as a `Ratio`, into the
+            rows once they are measured.
+        headline: function from records to a line about what they were measured on.
+        result: function from records to a result of a few words, for the list of runs. None for the
+            best row.
+        reading: text about reading table and pictures. An empty line separates paragraphs.
+        pictures: file name → function that draws it from records to a path. One without data to
+            draw writes no file. Pictures that only the run itself can draw are already in the
+            folder, and are also shown.
+        findings: function from records to at most five sentences that follow from them. One that
+            begins with `WRONG:` is red on a terminal, one in parentheses grey.
+        prediction: text about how predictions are made, or why there are none.
+        noise: text about the noise, in addition to what the records say of it.
+        parted_by: key of a column, such as `config.part`, for a table of each of its values,
+            without the columns in which that part has nothing. None for one table.
+        terminal: columns of the short table in a terminal, by the last part of their keys. () for
+            all that fit.
+        name: name in the records. An `Experiment` fills in its own.
+        question: question to answer. An `Experiment` fills in the first line of its module's
+            docstring.
     """
 
     columns: Sequence[Column]
@@ -66,8 +67,9 @@ class View:
     question: str = ""
 
     def table(self, records: Records, style: str = "text", only: Sequence[str] = ()) -> str:
-        """Render the table, or tables, in one of `render`'s styles; `only` some columns, by the end of their keys: of
-        several tables those that each has.
+        """Render the table, or tables, in one of `render`'s styles.
+
+        `only` names columns by the end of their keys. Several tables show those that they have.
 
         Raises:
             ValueError: no column has such a key.
@@ -93,7 +95,10 @@ class View:
         )
 
     def tables(self, records: Records) -> list[tuple[str, list[Record], list[Column]]]:
-        """(title, records, columns) of each table; of several machines, with a column that tells them apart."""
+        """Return (title, records, columns) of each table.
+
+        A column tells several machines apart.
+        """
         columns = [c for c in self.columns if not c.optional or not c.is_empty(records)]
         if len(by_machine(records)) > 1:
             columns.insert(0, text_column("environment.device_name", "machine"))
@@ -115,9 +120,10 @@ class View:
 
 
 def headline_from(template: str, **more: Callable[[Records], Any]) -> Callable[[Records], str]:
-    """Fill a view's headline: `template` with the environment and configuration of the first record, and with what
-    `more` makes of the records; `{num_parameters:M}` and `:B` are in millions and billions, `:N` in
-    what suits.
+    """Return a headline that fills `template` with the first record's environment and options.
+
+    `more` adds values made from the records. `{num_parameters:M}` and `:B` are in millions and
+    billions, `:N` in the unit that fits.
     """
 
     def headline(records: Records) -> str:
@@ -169,7 +175,7 @@ FILES = {
 
 
 def _links(path: Path) -> dict[str, list[str]]:
-    """What lies in a run's folder and around it: what it is → the addresses from its page."""
+    """Return description → addresses from its page of files in and around a run's folder."""
     found = {text: sorted(path.glob(pattern)) for pattern, text in FILES.items()}
     before = path.parent.glob(f"{glob.escape(path.name)}-old-*/report.html")
     found["the run before this one, of the same name"] = sorted(before, key=os.path.getmtime)[-1:]
@@ -194,7 +200,10 @@ def check_records(view: View, records: Records) -> None:
 
 
 def _draw(view: View, records: Records, path: Path) -> dict[Path, str]:
-    """Draw the view's pictures, those of each machine apart; file → caption of these and of others in the folder."""
+    """Draw the view's pictures, once for each machine.
+
+    Returns file → caption of these and of other pictures in the folder.
+    """
     machines = by_machine(records)
     captions = {}
     for number, (machine, group) in enumerate(machines.items(), 1):

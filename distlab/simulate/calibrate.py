@@ -1,4 +1,4 @@
-"""From a few measured figures of one machine to the cost model that predicts the others.
+"""Cost model of a machine from a few measured figures, which predicts the others.
 
 Five numbers are fitted, each to one measurement, in this order:
 
@@ -45,10 +45,9 @@ def calibrate(
         second: `local` of another model or batch simulated, and the measured seconds of its forward
             and backward.
 
-    Raises:
-        ValueError: a strategy or a figure is missing, or the figures contradict the model (more
-            messages took no longer than one; no memory bandwidth explains the second `local` beside
-            the first).
+    ValueError: a strategy or a figure is missing, or the figures contradict the model. That is so
+        if more messages took no longer than one, or if no memory bandwidth explains both `local`
+        steps.
     """
     for name in NEEDED:
         missing = name not in steps or any(
@@ -84,7 +83,7 @@ def calibrate(
 
 
 def _operators(step: SimulatedStep, *, update: bool) -> list[Compute]:
-    """Those of the optimizer, or those of forward and backward."""
+    """Return the operators of the optimizer with `update`, else those of forward and backward."""
     return [item for item in step.operators if (item.phase == "optimizer") is update]
 
 
@@ -119,7 +118,10 @@ def _fit_both(
 def _fit_network(
     steps: Mapping[str, SimulatedStep], seconds: Mapping[str, float], hop_s: float
 ) -> Network:
-    """One node, with α and W from two equations: calls·α + volume/W = time, for many messages and for one."""
+    """Fit one node: α and W from two equations, for many messages and for one.
+
+    The equation is calls·α + volume/W = time.
+    """
     calls = {name: len(steps[name].calls) for name in seconds}
     ranks = steps["naive"].world_size
     volume = {
@@ -139,7 +141,7 @@ def _fit_network(
 
 
 def _bisect(above: Callable[[float], bool], low: float, high: float) -> float:
-    """Where `above` turns from true to false, searched on a logarithmic scale."""
+    """Return the point where `above` turns from true to false, searched on a logarithmic scale."""
     for _ in range(60):
         middle = (low * high) ** 0.5
         low, high = (middle, high) if above(middle) else (low, middle)

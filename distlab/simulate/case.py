@@ -36,28 +36,30 @@ FULL = "full"  # what publications call it where every block is recomputed: `blo
 
 @dataclass(frozen=True)
 class Case:
-    """What is known of a run.
+    """Description of a run.
 
     Args:
-        model: its shape.
-        cluster: such as `grand-teton:8` or `dgx-h100:16x8`.
-        strategy: a name of the registry.
+        model: shape of the model.
+        cluster: hardware, such as `grand-teton:8` or `dgx-h100:16x8`.
+        strategy: name in the registry.
         batch: sequences at once on a GPU, or on all GPUs that share a model.
-        micro_batches: accumulated in a step.
-        group: with a mesh, GPUs that share a copy of the parameters; None for a host.
-        layout: how GPUs share a model, in JSON as in `--layouts`: `tp8`, `cp4`, `tp8,pp2`; there
-            `stages` are the blocks of each stage of a pipeline, unless equally many.
-        recompute: `none`, `selective` (all but attention and every other matmul, where q, k and v
-            count as one, as in this lab's model), `full` or `block` (every block), or another of
-            `distlab.model.config.RECOMPUTATION`.
-        recompute_every: of so many blocks one is recomputed.
-        compiled: by torch.compile, or fused kernels.
-        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`;
-            None for what `compiled` says.
+        micro_batches: number of micro-batches accumulated in a step.
+        group: number of GPUs that share a copy of the parameters, with a mesh. None for those of a
+            host.
+        layout: sizes of the groups of GPUs that share a model, in JSON as in `--layouts`: `tp8`,
+            `cp4`, `tp8,pp2`. In JSON, `stages` are the numbers of blocks of each stage of a
+            pipeline, if they differ.
+        recompute: recomputation: `none`, `selective` (all but attention and every other matmul,
+            where q, k and v count as one, as in this lab's model), `full` or `block` (every block),
+            or another of `distlab.model.config.RECOMPUTATION`.
+        recompute_every: number n, of which one in n blocks is recomputed.
+        compiled: True if torch.compile, or fused kernels, are used.
+        kernels: `eager`, `composite` (RMSNorm in separate operators, torch before 2.8) or `fused`.
+            None: by `compiled`.
         attention: `cudnn` or `flash` (FlashAttention-2, torch's choice on every GPU before 2.9).
-        fused_loss: the logits never stand in memory.
+        fused_loss: True if the logits are never in memory as a whole.
         dtype: `bf16` computation over fp32 parameters, or `fp32`.
-        reduce: in which gradients are sent, `fp32` or `bf16`.
+        reduce: dtype in which gradients are sent, `fp32` or `bf16`.
         optimizer: `adamw`, or `muon` for the matrices of blocks.
         name, source, known, assumed, why: texts for a table.
         published: `step_ms`, `tokens_per_s_per_gpu`, `memory_gib` with `memory_is` `allocated` or
@@ -120,12 +122,12 @@ class Case:
 
     @property
     def tokens(self) -> float:
-        """Of a step, per GPU."""
+        """Tokens of a step per GPU."""
         return self.batch * self.micro_batches * self.model.context_length / self.layout.ranks
 
     @property
     def checkpointing(self) -> str:
-        """What each block keeps, as the option of that name says it."""
+        """Entries of what each block keeps, as in the option of that name."""
         level, every = "block" if self.recompute == FULL else self.recompute, self.recompute_every
         return ",".join(
             f"{'none' if block % every else level}:1" for block in range(self.model.num_layers)
@@ -163,7 +165,9 @@ def from_json(known: Mapping[str, Any]) -> Case:
 
 
 def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
-    """A cluster by its name, or of an object with the fields of `ClusterSpec`, `gpu` by a short name such as `a100`.
+    """Return a cluster by its name, or from a mapping with the fields of `ClusterSpec`.
+
+    `gpu` may be a short name such as `a100`.
 
     Raises:
         ValueError: an unknown name or field, a missing one, or links that contradict each other.
@@ -178,10 +182,10 @@ def cluster_of(known: str | Mapping[str, Any]) -> ClusterSpec:
 
 
 def read_case(path: str | Path) -> Case:
-    """The case of a file.
+    """Return the case in a file.
 
     Raises:
-        ValueError: no JSON object, or one that is no case.
+        ValueError: the file is not a JSON object, or the object is not a case.
         OSError: a file that cannot be read.
     """
     try:
@@ -195,16 +199,16 @@ def read_case(path: str | Path) -> Case:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one rank.
+    """Predicted time and memory of one rank.
 
     Args:
-        time: of a step.
-        allocated: bytes at the fullest moment, as torch's allocator counts tensors.
+        time: time of a step.
+        allocated: bytes at the peak, as torch's allocator counts tensors.
         reserved: bytes that the allocator then holds.
-        phase: the fullest moment.
-        tokens_per_s: of one GPU.
-        mfu: share of the datasheet's peak, attention counted in full and recomputation not at all;
-            None without peak.
+        phase: name of the moment of the peak.
+        tokens_per_s: tokens per second of one GPU.
+        mfu: share of the datasheet's peak. Attention is counted in full, recomputation not at all.
+            None if there is no peak.
     """
 
     time: StepTime
@@ -234,7 +238,7 @@ def predict(case: Case) -> Prediction:
 
 
 def step(case: Case) -> StepTime:
-    """Its time."""
+    """Return the time of the case."""
     return estimate_step(
         case.model,
         case.strategy,
@@ -297,7 +301,7 @@ def _moments(case: Case, part: RankPart) -> list[tuple[str, Breakdown]]:
 
 
 def shortage(case: Case) -> str | None:
-    """By how much a case does not fit its GPUs, and what would; None if it does."""
+    """Return by how much a case does not fit its GPUs, and what would. None if it does."""
     usable = USABLE * case.cluster.gpu.hbm_bytes
     needed = max(moment.total for _, moment in peak(case))
     if needed <= usable:

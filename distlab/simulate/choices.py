@@ -1,4 +1,4 @@
-"""Ways to run a model's step on a cluster: all of them, and of each memory and time, estimated and simulated."""
+"""All ways to run a model's step on a cluster, with memory and time, estimated and simulated."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,16 +32,17 @@ MOST_MICRO_BATCHES = 4
 
 @dataclass(frozen=True)
 class Choice:
-    """One way.
+    """One way to run a step.
 
     Args:
-        strategy: of `STRATEGIES`.
-        micro_batch, micro_batches: sequences per rank at once, and how many times in a step.
-        recompute: what blocks keep, see `distlab.model.kept_levels`.
-        group: with a mesh, ranks that share a copy of the parameters.
-        bucket_size_mb: of strategies with buckets, MiB; torch's default unless said.
-        layout: how ranks share a model; `micro_batch` then counts the sequences of all that do, and
-            `group` the ranks that have equal parts of its matrices.
+        strategy: name in `STRATEGIES`.
+        micro_batch, micro_batches: sequences per rank at once, and number of micro-batches in a
+            step.
+        recompute: recomputation of blocks, see `distlab.model.kept_levels`.
+        group: number of ranks that share a copy of the parameters, with a mesh.
+        bucket_size_mb: MiB per bucket, for strategies with buckets. Default: torch's.
+        layout: sizes of the groups of ranks that share a model. `micro_batch` then counts the
+            sequences of all of them, and `group` the ranks that have equal parts of its matrices.
         optimizer: `adamw` or `muon`.
     """
 
@@ -72,10 +73,12 @@ def choices(
     recomputation: Sequence[str] = RECOMPUTATION,
     layout: Layout = DATA_PARALLEL,
 ) -> Iterator[Choice]:
-    """Every strategy with every micro-batch that divides a rank's sequences, of a pipeline into a multiple of its ranks
-    (so interleaved schedules take them, and others need as many to be busy); with small and large
-    buckets where it has any; and, on a mesh, with groups of one node and of 2, 4, 8, … nodes that
-    divide the ranks and are fewer.
+    """Yield every strategy with every micro-batch that divides a rank's sequences.
+
+    For a pipeline the number of micro-batches is a multiple of its ranks, because interleaved
+    schedules take only these, and others need that number to be busy. Strategies with buckets come with
+    small and large ones. On a mesh, groups are one node and 2, 4, 8, … nodes that divide the ranks
+    and are fewer.
 
     `ranks` and `devices_per_node` are those of equal parts of the matrices, `per_rank` the
     sequences of a model.
@@ -99,7 +102,7 @@ def choices(
 def memory(
     config: ModelConfig, choice: Choice, ranks: int, dtype: str = "bf16", *, compiled: bool = False
 ) -> StepMemory:
-    """Of a rank, in closed form."""
+    """Return the memory of a rank, in closed form."""
     step = PlannedStep(
         config,
         choice.micro_batch,
@@ -144,8 +147,9 @@ def estimated(
 def simulated(
     config: ModelConfig, choice: Choice, machine: Machine, ranks: int, dtype: str = "bf16"
 ) -> float:
-    """Seconds of the step by events: the strategy's own code on fake ranks, replayed on the machine; or what the host
-    takes to start all of it, if that is longer.
+    """Return the seconds of a step by events, or the host's time to start it, if that is longer.
+
+    The events are those of the strategy's own code on fake ranks, replayed on the machine.
     """
     step = simulate_training(
         config,

@@ -1,8 +1,8 @@
-"""The step of a model on a machine in milliseconds: operators in closed form, and two streams in closed form.
+"""The step of a model on a machine in milliseconds: operators and two streams, in closed form.
 
-The operators are those of `distlab.theory.operators`, which a test holds against the ones that the
-simulated model runs; their times are those of `timeline.DeviceModel`, and
-`distlab.theory.step_time` says what runs beside what.
+The operators are those of `distlab.theory.operators`, which a test compares with those that the
+simulated model runs. Their times are those of `timeline.DeviceModel`, and
+`distlab.theory.step_time` says which of them run at the same time.
 """
 
 import json
@@ -74,10 +74,11 @@ class Stage(NamedTuple):
     """Seconds of one micro-batch in a stage of a pipeline, or in the whole model.
 
     Args:
-        compute: without communication; the optimizer's is of a step.
-        operators: how many that is.
-        sent, returned: of the messages between ranks that share a model, forward and backward.
-        calls: number of these.
+        compute: seconds without communication. The optimizer's are those of a step.
+        operators: number of operators.
+        sent, returned: seconds of the messages between ranks that share a model, forward and
+            backward.
+        calls: number of these messages.
     """
 
     compute: ComputeTime
@@ -87,7 +88,7 @@ class Stage(NamedTuple):
     calls: int
 
     def seconds(self, action: Action, splits: bool) -> float:
-        """Of an action; where backward is `splits`, W is half of its computation."""
+        """Return the seconds of an action. With `splits`, W is half of backward's computation."""
         if action.kind == "F":
             return self.compute.forward + self.sent
         backward = self.compute.backward / (2 if splits else 1)
@@ -99,11 +100,11 @@ def stage_time(
 ) -> Stage:
     """The time of a stage's part of a model.
 
-    Attention is torch's, whichever the model names.
+    Attention is torch's, whatever the model names.
 
     Args:
-        work: of its shape.
-        levels: what its blocks keep.
+        work: workload of its shape.
+        levels: for each of its blocks, what it keeps.
     """
     shape, device = work.shape, machine.device
     spent, count = {"forward": 0.0, "backward": 0.0, "optimizer": 0.0}, 0
@@ -141,23 +142,23 @@ def estimate_step(
     layout: Layout = DATA_PARALLEL,
     optimizer: str = "adamw",
 ) -> StepTime:
-    """The time of a step, of the rank of a pipeline that takes longest.
+    """Return the time of a step, on the slowest rank of a pipeline.
 
-    Attention is torch's, whichever the model names.
+    Attention is torch's, whatever the model names.
 
     Args:
-        name: of a strategy.
+        name: name of a strategy.
         batch: sequences per micro-batch of a rank, or of all ranks that share a model.
-        ranks: all of them; the strategy's are data × context.
-        checkpointing: what blocks keep, see `model.kept_levels`.
-        micro_batches: accumulated in a step.
-        group: with a mesh, ranks that share a copy of the parameters; default a node.
-        kernels, fused_loss: see `distlab.theory.operators.Workload`; None for what the model's own
-            `ops` do.
-        reduced_bytes: per element of the gradients that are sent.
-        layout: how ranks share a model.
-        optimizer: `adamw`, or `muon`, which sends parts of matrices to their owners and back where
-            they are sharded.
+        ranks: number of all ranks. The strategy has data × context of them.
+        checkpointing: recomputation of blocks, see `model.kept_levels`.
+        micro_batches: number of micro-batches accumulated in a step.
+        group: number of ranks that share a copy of the parameters, with a mesh. Default: a node.
+        kernels, fused_loss: settings of `distlab.theory.operators.Workload`. None: by the model's
+            own `ops`.
+        reduced_bytes: bytes per element of the gradients that are sent.
+        layout: sizes of the groups of ranks that share a model.
+        optimizer: `adamw`, or `muon`, which sends parts of sharded matrices to their owners and
+            back.
 
     Raises:
         ValueError: an unknown strategy or dtype, a size below one, a group that does not divide the
@@ -294,7 +295,10 @@ def _stages_of_ranks(pipeline: int, stages: tuple[Stage, ...]) -> list[Stage]:
 def _ends(
     layout: Layout, stages: tuple[Stage, ...], micro_batches: int, message: float
 ) -> Sequence[float | None]:
-    """Return when each rank of a pipeline ends its last action, in seconds; None for a lone rank, which never waits."""
+    """Return the seconds at which each rank of a pipeline ends its last action.
+
+    None for a single rank, which never waits.
+    """
     if layout.pipeline == 1:
         return [None]  # and there may be 10^12 micro-batches, too many for a list of actions
     schedule = _schedule(layout.schedule, layout.pipeline, micro_batches)
@@ -312,11 +316,12 @@ def _schedule(name: str, ranks: int, micro_batches: int) -> Schedule:
 
 
 def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[float, int]:
-    """Seconds and number of the messages between ranks that share matrices or sequences, forward and backward of a
-    micro-batch.
+    """Return seconds and number of messages between ranks that share matrices or sequences.
 
-    Compute waits for each, and copies it once; a recomputed block sends those of its forward, half
-    of them, again.
+    They are those of forward and backward of a micro-batch.
+
+    Compute waits for each, and copies it once. A recomputed block repeats those of its forward,
+    half of them.
     """
     sizes = {"batch": work.batch, "itemsize": work.precision.compute}
     tensor = tensor_volume(work.shape, context=work.context, **sizes)
@@ -336,7 +341,7 @@ def _inside_blocks(work: Workload, layout: Layout, machine: Machine) -> tuple[fl
 
 
 def host_time(operators: int, calls: int) -> float:
-    """Seconds that a host takes to start so many operators and collectives."""
+    """Return the seconds that a host takes to start this many operators and collectives."""
     return HOST_OPERATOR_S * operators + HOST_CALL_S * calls
 
 
@@ -348,12 +353,13 @@ def messages(
     shards: int = 1,
     reduced_bytes: int = FP32,
 ) -> Messages:
-    """What a step sends: gradients, in fp32 unless said otherwise, and parameters as FSDP gathers them, in the dtype of
-    the computation.
+    """Return the messages of a step: gradients, and parameters as FSDP gathers them.
+
+    Gradients are in fp32 by default, parameters in the dtype of the computation.
 
     Args:
-        shards: ranks that FSDP cuts a parameter for; above one, what it sends is padded to whole
-            rows.
+        shards: number of ranks among which FSDP shards a parameter. Above one, messages are padded
+            to whole rows.
     """
     compute, numels = DTYPES[dtype], shape.parameter_numels()
     buckets = plan_buckets(numels, [torch.float32] * len(numels), bucket_size_mb)
@@ -380,12 +386,12 @@ def machine_of(
     """A machine of a device's datasheet, at the shares of its peaks that a calibrated one reaches.
 
     Args:
-        link: inside a node, `nvlink` or `pcie`.
-        between: a name of `distlab.hardware.NETWORK_LINKS`, per device.
-        head_dim: of a head; attention is slower below 128.
+        link: link inside a node, `nvlink` or `pcie`.
+        between: name in `distlab.hardware.NETWORK_LINKS`, one such link per device.
+        head_dim: width of a head. Attention is slower below 128.
 
     Raises:
-        ValueError: an unknown link, or a dtype without a peak; the message lists what is known.
+        ValueError: an unknown link, or a dtype without a peak. The message lists what is known.
     """
     inside = {"nvlink": spec.nvlink_bandwidth, "pcie": spec.pcie_bandwidth}
     for what, value, known in (("link", link, inside), ("between", between, NETWORK_LINKS)):
@@ -409,8 +415,8 @@ def machine_on(
     """A machine of a cluster's datasheets, at the same shares, with the latencies of its links.
 
     Args:
-        attention: which kernels attend, `cudnn` or `flash` (FlashAttention-2).
-        head_dim: of a head; attention is slower below 128.
+        attention: kernels of attention, `cudnn` or `flash` (FlashAttention-2).
+        head_dim: width of a head. Attention is slower below 128.
 
     Raises:
         ValueError: unknown attention, or a dtype without a peak.
@@ -427,7 +433,7 @@ def machine_on(
 
 
 def power_share(spec: GPUSpec) -> float:
-    """What a lower power limit leaves of the rate of matmuls."""
+    """Return the share of the rate of matmuls that remains under a lower power limit."""
     if spec.full_watts is None or spec.watts is None:
         return 1.0
     static = STATIC_POWER_SHARE * spec.full_watts
@@ -478,15 +484,15 @@ class MachineOptions(ModelChanges):
     """
 
     model: str = option(
-        "xl", f"a preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes"
+        "xl", f"model preset, one of {', '.join(PRESETS)}, or a JSON file of a model's sizes"
     )
     device: str = option("h200", "kind of GPU, such as h100")
-    link: str = option("nvlink", "inside a node, nvlink or pcie")
+    link: str = option("nvlink", "link inside a node, nvlink or pcie")
     between: str = option("ib-ndr", "link between nodes, per device")
     devices_per_node: int = option(8, "GPUs that share a node", least=1)
-    dtype: str = option("bf16", "of the computation", choices=("bf16", "fp32"))
+    dtype: str = option("bf16", "dtype of the computation", choices=("bf16", "fp32"))
     cluster: str | None = option(
-        None, "NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"
+        None, "cluster NAME:HOSTSxGPUS such as dgx-h100:16x8, instead of GPU and links"
     )
 
     def __post_init__(self) -> None:
@@ -495,7 +501,7 @@ class MachineOptions(ModelChanges):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for GPUs and links that were asked for next to a cluster, which has its own."""
+        """Raise ValueError for GPUs and links given together with a cluster, which has its own."""
         if given.get("cluster") is None:
             return
         flags = {
@@ -522,7 +528,7 @@ class MachineOptions(ModelChanges):
         return self.changed(known)
 
     def kernels(self) -> str | None:
-        """As `Workload` calls them; None for what the model's `ops` do.
+        """Name of the kernels in `Workload`. None: those of the model's `ops`.
 
         Raises:
             ValueError: attention whose time has no closed form.
@@ -547,7 +553,7 @@ class MachineOptions(ModelChanges):
         return self.cluster or f"{self.gpu().name} ({self.link}, {self.between})"
 
     def machine(self) -> Machine:
-        """See `machine_of`, and `machine_on` where a cluster was named."""
+        """Return the machine, by `machine_of`, or by `machine_on` if a cluster was named."""
         shape = self.shape()  # None: a user's own model
         computes = {"dtype": self.dtype} | ({} if shape is None else {"head_dim": shape.head_dim})
         if self.cluster is not None:

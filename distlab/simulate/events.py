@@ -1,4 +1,4 @@
-"""What happens in a step, in the order of the computing stream: operators, collectives issued, waits, memory."""
+"""Events of a step in the order of the computing stream: operators, collectives, waits, memory."""
 
 import weakref
 from collections.abc import Iterator
@@ -87,7 +87,7 @@ class EventLog(CollectiveRecorder):
 
     @contextmanager
     def recording(self) -> Iterator["EventLog"]:
-        """See operators (as a dispatch mode), waits (at the seam of collectives) and resized storages."""
+        """Record operators (by a dispatch mode), waits of collectives and resized storages."""
         resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
@@ -104,7 +104,7 @@ class EventLog(CollectiveRecorder):
             yield self
 
     def own_parameters(self, parameters: Iterator[Tensor]) -> None:
-        """From now on the memory of these counts as `parameters`."""
+        """Count the memory of these parameters as `parameters` from now on."""
         for parameter in parameters:
             key = id(parameter.untyped_storage())
             if key in self._sizes:
@@ -112,7 +112,7 @@ class EventLog(CollectiveRecorder):
 
     @property
     def current_phase(self) -> str:
-        """`backward` inside a backward, else the phase that was set."""
+        """Return `backward` inside a backward, else the phase that was set."""
         return "backward" if torch._C._current_graph_task_id() != -1 else self.phase
 
     # -- operators and collectives -------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class EventLog(CollectiveRecorder):
             weakref.finalize(storage, self._free, id(storage))
 
     def _keep(self, key: int, category: str, size: int) -> None:
-        """From now on a storage, new or not, has `size` bytes that count as `category`."""
+        """Note that a storage, new or not, has `size` bytes of `category` from now on."""
         before, held = self._sizes.get(key, (category, 0))
         self._alive[before] -= held
         self._alive[category] += size
@@ -245,7 +245,10 @@ def _flops(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
 
 
 def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
-    """Every input read once, every output written once; arguments that are changed in place are both."""
+    """Return the bytes moved: every input is read once and every output written once.
+
+    Arguments that are changed in place are both.
+    """
     name = func.overloadpacket.__name__
     moved = sum(_size(tensor) for tensor in tensors_in((args[name in _OVERWRITES :], kwargs)))
     for argument, value in zip(func._schema.arguments, args, strict=False):
@@ -256,5 +259,5 @@ def _bytes_moved(func: Any, args: tuple, kwargs: dict, result: Any) -> int:
 
 
 def _size(tensor: Tensor) -> int:
-    """Bytes of distinct elements: an expanded tensor is as large as what lies behind it."""
+    """Return the bytes of distinct elements: an expanded tensor is as large as the one it views."""
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())

@@ -1,4 +1,4 @@
-"""What a training step will take of memory and of time, before anything is allocated: `--plan` of every command."""
+"""Memory and time of a training step, before anything is allocated: `--plan` of every command."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,14 +16,14 @@ from distlab.train.memory_budget import GIB, PlannedStep, memory_of_a_rank, sett
 
 @dataclass(frozen=True)
 class Plan:
-    """A step as predicted.
+    """Prediction of a step.
 
     Args:
-        step: of which `checkpointing` is settled.
-        memory: of a rank.
-        free_bytes: that a rank may take now; None where nobody says.
-        time: None where the device's speed is not known, or the strategy's or attention's time has
-            no closed form.
+        step: step with `checkpointing` resolved.
+        memory: memory of a rank.
+        free_bytes: bytes that a rank may allocate now. None if they are not known.
+        time: time of the step. None if the device's speed is not known, or if there is no closed
+            form for the strategy or the attention.
     """
 
     step: PlannedStep
@@ -65,7 +65,7 @@ def plan_steps(
 def step_time(
     step: PlannedStep, gpu: GPUSpec | None, ranks: int, micro_batches: int = 1
 ) -> StepTime | None:
-    """None on an unknown GPU, or for a strategy or an attention without a closed form of its time."""
+    """Return the time of a step. None if there is no closed form, or if the GPU is unknown."""
     if (
         gpu is None
         or not has_closed_form(STRATEGIES[step.strategy])

@@ -79,15 +79,17 @@ def simulate_step(
     like_nccl: bool = True,
     **options: Any,
 ) -> SimulatedStep:
-    """What one step with fused AdamW does on rank `rank` of `world_size`, without its memory or its time.
+    """Simulate one step with fused AdamW on rank `rank` of `world_size`, without memory or time.
 
     Args:
-        strategy: a name of `distlab.parallel.STRATEGIES`, or an entry; torch's peers are refused.
-        build: the lab's Transformer, or what makes another module; called where tensors are fake.
-        make_step: `make_step(wrapper, optimizer, mark)` returns a function that trains one step and
-            calls `mark("forward_backward")` before its optimizer's step, as `TrainStep` does.
-        like_nccl: see `fake_world`.
-        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size`, see
+        strategy: name in `distlab.parallel.STRATEGIES`, or an entry. Torch's peers are refused.
+        build: shape of the lab's Transformer, or a function that makes another module. It is called
+            where tensors are fake.
+        make_step: function `make_step(wrapper, optimizer, mark)` that returns a function that
+            trains one step and calls `mark("forward_backward")` before its optimizer's step, as
+            `TrainStep` does.
+        like_nccl: True to answer as NCCL does, see `fake_world`.
+        options: `checkpointing`, `layout`, `compute_dtype`, `bucket_size_mb` and `shard_size` of
             `build_training`.
 
     Raises:
@@ -152,20 +154,21 @@ def simulate_training(
     layout: Layout = DATA_PARALLEL,
     **options: Any,
 ) -> SimulatedStep:
-    """One step of what ddp_bench times: full-length sequences, fused AdamW, computation in `dtype`.
+    """Simulate one step that ddp_bench times: full-length sequences, fused AdamW, `dtype`.
 
     All is as on GPUs: NCCL's answers (see `fake_world`), linear layers that write their weights'
-    gradients in fp32 straight to where they are wanted (see `model.ops.linear`), what `auto` takes
-    there, and torch's fused attention for this lab's, which keeps the same.
+    gradients in fp32 directly to their place (see `model.ops.linear`), the choice of `auto`, and
+    torch's fused attention in place of this lab's, which keeps the same tensors.
 
     Args:
-        config: the model; sequences have its context length.
+        config: shape of the model. Sequences have its context length.
         batch: sequences per rank.
         dtype: `fp32`, or `bf16`/`fp16` over fp32 parameters.
-        micro_batches: accumulated in a step, of `batch` sequences each.
-        layout: how ranks share the model; those that do have `batch` sequences for each of them.
-        options: `rank`, whose step it is (those of a pipeline differ), `checkpointing`,
-            `bucket_size_mb` and `shard_size`, see `simulate_step`.
+        micro_batches: number of micro-batches accumulated in a step, of `batch` sequences each.
+        layout: sizes of the groups of ranks that share the model. Such ranks have `batch` sequences
+            for each of them.
+        options: `rank`, whose step is simulated (those of a pipeline differ), and `checkpointing`,
+            `bucket_size_mb` and `shard_size` of `simulate_step`.
 
     Raises:
         ValueError: an unknown strategy or dtype, one of torch's strategies, a size below one.

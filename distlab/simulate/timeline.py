@@ -1,5 +1,6 @@
-"""From events to time: what operators and collectives take on a machine, and two streams, one that computes and one
-that communicates, which wait for and disturb each other.
+"""Time of events on a machine, with a stream that computes and one that communicates.
+
+The two streams wait for each other and slow each other down.
 
 The computing stream runs operators in order. A collective is ready when that stream reaches its
 issue, runs when those issued before it are done, and the stream stops at a wait until the
@@ -22,13 +23,13 @@ class DeviceModel:
     """An operator takes the longer of its arithmetic and its memory traffic, and a launch.
 
     Args:
-        flops_per_s: what matmuls reach (peak × efficiency).
-        bytes_per_s: what memory-bound operators reach.
-        launch_s: added to every operator: the gap before its kernel, the kernel's ramp and its
-            tail.
-        update_bytes_per_s: of the optimizer, one long pass over contiguous tensors; None: as
-            `bytes_per_s`.
-        attention_flops_per_s: of fused attention; None: as `flops_per_s`.
+        flops_per_s: FLOP/s that matmuls reach (peak × efficiency).
+        bytes_per_s: bytes per second that memory-bound operators reach.
+        launch_s: seconds added to every operator: the gap before its kernel, the kernel's ramp and
+            its tail.
+        update_bytes_per_s: bytes per second of the optimizer, one long pass over contiguous
+            tensors. None: as `bytes_per_s`.
+        attention_flops_per_s: FLOP/s of fused attention. None: as `flops_per_s`.
     """
 
     flops_per_s: float
@@ -48,11 +49,11 @@ class DeviceModel:
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of device, how they are connected, and how they disturb each other.
+    """A kind of device, the network between devices, and the slow-down of each by the other.
 
     Args:
-        device: what one computes.
-        network: what they send.
+        device: model of one device.
+        network: model of the messages.
         contention: rates of computation and of communication while both run, relative to each alone
             (1: no disturbance); both use SMs and memory bandwidth.
 
@@ -73,15 +74,16 @@ class Machine:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One settled step, in ms of the computing stream.
+    """One step in the steady state, in ms of the computing stream.
 
     Args:
-        step_ms: from the end of the step before to the end of this one.
-        comm_ms: the communication stream ran.
-        overhead_ms: what the step takes longer than the same operators without any communication.
-        overlap_pct: share of `comm_ms` in which computation ran too; None without communication.
-        phases: time of the computing stream in `forward`, `backward`, `optimizer`, waits included.
-        lanes: `compute`, `communication`, `exposed` as disjoint intervals; 0 is the start of the
+        step_ms: ms from the end of the step before to the end of this one.
+        comm_ms: ms in which the communication stream ran.
+        overhead_ms: ms that the step takes longer than the same operators without communication.
+        overlap_pct: share of `comm_ms` in which computation also ran, in %. None without
+            communication.
+        phases: ms of the computing stream in `forward`, `backward` and `optimizer`, waits included.
+        lanes: `compute`, `communication` and `exposed` as disjoint intervals. 0 is the start of the
             step.
     """
 
@@ -163,7 +165,10 @@ class _Streams:
             self.compute.append((begin, self.now))
 
     def _communicate(self, lasts: float, rate: float = 1.0) -> None:
-        """Run the first collective for `lasts` seconds, in which it does what takes `lasts · rate` alone."""
+        """Run the first collective for `lasts` seconds at `rate`.
+
+        It does the work that takes `lasts · rate` alone.
+        """
         if lasts > 0:
             self.comm.append((self.now, self.now + lasts))
         self.now += lasts

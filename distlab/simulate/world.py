@@ -1,4 +1,6 @@
-"""A world of any size in one process: torch's fake process group and fake tensors, as if it were NCCL on GPUs.
+"""A world of any size in one process: torch's fake process group and fake tensors, as on GPUs.
+
+They answer as NCCL on GPUs would.
 
 Fake tensors have shapes, dtypes and storages of the right size, and no memory; collectives on the
 fake group return at once. The strategies are the real ones. Some things they do need real values or
@@ -102,9 +104,9 @@ def _rms_norm(
 
 
 class _OneKernelRMSNorm(torch.autograd.Function):
-    """Moves and keeps what the fused kernel does.
+    """Move and keep the bytes that the fused kernel does.
 
-    The values are fake anyway, so other operators may stand for it.
+    The values are fake anyway, so other operators may take its place.
     """
 
     @staticmethod

@@ -1,10 +1,10 @@
-"""What tensor, context and pipeline parallelism send, forward and backward, in closed form.
+"""Volume of tensor, context and pipeline parallelism, forward and backward, in closed form.
 
 Bytes are payload as in `volume`: the full output of an all-gather, the full input of a
-reduce-scatter, what one rank contributes to an all-to-all; a message between neighbours counts
+reduce-scatter, the contribution of one rank to an all-to-all. A message between neighbours counts
 where it leaves and where it arrives. B sequences of T tokens are those of one micro-batch of the
-ranks that share a model. A recomputed block sends what its forward sent once more, but for the
-reduce-scatter at the end of it, or of its group: no gradient needs its result.
+ranks that share a model. A recomputed block repeats the messages of its forward, except the
+reduce-scatter at the end of it, or of its group, whose result no gradient needs.
 """
 
 from typing import Any
@@ -34,21 +34,23 @@ def layout_volume(
     keeps: int | tuple[str, ...] = 0,
     **options: Any,
 ) -> CommunicationVolume | None:
-    """All that a rank sends in a step: the data strategy's messages of the matrices that the other axes leave it, and
-    those of these axes; None where no closed form says the strategy's.
+    """Return all that a rank sends in a step: for the data strategy and for the other axes.
+
+    The data strategy sends the matrices that the other axes leave to the rank. None if there is no
+    closed form for the strategy.
 
     Args:
-        shape: of what this rank has of the model.
+        shape: shape of this rank's part of the model.
         batch, context: B sequences of a group of ranks that share a model, and T tokens of each,
             whole.
-        world_size: all ranks.
-        sharing: ranks that share sequences; `how` as in `context_volume`.
-        itemsize: bytes of an element of the computation; `casts_parameters`, whether parameters
-            arrive in it (FSDP).
-        micro_batches: of a step.
-        pipeline: ranks that have the stages.
-        keeps: what recomputation does, as `checkpointing` of `theory.memory`.
-        options: `bucket_size_mb` and `shard_size`, as in `step_volume`.
+        world_size: number of all ranks.
+        sharing: number of ranks that share sequences. `how` is as in `context_volume`.
+        itemsize: bytes of an element of the computation. `casts_parameters` is True if parameters
+            arrive in that dtype (FSDP).
+        micro_batches: number of micro-batches of a step.
+        pipeline: number of ranks that have the stages.
+        keeps: recomputation, as `checkpointing` of `theory.memory`.
+        options: `bucket_size_mb` and `shard_size` of `step_volume`.
     """
     blocks, groups = _recomputed(keeps, shape.num_layers)
     numels = shape.parameter_numels()
@@ -104,20 +106,21 @@ def tensor_volume(
     embedding_itemsize: int = 4,
     again: int = 0,
 ) -> CommunicationVolume:
-    """Of the ranks that share every matrix of `shape`, the loss in the head.
+    """Return the volume of ranks that share every matrix of `shape`, with the loss in the head.
 
-    Forward a reduce-scatter behind the embedding, per block two all-gathers and two
+    Forward sends a reduce-scatter after the embedding, per block two all-gathers and two
     reduce-scatters, an all-gather before the head, all of B·T·d elements, and three all-reduces of
-    B·T fp32 numbers for the loss; backward the same transfers the other way, and an all-reduce of d
-    fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever the logits come in, and
-    norms keep fp32 weights under every strategy, so that neither depends on `itemsize`. A rank of a
-    pipeline without the embedding, or without the head, sends nothing of it.
+    B·T fp32 numbers for the loss. Backward sends the same transfers the other way, and an
+    all-reduce of d fp32 numbers for each of 2·L + 1 norms. The loss takes fp32 whatever the dtype
+    of the logits, and norms keep fp32 weights under every strategy, so neither depends on
+    `itemsize`. A rank of a pipeline without the embedding, or without the head, sends nothing for
+    it.
 
     Args:
-        context: T, of this rank: a part of the sequence where ranks share sequences, too.
-        itemsize: bytes of an element between blocks; `embedding_itemsize` of the embedding's
-            result.
-        again: transfers of blocks that recomputation repeats.
+        context: T of this rank: a part of the sequence if ranks also share sequences.
+        itemsize: bytes of an element between blocks. `embedding_itemsize` is that of the
+            embedding's result.
+        again: number of transfers of blocks that recomputation repeats.
     """
     at_least_one(batch=batch, context=context)
     if shape.tensor == 1:
@@ -141,17 +144,19 @@ def context_volume(
     itemsize: int = 4,
     again: int = 0,
 ) -> CommunicationVolume:
-    """Of ranks that share sequences; `how` as `distlab.parallel.context_parallel.HOW`.
+    """Return the volume of ranks that share sequences.
+
+    `how` is an entry of `distlab.parallel.context_parallel.HOW`.
 
     Per block, with d and k the widths of queries and keys on a rank, and t = T/P of its tokens:
 
         gathered   an all-gather of 2·B·T·k elements, backward a reduce-scatter of them
-        ulysses    four all-to-alls of B·t·(2·d + 2·k) elements together, and as many backward
+            ulysses    four all-to-alls of B·t·(2·d + 2·k) elements in sum, the same backward
         ring       P − 1 messages of 2·B·t·k; backward these again, and P of 2·B·t·k gradients in fp32
 
     Args:
-        context: T, whole.
-        again: blocks whose forward recomputation repeats.
+        context: T of the whole sequence.
+        again: number of blocks whose forward recomputation repeats.
     """
     at_least_one(batch=batch, context=context, ranks=ranks)
     if ranks == 1:
@@ -175,13 +180,15 @@ def context_volume(
 def pipeline_volume(
     shape: ModelShape, *, batch: int, context: int, micro_batches: int, itemsize: int = 4
 ) -> CommunicationVolume:
-    """Of a rank of a pipeline: of each of its stages and micro-batches, an activation and a gradient of B·T·d elements
-    at either end that has a neighbour; and the loss, an all-reduce of one fp64 number.
+    """Return the volume of a rank of a pipeline.
+
+    Each of its stages sends for each micro-batch an activation and a gradient of B·T·d elements at
+    either end that has a neighbour. The loss is an all-reduce of one fp64 number.
 
     Over all ranks and both counts of a message, 4·m·(p·v − 1) messages.
 
     Args:
-        context: T, of this rank, as in `tensor_volume`.
+        context: T of this rank, as in `tensor_volume`.
         itemsize: bytes of an element of the residual stream.
     """
     at_least_one(batch=batch, context=context, micro_batches=micro_batches)

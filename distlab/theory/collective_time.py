@@ -1,4 +1,4 @@
-"""What a collective costs under the α–β model: every message of S bytes takes α + S/W seconds.
+"""Cost of a collective under the α–β model: every message of S bytes takes α + S/W seconds.
 
 `S` is the payload that the recorder counts: the whole tensor of an all-reduce, an all-gather's
 output, a reduce-scatter's input. `W` is what one rank sends in one direction, `α` a message's
@@ -57,15 +57,19 @@ class Link:
 
 
 def further_hops(ranks: int, *, all_reduce: bool) -> int:
-    """Links that a message passes one after the other, beyond the first: those of the ring, or up and down a tree,
-    2·log₂N, which libraries take for an all-reduce of many ranks.
+    """Return the number of links that a message passes one after the other, beyond the first.
+
+    They are those of the ring, or up and down a tree, 2·log₂N, which libraries use for an
+    all-reduce of many ranks.
     """
     return min(ranks - 2, math.ceil(2 * math.log2(ranks))) if all_reduce else ranks - 2
 
 
 def link_share(operation: str, ranks: int) -> float:
-    """Share of a payload that the busiest link of a ring carries: all of a pipelined broadcast, two passes of
-    (N−1)/N of an all-reduce, one of every other collective.
+    """Return the share of a payload that the busiest link of a ring carries.
+
+    It is all of a pipelined broadcast, two passes of (N−1)/N of an all-reduce, and one pass of
+    every other collective.
     """
     return {"all_reduce": 2 * (ranks - 1) / ranks, "broadcast": 1.0}.get(
         operation, (ranks - 1) / ranks
@@ -115,7 +119,9 @@ class Piece(Link):
 
 @dataclass(frozen=True)
 class CollectiveFit:
-    """Pieces by ascending `from_bytes`; the first also serves what is smaller, the last what is larger.
+    """Pieces by ascending `from_bytes`.
+
+    The first also serves smaller payloads, the last larger ones.
 
     Raises:
         ValueError: no pieces.
@@ -133,7 +139,7 @@ class CollectiveFit:
         return (valid[-1] if valid else self.pieces[0]).seconds(num_bytes)
 
     def metrics(self, sizes: Sequence[float], seconds: Sequence[float]) -> dict[str, Any]:
-        """For a record: pieces, and the errors at measured points."""
+        """Return a record's metrics: pieces, and the errors at measured points."""
         errors = relative_errors(self, sizes, seconds)
         return {
             "pieces": [asdict(piece) for piece in self.pieces],
@@ -143,17 +149,19 @@ class CollectiveFit:
 
 
 def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> CollectiveFit:
-    """The fewest pieces whose largest relative error is within the tolerance; `MAX_PIECES` where none are.
+    """Fit the fewest pieces whose largest relative error is within the tolerance.
 
-    The cuts minimise the sum of squared errors, not the largest: one measurement that nothing
-    explains (short calls beside other jobs) would otherwise leave no reason to fit the rest.
+    If none are, use `MAX_PIECES`.
+
+    The cuts minimise the sum of squared errors, not the largest: otherwise one unexplained
+    measurement (short calls while other jobs run) would leave no reason to fit the rest.
 
     Args:
-        sizes: payload bytes, all different.
-        seconds: of each; positive.
+        sizes: payload in bytes, all different.
+        seconds: seconds of each, positive.
 
     Raises:
-        ValueError: fewer than two points, unequal lengths, or something not positive.
+        ValueError: fewer than two points, unequal lengths, or a number that is not positive.
     """
     points = sorted(zip(sizes, seconds, strict=True))
     if (
@@ -195,7 +203,7 @@ def fit_collective(sizes: Sequence[float], seconds: Sequence[float]) -> Collecti
 def relative_errors(
     fit: CollectiveFit, sizes: Sequence[float], seconds: Sequence[float]
 ) -> list[float]:
-    """fit/measured − 1 of each point."""
+    """Return fit/measured − 1 of each point."""
     return [fit.seconds(size) / time - 1 for size, time in zip(sizes, seconds, strict=True)]
 
 

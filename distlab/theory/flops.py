@@ -80,7 +80,9 @@ def forward_flops(
 
 
 def step_flops(**sizes: int) -> int:
-    """FLOPs of forward and backward together, per rank and micro-batch; arguments as `forward_flops`.
+    """Return the FLOPs of forward and backward together, per rank and micro-batch.
+
+    The arguments are those of `forward_flops`.
 
     The optimizer is left out: some ten operations per parameter, against six per parameter *and
     token*.
@@ -89,17 +91,17 @@ def step_flops(**sizes: int) -> int:
 
 
 def mfu(flops: float, seconds: float, peak: float | None) -> float | None:
-    """Model FLOPs utilisation: FLOPs done per second over the device's peak, a fraction (1.0 is the peak).
+    """Return the model FLOPs utilisation: FLOPs per second over the device's peak, as a fraction.
 
-    MFU counts what the model needs (`step_flops`). Of what the hardware did, recomputation included
-    (`memory.recompute.recomputed_flops`), it is HFU, hardware
-    FLOPs utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
+    MFU counts the FLOPs that the model needs (`step_flops`). With the FLOPs of the hardware, which
+    include recomputation (`memory.recompute.recomputed_flops`), it is HFU, hardware FLOPs
+    utilisation (Chowdhery et al. 2022): with full checkpointing about 4/3 of MFU.
 
     Args:
-        flops: on one device.
-        seconds: they took.
+        flops: FLOPs on one device.
+        seconds: seconds that they took.
         peak: dense FLOP/s of that device in the dtype of the matmuls
-            (`distlab.hardware.peak_flops`); None where the device is unknown.
+            (`distlab.hardware.peak_flops`). None if the device is unknown.
 
     Returns:
         None without a peak: a guessed one gives figures above 100 %.

@@ -1,14 +1,14 @@
-"""What the closed forms must know of a strategy, whichever it is."""
+"""Facts about a strategy that the closed forms need."""
 
 from typing import Protocol
 
 
 class Form(Protocol):
-    """How a strategy communicates and what it divides; the entries of `distlab.parallel.STRATEGIES` say so.
+    """Messages of a strategy and the state that it divides, as `distlab.parallel.STRATEGIES` says.
 
     Args:
-        name: for messages.
-        sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: see
+        name: name of the strategy, for messages.
+        sends, updates, after_backward, pads_buckets, has_buckets, takes_mesh, is_peer: fields of
             `distlab.parallel.Strategy`.
     """
 

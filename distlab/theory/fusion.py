@@ -45,14 +45,14 @@ class Operator:
     """One node of a graph.
 
     Args:
-        name: of the operation, unique in its graph.
+        name: name of the operation, unique in its graph.
         reads, writes: names of tensors.
-        flops: it does.
-        pattern: how its programs divide the work: POINTWISE (each element alone), ROWS (whole rows,
-            such as a norm), MATMUL (tiles of a matmul), OPAQUE (a library's kernel, attention say,
-            that takes no neighbour).
-        row_bytes: of one row that has to stay on the chip, in fp32; for ROWS.
-        eager_kernels: launches of its plain eager form.
+        flops: number of its FLOPs.
+        pattern: division of the work among programs: POINTWISE (each element alone), ROWS (whole
+            rows, such as a norm), MATMUL (tiles of a matmul), OPAQUE (a library's kernel, for
+            example attention, that takes no neighbour).
+        row_bytes: bytes of one row that has to stay on the chip, in fp32, for ROWS.
+        eager_kernels: number of launches of its plain eager form.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Graph:
     """Operators in the order in which they run.
 
     Args:
-        operators: see `Operator`.
+        operators: operators with unique names.
         sizes: bytes of each tensor.
 
     Raises:
@@ -91,7 +91,10 @@ class Graph:
                     )
 
     def leaves(self, tensor: str, group: Iterable[Operator]) -> bool:
-        """Whether a tensor that `group` writes is needed outside of it: others read it, or nobody in the graph does."""
+        """Return whether a tensor that `group` writes is needed outside of it.
+
+        That is so if others read it, or if it is a result of the graph.
+        """
         inside = {op.name for op in group}
         users = [op.name for op in self.operators if tensor in op.reads]
         return not users or any(user not in inside for user in users)
@@ -123,12 +126,12 @@ LEAST_SAVING = 1.5
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do with one operator.
+    """Decision about one operator.
 
     Args:
-        operator: its name.
+        operator: name of the operator.
         action: "start", "fuse", "split" or "leave".
-        reason: why, for people.
+        reason: reason, in words.
     """
 
     operator: str
@@ -145,7 +148,10 @@ class Plan:
 
 
 def chip_bytes(spec: GPUSpec) -> int:
-    """What one row may occupy: the smaller of registers and shared memory of an SM, times CHIP_SHARE."""
+    """Return the bytes that one row may occupy: CHIP_SHARE of an SM's registers or shared memory.
+
+    The smaller of the two counts.
+    """
     return int(CHIP_SHARE * min(spec.registers_per_sm * 4, spec.shared_memory_per_sm))
 
 
@@ -169,7 +175,10 @@ def advise(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> Plan:
 
 
 def _chain(operators: Sequence[Operator]) -> list[Operator]:
-    """The first, and those right behind it that neither are matmuls nor a library's and read what these write."""
+    """Return the first operator, and those after it that Inductor merges with it.
+
+    They are neither matmuls nor a library's, and read a tensor that the chain writes.
+    """
     chain = [operators[0]]
     for op in operators[1:]:
         if op.pattern not in (POINTWISE, ROWS) or not {
@@ -317,9 +326,11 @@ OURS = (("norm1", "cast1"), ("add1", "norm2"), ("norm2", "cast2"), ("silu", "mul
 
 
 def kernel_counts(graph: Graph, spec: GPUSpec, dtype: str = "bf16") -> dict[str, int]:
-    """Launches of a `transformer_block`: eager; compiled, where everything that is no library call is merged with what
-    it reads along the order, as Inductor does; with `--ops triton`, whose kernels are in OURS; and
-    by the advice.
+    """Count the launches of a `transformer_block` in four forms.
+
+    They are eager; compiled, where every operator but library calls is merged with the ones it
+    reads along the order, as Inductor does; with `--ops triton`, whose kernels are in OURS; and by
+    the advice.
     """
     rest, compiled = graph.operators, 0
     while rest:

@@ -1,12 +1,13 @@
-"""The roofline: how fast an operation can be at best on a GPU, and which of memory and arithmetic says so.
+"""The roofline: least time of an operation on a GPU, and whether memory or arithmetic limits it.
 
     time ≥ max(FLOPs / peak, bytes / bandwidth)
 
-An operation whose intensity (FLOPs per byte) lies below the ridge, peak / bandwidth, is bound by
-memory: doing less arithmetic does not help it, moving fewer bytes does. Source: Williams, Waterman
-& Patterson, Roofline (2009).
+An operation whose intensity (FLOPs per byte) is below the ridge, peak / bandwidth, is bound by
+memory: less arithmetic does not help it, fewer bytes do. Source: Williams, Waterman & Patterson,
+Roofline (2009).
 
-How many blocks of threads share an SM, what limits them, and what a partly filled last wave costs.
+The occupancy: blocks of threads that share an SM, the limit, and the cost of a partly filled last
+wave.
 
 An SM has registers, shared memory, and places for warps and blocks; the scarcest decides how many
 blocks are resident. Resident warps are what hides latency: while one waits for memory, another
@@ -51,7 +52,7 @@ class Roofline:
         return max(cost.flops / self.peak, cost.bytes / self.bandwidth)
 
     def bound(self, cost: Cost) -> str:
-        """Which of the two limits: "memory" or "compute"."""
+        """Return the limit: "memory" or "compute"."""
         return "memory" if cost.flops / self.peak < cost.bytes / self.bandwidth else "compute"
 
 
@@ -141,12 +142,12 @@ def occupancy(spec: GPUSpec, threads: int, registers: int, shared_bytes: int = 0
 
 @dataclass(frozen=True)
 class Waves:
-    """How a grid fills a GPU.
+    """Filling of a GPU by a grid.
 
     Args:
-        waves: rounds in which all places are filled, the last perhaps partly.
-        last: blocks of the last round.
-        efficiency: blocks over the places of all rounds.
+        waves: number of rounds in which all places are filled, the last perhaps partly.
+        last: number of blocks of the last round.
+        efficiency: ratio of blocks to the places of all rounds.
     """
 
     waves: int

@@ -22,19 +22,19 @@ class ModelShape:
     Args:
         d_model: d, width of the residual stream.
         d_ff: f, inner width of the feed-forward block.
-        num_layers: L, blocks.
-        num_heads: H; must divide d.
-        vocab_size: V, rows of the embedding and of the head.
-        tie_embeddings: whether the head uses the embedding's matrix.
-        num_kv_heads: heads of keys and values, each shared by H/this many heads of queries (Ainslie
-            et al. 2023, "GQA"); None for one each. Must divide H.
-        tensor: T ranks that share every matrix and the sequence between blocks; then all that
-            follows from the widths is what one of them has: its heads, columns and words, and whole
-            norms. The widths above stay the model's.
-        stages: of a pipeline that this rank has; `num_layers` then counts their blocks
+        num_layers: L, number of blocks.
+        num_heads: H, number of heads, which must divide d.
+        vocab_size: V, number of rows of the embedding and of the head.
+        tie_embeddings: True if the head uses the embedding's matrix.
+        num_kv_heads: number of heads of keys and values, each shared by an equal number of query
+            heads (Ainslie et al. 2023, "GQA"). It must divide H. None: H.
+        tensor: T ranks that share every matrix, and the sequence between blocks. All sizes that
+            follow from the widths are then those of one rank: its heads, columns and words, and
+            whole norms. The widths above stay the model's.
+        stages: number of stages of a pipeline on this rank. `num_layers` then counts their blocks
             (`of_pipeline`).
-        has_embedding, has_head: of a rank of a pipeline, whether the first stage is its, and the
-            last, which has the final norm too.
+        has_embedding, has_head: True if this rank of a pipeline has the first stage, and the last,
+            which also has the final norm.
 
     Raises:
         ValueError: a size below one, heads that do not divide the width (with the nearest that do),
@@ -72,12 +72,15 @@ class ModelShape:
 
     @staticmethod
     def of(config: Any, tensor: int = 1) -> "ModelShape":
-        """The shape of any object with attributes of these names, such as a model's configuration."""
+        """Return the shape of an object with such attributes, for example a configuration."""
         names = [field.name for field in fields(ModelShape) if field.name not in OF_A_RANK]
         return ModelShape(**{name: getattr(config, name) for name in names}, tensor=tensor)
 
     def of_pipeline(self, ranks: int, blocks: Sequence[int]) -> list["ModelShape"]:
-        """What each rank of a pipeline has; stage s, of `blocks[s]` blocks, lies on rank s mod `ranks`."""
+        """Return the part of each rank of a pipeline.
+
+        Stage s has `blocks[s]` blocks and is on rank s mod `ranks`.
+        """
         return [
             replace(
                 self,
@@ -101,7 +104,7 @@ class ModelShape:
 
     @property
     def kv_width(self) -> int:
-        """k, width of the keys of a rank's heads, and of the values."""
+        """Width of the keys of a rank's heads, and of the values, k."""
         return self.d_model // self.num_heads * (self.num_kv_heads or self.num_heads) // self.tensor
 
     @property
@@ -116,12 +119,12 @@ class ModelShape:
 
     @cached_property
     def matrices_per_block(self) -> tuple[int, ...]:
-        """Elements of the matrices of one block in the order in which they run: qkv, output, w1, w3, w2."""
+        """Elements of the matrices of one block, in order of execution: qkv, output, w1, w3, w2."""
         return tuple(map(math.prod, self.matrix_shapes_per_block))
 
     @cached_property
     def matrix_shapes_per_block(self) -> tuple[tuple[int, int], ...]:
-        """Their shapes, (outputs, inputs)."""
+        """Shapes of the matrices of one block, (outputs, inputs)."""
         d, q, f = self.d_model, self.width, self.inner
         return ((q + 2 * self.kv_width, d), (d, q), (f, d), (f, d), (d, f))
 
@@ -132,12 +135,12 @@ class ModelShape:
 
     @property
     def block_parameters(self) -> int:
-        """2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
+        """Elements of a block, 2·d² + 2·d·k + 3·d·f + 2·d: matrices and two norms."""
         return self.block_matrices + 2 * self.d_model
 
     @property
     def embedding_parameters(self) -> int:
-        """V·d; the head has as many, or none of its own if tied."""
+        """V·d, elements of the embedding. The head has the same number, or no matrix if tied."""
         return self.words * self.d_model
 
     @property
@@ -169,8 +172,9 @@ class ModelShape:
         return [embedding] * self.has_embedding + block * self.num_layers + ends * self.has_head
 
     def parameter_units(self) -> list[str | None]:
-        """Which unit gathers each parameter, in registration order: a block, the embedding or the head; None for norms,
-        which nobody gathers.
+        """Unit that gathers each parameter, in registration order: a block, embedding or head.
+
+        None for norms, which are not gathered.
         """
         blocks = [
             None if at in (0, 3) else f"block {block}"

@@ -1,4 +1,4 @@
-"""What orthogonalising the matrices of sharded parameters sends and computes, in closed form: see `distlab.optim`.
+"""Volume and FLOPs of orthogonalizing sharded matrices, in closed form: see `distlab.optim`.
 
 An iteration of Newton–Schulz on a matrix of sides s ≤ l multiplies it with its transpose, squares
 that, and multiplies the matrix by the polynomial: 4·s²·l + 2·s³ FLOPs.
@@ -14,13 +14,14 @@ BF16 = 2  # bytes of an element of what is sent
 def muon_volume(
     placement: str, counts: Sequence[Sequence[int]], owners: Sequence[int], rank: int
 ) -> CommunicationVolume:
-    """What a rank sends so that matrices are orthogonalised whole; an all-gather counts its output, an all-to-all what
-    the rank contributes.
+    """Return the bytes that a rank sends so that matrices are orthogonalized whole.
+
+    An all-gather counts its output, an all-to-all the rank's contribution.
 
     Args:
         placement: `gather` or `exchange`, as in `distlab.parallel.muon`.
-        counts: of each matrix, the elements that each rank has.
-        owners: the rank that orthogonalises each matrix under `exchange`.
+        counts: for each matrix, the number of elements of each rank.
+        owners: rank that orthogonalizes each matrix under `exchange`.
     """
     held = [sum(column) for column in zip(*counts, strict=True)]
     if placement == "gather":

@@ -1,10 +1,10 @@
-"""What a training step launches, operator by operator: FLOPs and bytes of each, from the model's numbers alone.
+"""Launches of a training step, operator by operator: FLOPs and bytes, from the model's numbers.
 
 The lab's Transformer as it runs with torch's operators (`eager`), counted as
-`distlab.simulate.events` counts the real one (a test holds both against each other); the same after
-torch.compile or with fused kernels (`fused`), where each chain of element-wise operations reads its
-inputs once and writes its outputs once; and `composite`: eager with an RMSNorm taken apart in fp32,
-as torch before 2.8 ran it.
+`distlab.simulate.events` counts the real one (a test compares both). The same after torch.compile
+or with fused kernels (`fused`), where each chain of element-wise operations reads its inputs once
+and writes its outputs once. And `composite`: eager, with RMSNorm as separate operators in fp32, as
+torch before 2.8 ran it.
 
 Letters: n tokens at once, d d_model, f d_ff, k width of all keys, V vocabulary; c bytes of the
 computation, r of the residual stream. Attention is causal: it counts half of the scores; its
@@ -36,7 +36,7 @@ Launches = Iterator[Launch]
 
 @dataclass(frozen=True)
 class Compute:
-    """One operator: its FLOPs (matmuls and attention only), the bytes it reads and writes, its phase."""
+    """One operator: its FLOPs (matmuls and attention only), bytes read and written, and phase."""
 
     name: str
     flops: int
@@ -45,13 +45,15 @@ class Compute:
 
     @property
     def is_attention(self) -> bool:
-        """Whether it is fused attention, forward or backward."""
+        """Return whether it is fused attention, forward or backward."""
         return "dot_product" in self.name  # torch has several
 
     @property
     def launches(self) -> int:
-        """Kernels of a GPU: a norm's backward has one for the weight too, attention's one before it for dO·O and one
-        behind it that rounds dq.
+        """Number of kernels on a GPU.
+
+        A norm's backward has a second kernel for the weight. Attention's backward has one before it
+        for dO·O and one after it that rounds dq.
         """
         return (
             3
@@ -62,20 +64,22 @@ class Compute:
 
 @dataclass(frozen=True)
 class Workload:
-    """What one rank computes in a micro-batch.
+    """Work of one rank in a micro-batch.
 
     Args:
-        shape: of the model.
-        batch, context: sequences, and this rank's tokens in each.
-        precision: bytes per element; `copies_weights` for autocast.
+        shape: shape of the model.
+        batch, context: number of sequences, and of this rank's tokens in each.
+        precision: bytes per element. `copies_weights` means autocast.
         kernels: `eager`, `composite` or `fused`, see above.
-        keep: what blocks keep of their forward, a name of `distlab.theory.memory.recompute.KEEPS`;
-            the rest runs again in backward. `none`: all is kept.
-        fused_loss: cross-entropy with the head, by chunks: the logits never stand in memory, and
-            forward makes the gradients.
-        shards: ranks that parameters are sharded over; None for a strategy that keeps them whole.
+        keep: results that blocks keep of their forward, a name in
+            `distlab.theory.memory.recompute.KEEPS`. The rest runs again in backward. `none`: all is
+            kept.
+        fused_loss: True for a cross-entropy in chunks with the head: not all logits are in memory
+            at once, and the forward makes the gradients.
+        shards: number of ranks that parameters are sharded over. None for a strategy that keeps
+            them whole.
         optimizer: `adamw`, or `muon` for the matrices of blocks.
-        sharing: ranks that share sequences: a query sees so many times the keys.
+        sharing: number of ranks that share sequences. A query sees that many times the keys.
 
     Raises:
         ValueError: an unknown name, or a size below one.
@@ -99,7 +103,7 @@ class Workload:
 
     @property
     def tokens(self) -> int:
-        """n."""
+        """Number of tokens, n."""
         return self.batch * self.context
 
     @property
@@ -125,7 +129,10 @@ class Workload:
         return "mm", 2 * n * inputs * outputs, c * (n * inputs + inputs * outputs + n * outputs)
 
     def _both_gradients(self, inputs: int, outputs: int) -> Launches:
-        """Of a matmul's weight, which autocast's linear layers write in fp32, and of its input."""
+        """Yield the gradient of a matmul's weight, and that of its input.
+
+        Under autocast, linear layers write the former in fp32.
+        """
         name, flops, moved = self._matmul(inputs, outputs)
         yield (
             name,
@@ -169,7 +176,10 @@ class Workload:
         yield "add", 0, 3 * r * nd
 
     def _rope(self, backward: bool = False) -> Launches:
-        """Rotation of queries and keys in fp32; backward also puts the gradients of q, k and v together."""
+        """Yield the rotation of queries and keys in fp32.
+
+        Backward also joins the gradients of q, k and v.
+        """
         shape, c, n = self.shape, self.precision.compute, self.tokens
         rotated, all_three = (
             n * (shape.width + shape.kv_width),
@@ -225,8 +235,9 @@ class Workload:
         yield self._add()
 
     def _again(self) -> Launches:
-        """All that was not kept, up to the last matmul, whose result nobody needs (autocast's runs before torch sees
-        that all is there).
+        """Yield all that was not kept, up to the last matmul, whose result is not needed.
+
+        Under autocast that matmul runs before torch notices that every result is there.
         """
         if self.keep != "none":
             kept = KEEPS[self.keep]
@@ -255,7 +266,11 @@ class Workload:
         yield from self._unit(self.shape.block_matrices, backward=True)
 
     def _unit(self, weight: int, backward: bool = False) -> Launches:
-        """FSDP: its shard cast before each of two gathers, and its gradients copied into the buffer they leave from."""
+        """Yield FSDP's casts and copies of a unit.
+
+        The shard is cast before each of two gathers, and gradients are copied into the buffer to
+        send.
+        """
         if self.shards is not None:
             casts = FP32 + self.precision.compute
             yield "_to_copy", 0, casts * weight // self.shards
@@ -319,9 +334,9 @@ class Workload:
         yield from (Compute(*each, "backward") for each in ends)
 
     def _update(self) -> Iterator[Compute]:
-        """AdamW reads and writes parameters, gradients and both moments, in fp32.
+        """Yield AdamW's update, which reads and writes parameters, gradients and moments in fp32.
 
-        Muon has one moment of a matrix, and its update in fp32 and bf16 besides.
+        Muon has one moment of a matrix, and also its update in fp32 and bf16.
         """
         blocks, by_muon = self.shape.num_layers, 0
         for shape in self.shape.matrix_shapes_per_block if self.optimizer == "muon" else ():

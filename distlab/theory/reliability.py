@@ -1,4 +1,4 @@
-"""What failures and checkpoints cost a synchronous run, in closed form.
+"""Cost of failures and checkpoints in a synchronous run, in closed form.
 
 Failures come at random, one in M seconds (exponential). A checkpoint takes δ seconds, a restart R.
 With τ seconds of work between checkpoints, τ of work take on average (Daly 2006, "A higher order
@@ -22,15 +22,15 @@ GPU_HOURS_BETWEEN_FAILURES = 16_384 * 54 * 24 / 419
 
 @dataclass(frozen=True)
 class Failures:
-    """When a run fails, and what saving and starting again cost, in seconds.
+    """Times of failures, of saving and of starting again, in seconds.
 
     Args:
-        between: M, mean time between failures of the whole run; infinite for none.
-        checkpoint: δ, for which the run stands still.
-        restart: R, from a failure to the first new step.
+        between: M, mean seconds between failures of the whole run, infinite for none.
+        checkpoint: δ, seconds for which the run waits.
+        restart: R, seconds from a failure to the first new step.
 
     Raises:
-        ValueError: a time between failures that is not positive, or something negative.
+        ValueError: a time between failures that is not positive, or a negative number.
     """
 
     between: float
@@ -43,7 +43,7 @@ class Failures:
 
     @staticmethod
     def of_gpus(gpus: int, checkpoint: float, restart: float) -> "Failures":
-        """Of a run on so many GPUs, each of which fails once in `GPU_HOURS_BETWEEN_FAILURES`."""
+        """Return those of a run on `gpus` GPUs that fail every `GPU_HOURS_BETWEEN_FAILURES`."""
         return Failures(3600 * GPU_HOURS_BETWEEN_FAILURES / gpus, checkpoint, restart)
 
     def young(self) -> float:
@@ -60,7 +60,7 @@ class Failures:
         return self.young() * (1 + math.sqrt(ratio) / 3 + ratio / 9) - self.checkpoint
 
     def goodput(self, interval: float) -> float:
-        """Share of the time that is work which lasts, with `interval` seconds of work between checkpoints.
+        """Return the share of time that is lasting work if checkpoints are `interval` s apart.
 
         Raises:
             ValueError: an interval that is not positive.

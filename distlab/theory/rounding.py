@@ -1,4 +1,4 @@
-"""Floating-point formats as arithmetic on integers: what rounds to what, when a sum stalls, what underflows.
+"""Floating-point formats as arithmetic on integers: rounding, stalled sums, and underflow.
 
 A format with m stored bits of mantissa has numbers 2^(e−m) apart between 2^e and 2^(e+1); below its
 smallest normal number the distance stays what it is there (subnormal numbers). Rounding is to the
@@ -15,7 +15,7 @@ class FloatFormat:
 
     Raises:
         ValueError: fewer than two exponent bits or no mantissa, or more than Python's floats can
-            stand for.
+            represent.
     """
 
     name: str
@@ -47,7 +47,7 @@ class FloatFormat:
         return 2.0 ** (exponent - self.mantissa_bits)
 
     def nearest(self, x: float) -> float:
-        """`x` as this format holds it."""
+        """Return `x` rounded to this format."""
         if x == 0 or not math.isfinite(x):
             return x
         spacing = self.spacing(x)
@@ -66,7 +66,10 @@ FORMATS = {
 def repeated_sum(
     addend: float, times: int, accumulator: FloatFormat, held_in: FloatFormat
 ) -> float:
-    """`addend`, held in one format, added `times` times to an accumulator of another, rounding after each addition."""
+    """Return the sum of `addend`, held in one format, added `times` times in another format.
+
+    The accumulator rounds after each addition.
+    """
     total, addend = 0.0, held_in.nearest(addend)
     for _ in range(times):
         total = accumulator.nearest(total + addend)
@@ -74,17 +77,25 @@ def repeated_sum(
 
 
 def stalls_at(addend: float, accumulator: FloatFormat) -> float:
-    """The power of two from which on adding `addend` changes nothing: less than half the distance of neighbours."""
+    """Return the power of two from which adding `addend` changes nothing.
+
+    It is then less than half the distance of neighbours.
+    """
     return 2.0 ** math.ceil(math.log2(abs(addend)) + 1 + accumulator.mantissa_bits)
 
 
 def overflow_share(sigma: float, width: int, limit: float) -> float:
-    """How likely it is that one of `width` normal values of deviation `sigma` exceeds `limit` in size."""
+    """Return the probability that one of `width` normal values exceeds `limit` in size.
+
+    `sigma` is their deviation.
+    """
     return 1 - math.erf(limit / (sigma * math.sqrt(2))) ** width
 
 
 def safe_loss_scales(vocab_size: int, tokens: int) -> tuple[float, float]:
-    """(smallest, largest) loss scale that keeps the logits' gradients within fp16, at initialisation.
+    """Return the (smallest, largest) loss scale that keeps gradients of logits within fp16.
+
+    The model is at initialisation.
 
     The mean cross-entropy over `tokens` has gradients (p − target)/tokens; an untrained model has p
     ≈ 1/vocab_size. The small ones must not round to zero, and those of the targets, −1/tokens, not

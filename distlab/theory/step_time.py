@@ -1,4 +1,4 @@
-"""The time of a step in closed form: compute, what communication adds to it under each strategy, and the optimizer.
+"""The time of a step in closed form: compute, the overhead of communication, and the optimizer.
 
 Two streams run work of A (compute) and B (communication) seconds, each alone. While both run,
 compute proceeds at the rate p and communication at q (both in (0, 1], 1 without contention). They
@@ -8,12 +8,12 @@ share
 
     B/q + A − p·B/q   if B/q ≤ A/p,   else   A/p + B − q·A/p
 
-`pipeline` of one message that is ready at once is this. A strategy says what runs beside what:
+`pipeline` of one message that is ready at once gives this. A strategy says which work overlaps:
 
     after backward       all-reduce after it
-    gradients, buckets   all-reduce beside backward, the last message alone
-    slices (ZeRO-1)      reduce-scatter beside backward, all-gather beside the next forward
-    units (FSDP)         all-gather beside forward, the first alone; all-gather and reduce-scatter beside backward,
+        gradients, buckets   all-reduce during backward, the last message alone
+        slices (ZeRO-1)      reduce-scatter during backward, all-gather during the next forward
+        units (FSDP)         all-gather during forward, the first alone; all-gather and reduce-scatter during backward,
                          the last reduce-scatter alone
 
 Strategies with buffers also copy every gradient once (`ComputeTime.pack`).
@@ -35,15 +35,16 @@ class Network:
     """Rings over nodes of several devices.
 
     Args:
-        inside_bytes_per_s: what a device sends inside its node.
-        between_bytes_per_s: what a device sends to other nodes; a node's devices send side by side.
-        devices_per_node: how many share a node.
-        latency_s: of a collective between two devices, its launch included.
-        hop_s: more per further device on the ring.
-        between_hop_s: more per further node; None as `hop_s`.
+        inside_bytes_per_s: bytes per second that a device sends inside its node.
+        between_bytes_per_s: bytes per second that a device sends to other nodes. A node's devices
+            send at the same time.
+        devices_per_node: number of devices of a node.
+        latency_s: seconds of a collective between two devices, its launch included.
+        hop_s: seconds per further device on the ring.
+        between_hop_s: seconds per further node. None: `hop_s`.
 
     Raises:
-        ValueError: something not positive.
+        ValueError: a number that is not positive.
     """
 
     inside_bytes_per_s: float
@@ -61,7 +62,7 @@ class Network:
     def seconds(
         self, num_bytes: float, ranks: int, messages: int = 1, operation: str = "all_reduce"
     ) -> float:
-        """`messages` collectives of together `num_bytes`; 0 for a single rank.
+        """Return the seconds of `messages` collectives with `num_bytes` in sum. 0 for one rank.
 
         Latency grows along the ring; an all-reduce of many ranks goes up and down a tree instead,
         2·log₂N hops. Several rings run side by side, each leaving a node through another device's
@@ -85,7 +86,10 @@ class Network:
         return messages * latency + volume / min(self.inside_bytes_per_s, between)
 
     def across(self, group: int) -> "Network":
-        """What one member of each of several groups of `group` devices sees, while all members send to their like."""
+        """Return the network of one device if all groups of `group` devices communicate at once.
+
+        Each member sends to the members of other groups that have its place.
+        """
         return replace(self, devices_per_node=max(1, self.devices_per_node // group))
 
 
@@ -94,9 +98,9 @@ class ComputeTime:
     """Seconds of one rank without communication.
 
     Args:
-        forward, backward: of all micro-batches.
-        optimizer: of stepping all parameters.
-        pack: of copying all gradients into buffers once.
+        forward, backward: seconds of all micro-batches.
+        optimizer: seconds to step all parameters.
+        pack: seconds to copy all gradients into buffers once.
     """
 
     forward: float
@@ -112,10 +116,10 @@ class ComputeTime:
 
 @dataclass(frozen=True)
 class Messages:
-    """What is sent in a step: bytes of all gradients, bytes of all parameters as gathered, and in how many messages.
+    """Messages of a step: bytes of all gradients and of all gathered parameters, and their numbers.
 
     Args:
-        gradient_bytes, parameter_bytes: on one rank, whole.
+        gradient_bytes, parameter_bytes: bytes on one rank, whole.
         parameters: number of parameter tensors.
         buckets: number of buckets.
         units: number of FSDP's units.
@@ -130,15 +134,15 @@ class Messages:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step and what they consist of.
+    """Seconds of a step, and its parts.
 
     Args:
-        compute: forward and backward alone.
-        optimizer: the optimizer's part, sharded where the strategy shards it.
-        overhead: what communication adds to compute and optimizer.
-        communication: all communication, covered or not, undisturbed.
+        compute: seconds of forward and backward alone.
+        optimizer: seconds of the optimizer, sharded if the strategy shards it.
+        overhead: seconds that communication adds to compute and optimizer.
+        communication: seconds of all communication, covered or not, undisturbed.
         calls: number of collectives.
-        host: what the host takes to start all operators and collectives.
+        host: seconds that the host takes to start all operators and collectives.
     """
 
     compute: float
@@ -150,7 +154,7 @@ class StepTime:
 
     @property
     def device(self) -> float:
-        """What the device takes."""
+        """Seconds that the device takes."""
         return self.compute + self.overhead + self.optimizer
 
     @property
@@ -160,7 +164,10 @@ class StepTime:
 
 
 def has_closed_form(strategy: Form) -> bool:
-    """Whether `step_time` describes it: not all-reduces in two levels, nor torch's broadcast of each parameter."""
+    """Return whether `step_time` describes a strategy.
+
+    It does not describe all-reduces in two levels, or torch's broadcast of each parameter.
+    """
     two_levels = strategy.sends == "buckets" and strategy.takes_mesh
     return (
         strategy.sends is not None
@@ -180,14 +187,14 @@ def step_time(
     micro_batches: int = 1,
     group: int | None = None,
 ) -> StepTime:
-    """The step of a strategy.
+    """Return the time of a step under a strategy.
 
     Args:
-        compute: see `ComputeTime`; of all micro-batches together.
-        contention: p and q.
-        micro_batches: accumulated; the DDPs communicate beside the last one's backward only, FSDP
-            gathers in each.
-        group: with a mesh, ranks that share a copy of the parameters; default a node.
+        compute: seconds of compute of all micro-batches together, see `ComputeTime`.
+        contention: rates p and q.
+        micro_batches: number accumulated. DDP strategies communicate only during the last one's
+            backward, FSDP gathers in each.
+        group: number of ranks that share a copy of the parameters, with a mesh. Default: a node.
 
     Raises:
         ValueError: a strategy without a closed form, or a group that does not divide the ranks.
@@ -203,7 +210,10 @@ def step_time(
     optimizer = compute.optimizer
 
     def beside(work: float, comm: float, tail: float = 0.0) -> float:
-        """What communication adds to `work`; all of it except its last `tail` may run at the same time."""
+        """Return the seconds that communication adds to `work`.
+
+        All of it except its last `tail` may run at the same time.
+        """
         if comm == 0:
             return 0.0  # exactly, where the sum below would leave what rounding does
         return (
@@ -248,7 +258,9 @@ def step_time(
 def sharding_group(
     strategy: Form, ranks: int, devices_per_node: int, group: int | None = None
 ) -> int:
-    """Ranks of a strategy's shard groups: with a mesh those of `group`, else all if it divides the parameters, or one.
+    """Return the size of a strategy's shard groups.
+
+    It is `group` with a mesh, else all ranks if the strategy shards parameters, or one.
 
     Raises:
         ValueError: a group that does not divide the ranks; the message lists what does.
@@ -271,17 +283,17 @@ def pipeline(
     compute_rate: float = 1.0,
     communication_rate: float = 1.0,
 ) -> float:
-    """Seconds from the start of backward until all buckets are sent, without the closed form's assumptions.
+    """Return the seconds from the start of backward until all buckets are sent, by events.
 
-    Buckets are complete when they are and cost what they cost; they leave in order, and while one
-    is under way backward runs at p = `compute_rate` and the message at q = `communication_rate` of
-    their speed alone.
+    It has none of the closed form's assumptions: buckets may be complete at any time and cost any
+    time. They leave in order, and while one is sent backward runs at p = `compute_rate` and the
+    message at q = `communication_rate` of their speed alone.
 
     Args:
         ready_s: seconds of undisturbed backward after which each bucket is complete; later ones
             wait for earlier.
         message_s: seconds of each message alone.
-        backward_s: T, undisturbed.
+        backward_s: T, seconds of backward, undisturbed.
 
     Raises:
         ValueError: unequal lengths, a negative time, a rate outside (0, 1].

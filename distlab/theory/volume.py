@@ -1,4 +1,4 @@
-"""What one training step sends, in closed form: collectives and their bytes.
+"""Volume of one training step in closed form: collectives and their bytes.
 
 Benchmarks assert these numbers against the recorded collectives, so each function states one
 strategy's rule again, independently of the code that executes it, so that agreement of the two
@@ -30,10 +30,10 @@ Labels = Sequence[Hashable]
 
 @dataclass(frozen=True)
 class CommunicationVolume:
-    """What one rank hands to collectives in one step.
+    """Calls and bytes that one rank hands to collectives in one step.
 
     Args:
-        collectives: calls.
+        collectives: number of calls.
         bytes: payload bytes of all calls together.
     """
 
@@ -51,15 +51,17 @@ Mesh = tuple[int, int]  # (replicas, ranks of a shard group): hosts and the GPUs
 
 
 def all_reduced(messages: Sequence[tuple[int, int]], mesh: Mesh = (1, 1)) -> CommunicationVolume:
-    """One all-reduce for each message; in two levels a reduce-scatter, an all-reduce of a slice and an all-gather.
+    """Return the volume of one all-reduce for each message.
+
+    In two levels it is a reduce-scatter, an all-reduce of a slice and an all-gather.
 
     In two levels a message of n elements is padded to p, a multiple of the shard group's S ranks.
     The reduce-scatter and the all-gather carry p elements, the all-reduce between the groups p/S: 3
     calls of (2 + 1/S)·p elements.
 
     Args:
-        messages: (elements, bytes per element) of each.
-        mesh: (replicas, ranks of a shard group); one level where either is 1.
+        messages: (elements, bytes per element) of each message.
+        mesh: (replicas, ranks of a shard group). One level if either is 1.
 
     Raises:
         ValueError: fewer than one rank.
@@ -81,12 +83,12 @@ def each_gradient(
     mesh: Mesh = (1, 1),
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """One all-reduce per parameter, and a last one of an fp32 "used" flag per parameter.
+    """Return the volume of one all-reduce per parameter, and one of "used" flags in fp32.
 
     For P parameters: P + 1 calls, Σ numel·itemsize + 4·P bytes (for P = 0 nothing).
 
     Args:
-        mesh: see `all_reduced`.
+        mesh: (replicas, ranks of a shard group), see `all_reduced`.
 
     Raises:
         ValueError: lists of different lengths, or a negative size.
@@ -105,7 +107,9 @@ def bucketed(
     mesh: Mesh = (1, 1),
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """One all-reduce per bucket; buckets are filled in reverse registration order, each dtype its own.
+    """Return the volume of one all-reduce per bucket.
+
+    Buckets are filled in reverse registration order, each dtype its own.
 
     A bucket closes before a gradient would push it past `bucket_size_mb`; a larger gradient has a
     bucket to itself. Each bucket carries one flag element per parameter behind the gradients, which
@@ -113,14 +117,15 @@ def bucketed(
     bucket size; the number of calls does.
 
     Args:
-        bucket_size_mb: limit in MiB; None for one unbounded bucket per dtype: all gradients in one
+        bucket_size_mb: limit in MiB. None for one unbounded bucket per dtype: all gradients in one
             message, with a flag for each parameter.
-        world_size: each bucket with its flags is padded to a multiple of it: copy engines need
-            equal chunks, other collectives do not.
-        mesh: see `all_reduced`.
+        world_size: number, to a multiple of which each bucket with its flags is padded. Copy
+            engines need equal chunks, other collectives do not.
+        mesh: (replicas, ranks of a shard group), see `all_reduced`.
 
     Raises:
-        ValueError: as `each_gradient`, a bucket size that is not positive, or fewer than one rank.
+        ValueError: as in `each_gradient`. Also a bucket size that is not positive, or fewer than
+            one rank.
     """
     # With one element more per parameter each bucket holds its flags, which must not count towards
     # the limit.
@@ -136,25 +141,26 @@ def torch_ddp(
     bucket_cap_mb: float = 25.0,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """What torch's DistributedDataParallel sends once it has settled, all parameters used, no buffers.
+    """Return the volume of torch's DistributedDataParallel in the steady state.
+
+    All parameters are used, and there are no buffers.
 
     torch rebuilds its buckets in the order in which gradients became ready, here reverse
     registration order. A bucket closes *with* the gradient that brings it to its limit (so it may
-    exceed it), and per dtype the first bucket's limit differs from the others'. Settled means from
-    the third step on, with `static_graph` from the fourth: until then there is one bucket per
+    exceed it), and per dtype the first bucket's limit differs from the others'. The steady state is
+    from the third step on, with `static_graph` from the fourth: until then there is one bucket per
     dtype, the rebuilding step also broadcasts the new order, and the first step of a static graph
     also all-reduces which parameters are used. Source: `torch/nn/parallel/distributed.py`
     (`_BucketCapacityConfig`) and `compute_bucket_assignment_by_size` in
     `torch/csrc/distributed/c10d/reducer.cpp`, 2.13; the steps were seen there.
 
     Args:
-        first_bucket_mb: limit of the first bucket, MiB. torch has 1 only where `bucket_cap_mb` was
-            left to its default; where it was given, even as 25, the first limit is `bucket_cap_mb`
-            too.
+        first_bucket_mb: limit of the first bucket, MiB. torch uses 1 only if `bucket_cap_mb` has
+            its default. If it was given, even as 25, the first limit is also `bucket_cap_mb`.
         bucket_cap_mb: limit of the other buckets, MiB.
 
     Raises:
-        ValueError: as `each_gradient`, or a limit that is not positive.
+        ValueError: as in `each_gradient`. Also a limit that is not positive.
     """
     dtypes = labels_of(numels, itemsizes, dtypes)
     # torch truncates limits to whole bytes.
@@ -177,13 +183,15 @@ def zero1(
     world_size: int,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """Per bucket a reduce-scatter of the gradients and an all-gather of the parameters; one message of flags.
+    """Return the volume of a reduce-scatter and an all-gather per bucket, and a message of flags.
+
+    The reduce-scatter carries gradients, the all-gather parameters.
 
     Buckets are filled as in `bucketed`, without flags, and padded to a multiple of the world size;
     the flags go in an fp32 all-reduce of 4 bytes per parameter. For B buckets: 2·B + 1 calls.
 
     Raises:
-        ValueError: as `bucketed`, or fewer than one rank.
+        ValueError: as in `bucketed`. Also fewer than one rank.
     """
     buckets = bucket_payloads(numels, itemsizes, bucket_size_mb, dtypes)
     sent = sum(padded(numel, world_size) * size for numel, size in buckets)
@@ -199,13 +207,15 @@ def sharded_optimizer(
     message_mb: float = 25.0,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """What `bucketed` sends, and every parameter once more: broadcast by its owner in messages of one dtype.
+    """Return the volume of `bucketed` and of a broadcast of every parameter by its owner.
+
+    A message has parameters of one dtype.
 
     Parameters go to the rank that owns least, largest first; an owner's, in that order of
     assignment, share messages of at most `message_mb` MiB (a larger one has its own).
 
     Raises:
-        ValueError: as `bucketed`, or fewer than one rank.
+        ValueError: as in `bucketed`. Also fewer than one rank.
     """
     at_least_one(world_size=world_size)
     gradients = bucketed(numels, itemsizes, bucket_size_mb, dtypes=dtypes)
@@ -235,27 +245,28 @@ def fsdp(
     shapes: Sequence[Sizes] | None = None,
     dtypes: Labels | None = None,
 ) -> CommunicationVolume:
-    """Per buffer two all-gathers of the parameters and a reduce-scatter of the gradients; one small all-reduce.
+    """Return the volume of two all-gathers and a reduce-scatter per buffer, and a small all-reduce.
 
-    A unit's parameters lie one after another in one buffer, or in one for each length of rows
-    (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize` bytes
-    per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases) travel
-    in one all-reduce with a flag each. For U buffers: 3·U + 1 calls. Hybrid sharding all-reduces
-    each buffer's slice between the replicas: U calls more. Every further micro-batch of a step
-    gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
+    The all-gathers carry parameters, the reduce-scatter gradients.
 
+    A unit's parameters are stored one after another in one buffer, or in one for each length of
+    rows (`sharded_buffers`), padded to whole rows on every rank. Gathers carry `compute_itemsize`
+    bytes per element, reductions the masters' `itemsizes`. Replicated parameters (norms, biases)
+    are sent in one all-reduce with a flag each. For U buffers: 3·U + 1 calls. Hybrid sharding
+    all-reduces each buffer's slice between the replicas: U calls more. Every further micro-batch of
+    a step gathers again, and only the last one's backward sends gradients: 2·U calls more for each.
     Args:
-        units: of each parameter, the unit that it is gathered with; None for a replicated one.
-        world_size: ranks that a buffer is divided among: all, or those of a shard group in hybrid
-            sharding.
-        replicas: of a shard group, in hybrid sharding.
+        units: for each parameter, the unit that it is gathered with, or None for a replicated one.
+        world_size: number of ranks that a buffer is divided among: all, or those of a shard group
+            in hybrid sharding.
+        replicas: number of replicas of a shard group, in hybrid sharding.
         compute_itemsize: bytes per element in which parameters are sent.
-        micro_batches: accumulated in a step.
-        shapes: of each parameter, in row-major order; None: of one column, which may be cut
+        micro_batches: number of micro-batches accumulated in a step.
+        shapes: shape of each parameter, in row-major order. None: one column, which may be cut
             anywhere.
 
     Raises:
-        ValueError: as `each_gradient`, or fewer than one rank.
+        ValueError: as in `each_gradient`. Also fewer than one rank.
     """
     labels_of(numels, itemsizes, dtypes)
     shapes = [(numel, 1) for numel in numels] if shapes is None else shapes
@@ -289,17 +300,17 @@ def step_volume(
     compute_itemsize: int = 4,
     micro_batches: int = 1,
 ) -> CommunicationVolume | None:
-    """What a strategy sends; None where no closed form says it: of torch's FSDP, say.
+    """Return the volume of a strategy. None if it has no closed form, as torch's FSDP.
 
     Args:
-        bucket_size_mb: MiB, None for unbounded; ignored by strategies without buckets.
+        bucket_size_mb: MiB, None for unbounded. Ignored by strategies without buckets.
         world_size: number of ranks, for strategies that pad or divide.
-        shard_size: ranks of a shard group, for strategies with a mesh; None: all.
-        units, shapes, compute_itemsize, micro_batches: see `fsdp`, which has no closed form without
-            units.
+        shard_size: number of ranks in a shard group, for strategies with a mesh. None: all.
+        units, shapes, compute_itemsize, micro_batches: arguments of `fsdp`, which has no closed
+            form without units.
 
     Raises:
-        ValueError: as `each_gradient`, or a `shard_size` that does not divide the ranks.
+        ValueError: as in `each_gradient`. Also a `shard_size` that does not divide the ranks.
     """
     shard_size = (strategy.takes_mesh and shard_size) or world_size
     mesh = (world_size // shard_size, shard_size)
@@ -379,17 +390,17 @@ def padded(numel: int, world_size: int) -> int:
 
 
 def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
-    """Elements, padding included, of the flat buffers of one of FSDP's units.
+    """Return the number of elements of the flat buffers of one of FSDP's units, with padding.
 
-    A parameter may be cut between rows: those of its first dimension if it has as many as there are
-    ranks, else those of the first two dimensions together, and so on; past the last, between
-    elements. It begins at a multiple of its row and of 8 elements. The buffer has a multiple of
-    every row for each rank. Parameters with rows of different length share one buffer, unless one
-    for each length saves more than 1/64 of the elements and more than 2¹⁸.
+    A parameter may be cut between rows: those of its first dimension if there are at least as many
+    as ranks, else those of the first two dimensions together, and so on. Past the last dimension it
+    is cut between elements. It begins at a multiple of its row and of 8 elements. The buffer has a
+    multiple of every row for each rank. Parameters with rows of different length share one buffer,
+    unless one for each length saves more than 1/64 of the elements and more than 2¹⁸.
 
     Args:
-        shapes: of the unit's matrices in registration order, each from the outermost stride to the
-            innermost.
+        shapes: shapes of the unit's matrices in registration order, each from the outermost stride
+            to the innermost.
 
     Raises ValueError for fewer than one rank.
     """
@@ -405,7 +416,10 @@ def sharded_buffers(shapes: Sequence[Sizes], world_size: int) -> list[int]:
 
 
 def padded_parameters(shape: ModelShape, world_size: int) -> int:
-    """Elements of all of a model's parameters with the padding of FSDP's buffers; norms have none."""
+    """Return the number of elements of all parameters with the padding of FSDP's buffers.
+
+    Norms have no padding.
+    """
     block, embedding = shape.matrix_shapes_per_block, [(shape.words, shape.d_model)]
     padding = sum(sharded_buffers(block, world_size)) - shape.block_matrices
     of_embedding = sum(sharded_buffers(embedding, world_size)) - shape.embedding_parameters
@@ -434,8 +448,9 @@ def bucket_payloads(
     dtypes: Labels | None,
     flags: int = 0,
 ) -> list[tuple[int, int]]:
-    """(elements, bytes per element) of each bucket of the greedy rule of `bucketed`: of gradients, and of `flags`
-    more per gradient, which do not count towards the limit.
+    """Return (elements, bytes per element) of each bucket of the greedy rule of `bucketed`.
+
+    `flags` elements per gradient are added, which do not count towards the limit.
 
     Raises ValueError as `labels_of` and `positive_mib`.
     """
@@ -463,7 +478,7 @@ def positive_mib(name: str, mib: float) -> float:
 def model_volume(
     strategy: Form, named_parameters: Iterable[tuple[str, Any]], **options: Any
 ) -> CommunicationVolume | None:
-    """`step_volume` of a Transformer's named parameters, whose matrices FSDP gathers block by block."""
+    """Return `step_volume` of a Transformer's parameters, which FSDP gathers block by block."""
     names, parameters = zip(*named_parameters, strict=True)
     parts = [name.split(".") for name in names]
     units = [".".join(part[:2] if part[0] == "blocks" else part) for part in parts]

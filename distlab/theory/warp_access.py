@@ -1,4 +1,4 @@
-"""What one warp's instruction costs: bank conflicts and divergent branches.
+"""Cost of one warp's instruction: bank conflicts and divergent branches.
 
 Shared memory has 32 banks of 4 bytes; requests to different words of one bank wait for each other
 (CUDA C++ Programming Guide, "Shared Memory").
@@ -28,9 +28,12 @@ def bank_conflicts(words: Sequence[int]) -> int:
 
 
 def swizzle(row: int, column: int) -> int:
-    """Where column `column` of `row` is kept, of as many columns as banks, when row xor column exchanges them.
+    """Return where column `column` of `row` is stored if columns are exchanged by row xor column.
 
-    A column of a tile, which without it lies in one bank, is spread over all; rows stay spread.
+    The number of columns is that of the banks.
+
+    A column of a tile, which would otherwise be in one bank, is spread over all banks. Rows stay
+    spread.
     """
     return column ^ (row % BANKS)
 

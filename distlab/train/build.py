@@ -1,6 +1,6 @@
-"""One place that builds what is trained: model on meta → recomputation → compile → strategy → optimizer.
+"""Build what is trained: model on meta → recomputation → compile → strategy → optimizer.
 
-Trainer, benchmarks and simulation call it, so that all of them step the same thing.
+Trainer, benchmarks and simulation call this file, so that all of them step the same thing.
 """
 
 from collections.abc import Mapping
@@ -24,12 +24,12 @@ from distlab.train.step import compiled
 
 
 class Training(NamedTuple):
-    """What a step needs.
+    """Objects that a step needs.
 
     Attributes:
-        module: neither compiled nor wrapped.
-        model: the module under its strategy.
-        optimizer: the strategy's.
+        module: model, neither compiled nor wrapped.
+        model: module under its strategy.
+        optimizer: optimizer of the strategy.
     """
 
     module: nn.Module
@@ -53,16 +53,16 @@ def build_training(
     """Build a model under its strategy, with its optimizer.
 
     Args:
-        source: the lab's Transformer, whose values are drawn from `seed` on `device`; or a module
-            that has its values.
-        checkpointing: what the Transformer's blocks keep, see `TransformerLM`'s
-            `checkpoint_blocks`.
-        compile: see `distlab.train.step.compiled`.
-        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout`, see
+        source: shape of the lab's Transformer, whose values are drawn from `seed` on `device`, or a
+            module that has its values.
+        checkpointing: recomputation of the Transformer's blocks, as `checkpoint_blocks` of
+            `TransformerLM`.
+        compile: form of compilation, see `distlab.train.step.compiled`.
+        options: `compute_dtype`, `bucket_size_mb`, `shard_size`, `keep_gathered` and `layout` of
             `Strategy.build`.
 
     Raises:
-        ValueError: see `Strategy.build` and `TransformerLM`.
+        ValueError: as in `Strategy.build` and `TransformerLM`.
     """
     module = source
     if isinstance(source, ModelConfig):
@@ -82,8 +82,10 @@ def build_training(
 
 
 def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
-    """Raise ValueError for a model that is compiled as a whole where ranks share it, compiled blocks whose backward is
-    split, and a number of micro-batches that the schedule does not take.
+    """Raise ValueError for a compilation or a number of micro-batches that a layout does not allow.
+
+    Ranks that share a model do not take one that is compiled as a whole. Compiled blocks do not
+    take a split backward. A schedule may not take the number of micro-batches.
     """
     SCHEDULES[layout.schedule](layout.pipeline, micro_batches)
     if layout.schedule == "zero-bubble" and compile != "off":
@@ -99,16 +101,17 @@ def check_layout(layout: Layout, compile: str, micro_batches: int) -> None:
 
 
 def check_shared_model(model: ModelConfig, layout: Layout) -> None:
-    """Raise ValueError for a model whose sizes the ranks of a layout cannot share, before any rank is started.
+    """Raise ValueError for a model that the ranks of a layout cannot share, before they start.
 
-    Ranks of a pipeline need this before: where one stage refuses, the others only see that its
-    messages do not come. The vocabulary is left out, because a text's bytes may still replace it.
+    Ranks of a pipeline need this before: if one stage refuses, the others only see that its
+    messages do not arrive. The vocabulary is not checked, because a text's bytes may still replace
+    it.
     """
     if layout.pipeline > 1:
         stage_sizes(model.num_layers, layout.pipeline, layout.schedule, layout.stages)
         if model.tie_embeddings:
             raise ValueError(
-                f"layout {layout}: the head shares the embedding's matrix, which lies on another stage: choose a "
+                f"layout {layout}: the head shares the embedding's matrix, which is on another stage: choose a "
                 "layout without pp, or a model whose embeddings are not tied"
             )
     if layout.tensor > 1 and model.dropout > 0:

@@ -1,4 +1,4 @@
-"""What a training run is: every option, checked once, and which of them a resumed run must repeat."""
+"""Options of a training run, checked once, and the ones that a resumed run must repeat."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,17 +30,17 @@ LASTING = (
 
 @dataclass(frozen=True)
 class DataConfig(Options):
-    """Where tokens come from.
+    """Source of the tokens.
 
     Raises:
-        ValueError: validation data without training data, or a token dtype beside no .bin.
+        ValueError: validation data without training data, or a token dtype without a .bin file.
     """
 
     data: str | None = option(
         None, ".bin or .npy tokens, or a text file (its bytes); default: synthetic tokens"
     )
     val_data: str | None = option(None, "validation file (default: the last twentieth of --data)")
-    token_dtype: str | None = option(None, "of a .bin: uint16 (default) or uint32")
+    token_dtype: str | None = option(None, "dtype of a .bin file: uint16 (default) or uint32")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +61,7 @@ class DataConfig(Options):
         """Return True if the bytes of the file are the tokens.
 
         Raises:
-            OSError, ValueError: see `kind_of`.
+            OSError, ValueError: as in `kind_of`.
         """
         return self.data is not None and kind_of(self.data) == "text"
 
@@ -74,21 +74,23 @@ class DataConfig(Options):
 
 @dataclass(frozen=True)
 class TrainConfig(ModelOptions):
-    """One run; the batch counts the sequences of all ranks, so that a run means the same at every world size.
+    """Options of one run. The batch counts the sequences of all ranks.
+
+    So a run means the same at every world size.
 
     Raises:
         ValueError: a value that is not allowed; the message says what is.
     """
 
-    dropout: float = option(0.0, "probability", least=0)
-    strategy: str = option("bucketed", f"one of {', '.join(TRAINABLE)}")
-    bucket_size_mb: float = option(25.0, "MiB, for strategies with buckets")
+    dropout: float = option(0.0, "probability of dropping an element", least=0)
+    strategy: str = option("bucketed", f"strategy, one of {', '.join(TRAINABLE)}")
+    bucket_size_mb: float = option(25.0, "MiB per bucket, for strategies with buckets")
     shard_size: int | None = option(
         None, "ranks that share a model, for strategies with a mesh [a host's]", least=1
     )
     reshard: str = option(
         "unit",
-        "when a strategy that gathers parameters gives them back: after each use, or once a step",
+        "time at which gathered parameters are given back: after each use, or once a step",
         choices=("unit", "step"),
     )
     layout: str = option(
@@ -105,19 +107,19 @@ class TrainConfig(ModelOptions):
     lr_floor: float = option(0.1, "last learning rate as a fraction of --lr", least=0, most=1)
     warmup: int = option(10, "steps until the largest learning rate", least=0)
     optimizer: str = option(
-        "adamw", "muon: of blocks' matrices; the rest by AdamW", choices=tuple(OPTIMIZERS)
+        "adamw",
+        "adamw, or muon for matrices of blocks and AdamW for the rest",
+        choices=tuple(OPTIMIZERS),
     )
-    weight_decay: float = option(0.1, "of the optimizer", least=0)
-    beta2: float = option(0.95, "of AdamW", least=0)
+    weight_decay: float = option(0.1, "weight decay of the optimizer", least=0)
+    beta2: float = option(0.95, "beta2 of AdamW", least=0)
     clip: float = option(1.0, "largest gradient norm, 0 for none", least=0)
-    seed: int = option(0, "of parameters, data order and dropout", **SEED)
+    seed: int = option(0, "seed of parameters, data order and dropout", **SEED)
     validate_every: int = option(0, "steps between validations, 0 for one at the end", least=0)
     validate_sequences: int = option(64, "sequences per validation", least=1, most=10**6)
     checkpoint_every: int = option(50, "steps between checkpoints, 0 for one at the end", least=0)
-    keep: int = option(2, "complete checkpoints that stay", least=1)
-    synchronous_checkpoints: bool = option(
-        False, "write checkpoints within the step, not behind it"
-    )
+    keep: int = option(2, "number of complete checkpoints to keep", least=1)
+    synchronous_checkpoints: bool = option(False, "write checkpoints within the step, not after it")
 
     def __post_init__(self) -> None:
         if self.strategy not in TRAINABLE:
@@ -146,7 +148,7 @@ class TrainConfig(ModelOptions):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for a size of buckets that was asked for under a strategy without buckets."""
+        """Raise ValueError for a bucket size given with a strategy without buckets."""
         check_buckets(given, [given.get("strategy", cls.strategy)])
 
     def _refusal(self, layout: Layout) -> str | None:
@@ -165,7 +167,7 @@ class TrainConfig(ModelOptions):
 
     @property
     def ranks_of_model(self) -> Layout:
-        """How ranks share the model."""
+        """Sizes of the groups of ranks that share the model."""
         return Layout.parse(self.layout, self.stages)
 
     def model(self) -> ModelConfig:
@@ -177,7 +179,7 @@ class TrainConfig(ModelOptions):
         return WarmupCosine(self.lr, self.steps, min(self.warmup, self.steps), self.lr_floor)
 
     def identity(self, data: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint must share with the run that continues it."""
+        """Return the facts that a checkpoint must share with the run that continues it."""
         lasting = {name: getattr(self, name) for name in LASTING}
         model = {name: value for name, value in asdict(self.model()).items() if value is not None}
         return {"model": model, "data": data, **lasting}
@@ -201,7 +203,7 @@ def refuse_other_run(saved: Any, mine: dict[str, Any], where: str) -> None:
 
 
 def _texts(identity: dict[str, Any]) -> dict[str, str]:
-    """Dotted name → value as it is shown; JSON keeps floats exact, and a truth value is no number."""
+    """Return dotted name → value as text. JSON keeps floats exact, and a bool is not a number."""
     return {
         f"{name}.{key}" if key else name: repr(entry)
         for name, value in identity.items()

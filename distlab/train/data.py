@@ -37,7 +37,9 @@ BLOCK = 1 << 22  # tokens that are hashed together; part of what a data set's di
 def random_walks(
     key: tuple[int, ...], vocab_size: int, batch: int, length: int, branching: int = 4
 ) -> np.ndarray:
-    """`(batch, length + 1)` int64: each token is its predecessor plus one of 1 … `branching`, modulo the size.
+    """Return `(batch, length + 1)` int64 tokens.
+
+    Each token is its predecessor plus one of 1 … `branching`, modulo the vocabulary's size.
 
     Unlike uniform noise this can be learnt: the loss starts at ln(vocab_size) and has the known
     floor ln(branching) nats per token, so a loss curve shows whether training works. All tokens are
@@ -52,11 +54,11 @@ def random_walks(
 
 
 class DataChanged(ValueError):
-    """A file of tokens that is no longer what it was when the run began."""
+    """A file of tokens that has changed since the run began."""
 
 
 def stamp(path: str | Path) -> tuple[int, int] | None:
-    """What changes with a file: its size, and when it was written; None if it is gone."""
+    """Return the size of a file and its time of writing. None if it is gone."""
     with suppress(OSError):
         found = os.stat(path)
         return found.st_size, found.st_mtime_ns
@@ -64,7 +66,7 @@ def stamp(path: str | Path) -> tuple[int, int] | None:
 
 
 class SyntheticSequences:
-    """`random_walks`, one sequence per number; numbers never end."""
+    """Sequences of `random_walks`, one per number. Numbers never end."""
 
     count = None
     file = None
@@ -73,7 +75,7 @@ class SyntheticSequences:
         self.vocab_size, self.context_length, self.seed = vocab_size, context_length, seed
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """`(len(numbers), T + 1)` int64; the last T of a row are the targets of the first T."""
+        """Return `(len(numbers), T + 1)` int64. The last T of a row are targets of the first T."""
         sizes = (self.vocab_size, 1, self.context_length)
         return np.concatenate([random_walks((self.seed, number, 0), *sizes) for number in numbers])
 
@@ -82,13 +84,13 @@ class SyntheticTokens:
     """Batches of `random_walks`, a pure function of (seed, rank, step).
 
     Args:
-        vocab_size: tokens lie in [0, vocab_size).
-        batch_size: sequences per rank.
-        context_length: tokens per sequence.
-        seed: of the data, ≥ 0.
-        rank: this process's share of the data, ≥ 0; ranks differ from each other.
-        device: where batches are put.
-        branching: possible successors of a token, 1 … vocab_size.
+        vocab_size: number of tokens, which are in [0, vocab_size).
+        batch_size: number of sequences per rank.
+        context_length: number of tokens per sequence.
+        seed: seed of the data, ≥ 0.
+        rank: number of this process, ≥ 0. Ranks have different data.
+        device: device for the batches.
+        branching: number of possible successors of a token, 1 … vocab_size.
 
     Raises:
         ValueError: a value outside its range.
@@ -148,11 +150,12 @@ class TokenWindows:
 
     Args:
         tokens: one-dimensional, of any integer dtype, usually mapped from a file.
-        vocab_size: of the model.
-        context_length: tokens per window.
-        ragged: also give the last, shorter window, its missing targets `IGNORED` (for validation).
-        source: what the tokens are, for the message.
-        file: that they are mapped from, and its `stamp` before anything was read of it; None for
+        vocab_size: number of tokens of the model.
+        context_length: number of tokens per window.
+        ragged: True to also give the last, shorter window, with `IGNORED` for missing targets (for
+            validation).
+        source: name of the tokens, for the message.
+        file: file that they are mapped from, and its `stamp` before anything was read. None for
             tokens in memory.
 
     Raises:
@@ -184,7 +187,7 @@ class TokenWindows:
             )
 
     def rows(self, numbers: Sequence[int]) -> np.ndarray:
-        """`(len(numbers), T + 1)` int64; behind the end of the tokens stands IGNORED."""
+        """Return `(len(numbers), T + 1)` int64. IGNORED follows the end of the tokens."""
         length = self.context_length
         rows = np.full((len(numbers), length + 1), IGNORED, dtype=np.int64)
         for row, number in zip(rows, numbers, strict=True):
@@ -197,19 +200,19 @@ Sequences = SyntheticSequences | TokenWindows
 
 
 def is_unchanged(data: Sequences) -> bool:
-    """Whether the file of the tokens, if they have one, is what it was before anything was read of it."""
+    """Return whether the file of the tokens, if any, is as it was before anything was read."""
     return data.file is None or stamp(data.file[0]) == data.file[1]
 
 
 class GlobalOrder:
-    """Which sequences each rank reads in each step.
+    """Order of the sequences that each rank reads in each step.
 
     Args:
-        count: sequences per epoch; None for numbers that never end.
-        batch: sequences per step over all ranks.
-        rank, world_size: this rank's place.
-        micro_batches: parts that a rank's share is cut into.
-        seed: of the permutations.
+        count: number of sequences per epoch. None for numbers that never end.
+        batch: number of sequences per step over all ranks.
+        rank, world_size: number of this rank, and of all ranks.
+        micro_batches: number of parts of a rank's share.
+        seed: seed of the permutations.
 
     Raises:
         ValueError: ranks × micro-batches do not divide the batch, or it is larger than an epoch.
@@ -257,15 +260,15 @@ def _permutation(count: int, seed: int, epoch: int) -> np.ndarray:
 def examine(
     tokens: np.ndarray, vocab_size: int, rank: int = 0, world_size: int = 1, *, block: int = BLOCK
 ) -> tuple[list[str], str | None]:
-    """Read this rank's share of the tokens once: hash its blocks, and look for ids that the model does not know.
+    """Read this rank's share of the tokens once, hash its blocks and look for unknown ids.
 
     Shares are whole blocks, so all ranks' digests in rank order are the same at every world size.
 
     Args:
-        block: tokens per block.
+        block: number of tokens per block.
 
     Returns:
-        (SHA-256 of each block of the share, what is wrong with the first id out of range or None).
+            (SHA-256 of each block of the share, message about the first id out of range or None).
     """
     blocks = -(-len(tokens) // block)
     digests, problem = [], None
@@ -282,7 +285,10 @@ def examine(
 
 
 def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
-    """`(B, T + 1)` int64 → `(tokens_BT, targets_BT)` on the device; where a target is `IGNORED` the token is 0."""
+    """Return `(tokens_BT, targets_BT)` on the device from `(B, T + 1)` int64.
+
+    Tokens are 0 where their value is `IGNORED`.
+    """
     whole = torch.from_numpy(rows)
     if device.type == "cuda":
         whole = whole.pin_memory().to(device, non_blocking=True)
@@ -292,7 +298,7 @@ def to_batch(rows: np.ndarray, device: torch.device) -> tuple[Tensor, Tensor]:
 def load(
     data: DataConfig, config: TrainConfig, context: RankContext
 ) -> tuple[Sequences, Sequences, dict[str, Any]]:
-    """Training data, validation data, and what identifies both: a run that is resumed must find them as they were.
+    """Return training data, validation data, and their identity, which a resumed run must match.
 
     Every token is read once before training, each rank reading a share: ids are compared with the
     vocabulary, and the same pass hashes all of both files. So no byte can change unseen, at the
@@ -334,7 +340,10 @@ def load(
 
 
 def _digest(path: str, tokens: np.ndarray, vocab_size: int, context: RankContext) -> str:
-    """SHA-256 over those of all blocks; raises ValueError on every rank for an id that is out of range."""
+    """Return the SHA-256 over those of all blocks.
+
+    Raises ValueError on every rank for an id that is out of range.
+    """
     shares = collectives.gather_objects(
         examine(tokens, vocab_size, context.rank, context.world_size), context.group
     )

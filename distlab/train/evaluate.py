@@ -21,14 +21,14 @@ def validation_loss(
     batch: int,
     axes: Axes | None = None,
 ) -> float:
-    """Mean cross-entropy in nats per token over the first `sequences` sequences; the same on every rank.
+    """Return the mean cross-entropy in nats per token over `sequences` sequences, on every rank.
 
-    Ranks share the sequences. All run equally many forwards (sharded models need that), some on
-    nothing.
+    Ranks share the sequences. All run the same number of forwards (sharded models need that), some
+    of them without data.
 
     Args:
-        batch: sequences per forward.
-        axes: of a layout in which ranks share the model; default: each rank has all of it.
+        batch: number of sequences per forward.
+        axes: groups of ranks that share the model. Default: each rank has all of it.
     """
     axes = axes or DATA_PARALLEL.axes(context.group)
     total = sequences if data.count is None else min(sequences, data.count)

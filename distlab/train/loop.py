@@ -35,11 +35,11 @@ from distlab.train.step import OPTIMIZERS, TrainStep, loss_function
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """Result of a run.
 
     Attributes:
-        first_step: steps that a checkpoint had done already.
-        last_step: steps done now.
+        first_step: number of steps that a checkpoint had done already.
+        last_step: number of steps done now.
         stopped_by: number of the signal that ended it early, or None.
         validation: (steps done, loss in nats per token) of each validation.
     """
@@ -51,17 +51,17 @@ class Outcome:
 
 
 class Trainer:
-    """Builds the model under its strategy; `run()` trains it.
+    """The model under its strategy, which `run()` trains.
 
     Args:
-        config: the run.
-        context: this rank.
-        train, validate: sequences; validation is left out without.
-        data_identity: JSON-serialisable; what a resumed run must find unchanged.
-        folder: of checkpoints; None for none.
-        lock: of the run's folder, on the rank that has it; see `Checkpointer`.
-        report: called on every rank with each finished step, one step late.
-        progress: called with a line now and then.
+        config: options of the run.
+        context: context of this rank.
+        train, validate: sequences. Without `validate` there is no validation.
+        data_identity: data for JSON that a resumed run must find unchanged.
+        folder: folder of checkpoints, None for none.
+        lock: lock of the run's folder, on the rank that has it, see `Checkpointer`.
+        report: function that is called on every rank with each finished step, one step late.
+        progress: function that is called with a line now and then.
 
     Raises:
         ValueError: a batch that cannot be divided, or too little data for it.
@@ -242,10 +242,10 @@ class Trainer:
         return outcome
 
     def one_step(self) -> None:
-        """Train one step; reports the one before.
+        """Train one step, and report the one before.
 
         Raises:
-            NonFiniteLoss: of the step before, on every rank.
+            NonFiniteLoss: the step before had a loss that is not finite. Raised on every rank.
         """
         rate = self.schedule(self.step)
         for group in self.optimizer.param_groups:
@@ -278,7 +278,7 @@ class Trainer:
         self._saving_ms = 1e3 * (time.perf_counter() - begin)
 
     def validation_loss(self) -> float:
-        """Of the model as it is, in nats per token; called on every rank."""
+        """Return the loss of the model in nats per token. Call it on every rank."""
         self._refuse_changed(self.validate)
         loss = validation_loss(
             self.wrapper,
@@ -293,7 +293,7 @@ class Trainer:
         return loss
 
     def _refuse_changed(self, data: Sequences, was_whole: bool = True) -> None:
-        """Raise DataChanged, on every rank, if on any of them the file of `data` is, or was, not what it began as."""
+        """Raise DataChanged on every rank if the file of `data` changed on any of them."""
         if data.file is None:
             return
         whole = was_whole and is_unchanged(data)
@@ -313,7 +313,7 @@ class Trainer:
         return f"{kept} ({where})"
 
     def close(self) -> None:
-        """Detach the strategy's hooks, so that the model's memory can go, and give back the groups."""
+        """Detach the strategy's hooks, so that its memory can be freed, and free the groups."""
         self.metrics.close()
         if self.checkpoints is not None:
             self.checkpoints.close()

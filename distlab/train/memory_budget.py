@@ -1,9 +1,9 @@
-"""What a run needs of the machine, looked at on every rank before anything is built: GPUs, and memory.
+"""Check on every rank that GPUs and memory suffice for a run, before anything is built.
 
-Without this a model that cannot fit is built for minutes, and on a CPU, where the kernel promises
-memory that it does not have, the machine ends a process that nobody chose. Memory is the closed
-form of `distlab.theory.memory`, of which some share counts as certainly needed: a run that might
-fit is tried.
+Without this, a model that cannot fit is built for minutes. On a CPU, where the kernel promises
+memory that it does not have, the machine then kills an arbitrary process. Memory is the closed form
+of `distlab.theory.memory`, and a share of it counts as certainly needed: a run that might fit is
+tried.
 """
 
 import itertools
@@ -47,20 +47,21 @@ CERTAIN_COMPILED = 0.5
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """One kind of step, as far as its memory goes.
+    """One kind of step, with all that its memory depends on.
 
     Args:
-        model: its shape and operations.
-        batch: sequences at once on one rank, or of all ranks that share a model.
-        strategy: a name of the registry.
+        model: shape and operations of the model.
+        batch: number of sequences at once on one rank, or on all ranks that share a model.
+        strategy: name in the registry.
         dtype: `fp32`, or `bf16`/`fp16` computation over fp32 parameters.
-        checkpointing: as the option; `auto` for what needs least memory.
-        micro_batches: of a step, of `batch` sequences each.
-        compiled: the model or its blocks.
-        mode: `step`, or less of one: `forward_backward`, `forward`, `inference`.
-        batch_option: what `--batch` would be for one sequence at once on each rank.
-        shard_size: ranks of a shard group, for strategies on a mesh; None: not known, at most all.
-        layout: how ranks share a model.
+        checkpointing: value of the option. `auto` counts as the choice that needs the least memory.
+        micro_batches: number of micro-batches of a step, of `batch` sequences each.
+        compiled: True if the model or its blocks are compiled.
+        mode: `step`, or a part of one: `forward_backward`, `forward`, `inference`.
+        batch_option: value of `--batch` that means one sequence at once on each rank.
+        shard_size: number of ranks in a shard group, for strategies on a mesh. None: not known, at
+            most all.
+        layout: sizes of the groups of ranks that share a model.
         optimizer: `adamw` or `muon`.
     """
 
@@ -78,7 +79,10 @@ class PlannedStep:
     optimizer: str = "adamw"
 
     def memory(self, world_size: int, *, on_gpu: bool = True) -> StepMemory:
-        """Return the closed form of the fullest rank's memory in a full step; libraries take theirs on a GPU."""
+        """Return the memory of a full step on the rank that needs most, in closed form.
+
+        On a GPU, libraries take memory of their own.
+        """
         choice = "block" if self.checkpointing == "auto" else self.checkpointing
         parts = rank_parts(self.model, self.layout, choice, self.micro_batches)
         return max(
@@ -139,13 +143,13 @@ class PlannedStep:
 
 
 class RankPart(NamedTuple):
-    """What a rank has of a model and does in a step; the ranks of a stage have and do the same.
+    """A rank's part of a model and its work in a step. The ranks of a stage have equal parts.
 
     Args:
-        shape: of its blocks.
-        keeps: what these keep for backward, as `distlab.theory.memory` takes it.
-        held: activations of a stage for a micro-batch, the most at once.
-        accumulates: whether gradients of earlier micro-batches are there when so many are.
+        shape: shape of its blocks.
+        keeps: memory that these keep for backward, in the form of `distlab.theory.memory`.
+        held: number of micro-batches, the most whose activations of a stage are held at once.
+        accumulates: True if gradients of earlier micro-batches exist when that number is held.
     """
 
     shape: ModelShape
@@ -192,7 +196,7 @@ def rank_parts(
 
 
 def training_step(config: TrainConfig, world_size: int) -> PlannedStep:
-    """Plan a step of the trainer; its `batch` counts the sequences of all ranks and micro-batches."""
+    """Plan a step of the trainer, whose `batch` counts sequences of all ranks and micro-batches."""
     layout = Layout.parse(config.layout)
     parts = max(1, world_size // layout.ranks) * config.accumulate
     return PlannedStep(
@@ -217,17 +221,17 @@ def require(
     *,
     some: bool = False,
 ) -> None:
-    """Refuse, on every rank, what cannot run on this machine; collective where there is a context.
+    """Refuse, on every rank, a run that this machine cannot run. Collective if there is a context.
 
     Args:
-        planned: everything that the run steps, one after the other.
-        some: whether it is enough that one of them fits, because a row that does not says so and
-            the others go on. That is so on a GPU; on a CPU the machine ends a process, unless such
-            a row is left out.
+        planned: all kinds of steps that the run takes, one after the other.
+        some: True if it is enough that one of them fits, because a row that does not fit says so
+            and the others continue. That is so on a GPU. On a CPU the machine kills a process,
+            unless such a row is left out.
 
     Raises:
         ValueError: a strategy that needs a GPU, without one.
-        MemoryError: by how much it does not fit, and which option helps.
+        MemoryError: it does not fit. The message says by how much, and which option helps.
     """
     device = torch.device(device)
     for name in dict.fromkeys(plan.strategy for plan in planned):
@@ -244,7 +248,7 @@ def require(
 def shortage(
     plan: PlannedStep, device: torch.device | str, context: RankContext | None = None
 ) -> str | None:
-    """Why a step cannot fit here, and what would; None if it may. The same answer on every rank."""
+    """Return why a step cannot fit here, and what would. None if it may, on every rank alike."""
     device = torch.device(device)
     on_gpu = device.type == "cuda"
     ranks = 1 if context is None else context.world_size
@@ -266,7 +270,7 @@ def shortage(
 
 
 def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int | None:
-    """Bytes that every rank may take of what is free where it computes; None where nobody says.
+    """Return the free bytes that every rank may take on its device. None if they are not known.
 
     Collective.
     """
@@ -283,9 +287,11 @@ def memory_of_a_rank(device: torch.device, context: RankContext | None) -> int |
 
 
 def settled(plan: PlannedStep, context: RankContext) -> str:
-    """Return a plan's `checkpointing`, `auto` replaced by what recomputes least in free memory; on all ranks alike.
+    """Return a plan's `checkpointing`, the same on all ranks.
 
-    What is kept first is what costs most to recompute per byte, see `distlab.model.recompute`. The
+    `auto` becomes the choice that recomputes least in free memory.
+
+    Results that cost most to recompute per byte are kept first, see `distlab.model.recompute`. The
     last blocks keep most, because backward frees them first.
     """
     if plan.checkpointing != "auto":
@@ -297,9 +303,9 @@ def settled(plan: PlannedStep, context: RankContext) -> str:
 
 
 def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, on_gpu: bool) -> str:
-    """What blocks can keep in `allowed` bytes of a rank (None: any number), as the option `checkpointing` says it.
+    """Return the `checkpointing` that recomputes least in `allowed` bytes of a rank (None: any).
 
-    `block` if nothing fits.
+    It is `block` if nothing fits.
     """
     layers = plan.model.num_layers
 
@@ -332,7 +338,7 @@ def least_recomputation(plan: PlannedStep, ranks: int, allowed: int | None, *, o
 
 
 def _what_fits(plan: PlannedStep, fits: Callable[..., bool]) -> str:
-    """Which option helps, and how far it must go."""
+    """Return the option that helps, and the value that it must have."""
     model = plan.model
     if plan.checkpointing not in ("auto", "block") and fits(replace(plan, checkpointing="block")):
         return "--checkpointing auto would fit"

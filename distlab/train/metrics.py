@@ -1,4 +1,6 @@
-"""What ranks exchange after every step, one step late so that no rank waits for it, and the file it is written to.
+"""Losses and stop requests that ranks exchange after every step, and the file of the steps.
+
+The exchange is one step late, so that no rank waits for it.
 
     device   │ step n      │ step n+1      │ step n+2
     host     │ launch n+1 … read the loss of n, exchange it │ launch n+2 …
@@ -31,7 +33,7 @@ Lines = list[dict[str, Any]]  # of a journal, one a step
 
 
 class NonFiniteLoss(ValueError):
-    """A loss or gradient norm that is no finite number; names the step and the ranks."""
+    """A loss or gradient norm that is not finite. The message names the step and the ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +41,13 @@ class StepMetrics:
     """A finished step, as all ranks know it.
 
     Attributes:
-        step: optimizer steps done, from 1.
-        loss: mean over all tokens of the step, nats: the ranks' means, summed in rank order.
-        lr: of this step.
-        grad_norm: before clipping; None in a step that the loss scaler skipped.
-        step_ms: from the end of the step before to the end of this one on this rank's device,
-            validation left out.
-        checkpoint_ms: what `Checkpointer.save` kept the host between the two.
+        step: number of optimizer steps done, from 1.
+        loss: nats, mean over all tokens of the step: the ranks' means, summed in rank order.
+        lr: learning rate of this step.
+        grad_norm: norm before clipping. None in a step that the loss scaler skipped.
+        step_ms: ms from the end of the step before to the end of this one on this rank's device,
+            without validation.
+        checkpoint_ms: ms for which `Checkpointer.save` kept the host between the two.
     """
 
     step: int
@@ -57,16 +59,16 @@ class StepMetrics:
 
 
 class GatheredMetrics:
-    """Exchanges losses and stop requests.
+    """Exchange of losses and stop requests.
 
     Args:
-        context: this rank.
-        signals: asked after each step for the signal received.
-        report: called on every rank with each finished step, one step late.
+        context: context of this rank.
+        signals: object that is asked after each step for a received signal.
+        report: function that is called on every rank with each finished step, one step late.
 
     Attributes:
-        group: of all ranks, on gloo; None once it is closed.
-        stopped_by: number of the signal that some rank was sent, as far as all ranks know; or None.
+        group: process group of all ranks on gloo. None once it is closed.
+        stopped_by: number of the signal that some rank was sent, as all ranks know it, or None.
     """
 
     def __init__(
@@ -80,7 +82,10 @@ class GatheredMetrics:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Count the next step's time from here, not from the end of the step before (call it when settled)."""
+        """Count the next step's time from here, not from the end of the step before.
+
+        Call it when no work is in flight.
+        """
         self._ended = instant(self._device)
 
     def note(
@@ -92,10 +97,10 @@ class GatheredMetrics:
         lr: float,
         checkpoint_ms: float = 0.0,
     ) -> None:
-        """Queue the numbers of the step that was just launched, and settle the step before.
+        """Queue the numbers of the step that was just launched, and finish the step before.
 
         Raises:
-            NonFiniteLoss: of the step before, on every rank.
+            NonFiniteLoss: the step before had a loss that is not finite. Raised on every rank.
         """
         norm = loss if grad_norm is None else grad_norm.to(loss.device)
         values = torch.stack((loss.detach().double(), norm.detach().double()))
@@ -143,14 +148,17 @@ class GatheredMetrics:
 
 
 class Journal:
-    """`metrics.jsonl`, a line per step, that a restart continues where the checkpoint stands; one rank writes it.
+    """The file `metrics.jsonl`, a line per step, which one rank writes.
+
+    A restart continues it at the step of the checkpoint.
 
     Args:
-        path: of the file.
-        first_step: lines of this step and later ones are from a run that was lost, and removed.
+        path: path of the file.
+        first_step: number of the first step. Lines of this step and later ones are from a run that
+            was lost, and are removed.
 
     Attributes:
-        lines: what the file holds, as this process knows it.
+        lines: lines of the file, as this process knows them.
     """
 
     def __init__(self, path: Path, first_step: int = 0):
@@ -174,7 +182,7 @@ class Journal:
 
 
 def read_journal(path: Path) -> Lines:
-    """Read the lines of a journal; what is no such line is left out, as the last that a dying process cut short."""
+    """Read the lines of a journal, except broken ones, as the last of a process that died."""
     lines = []
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""A training run in its folder, from top to bottom: memory, lock, data, model, resume, train, results.
+"""A training run in its folder, in order: memory, lock, data, model, resume, train, results.
 
 The folder holds `config.json`, `metrics.jsonl` (a line per step), `checkpoints/`, and at the end
-what the caller writes of the results. The same run started again continues from its newest usable
-checkpoint, at whatever world size and under whatever strategy.
+the results that the caller writes. The same run started again continues from its newest usable
+checkpoint, at any world size and under any strategy.
 """
 
 import json
@@ -39,23 +39,24 @@ def train(
     log_every: int = 10,
     progress: Callable[[str], None] = lambda text: None,
 ) -> Outcome:
-    """Train, or go on, up to the last step or a signal; call it on every rank.
+    """Train, or continue, up to the last step or a signal. Call it on every rank.
 
     Args:
-        config, data: what to train on what.
-        context: this rank.
-        folder: of the run; all ranks and machines see it. It is this run's own until the end.
-        write_results: called on the main rank while the folder is still held, with the
-            configuration as it was run, how the run ended, its metrics, and the lines of
-            `metrics.jsonl`. Not for a run that had its results.
-        has_results: whether the results of so many steps were written, to the last file; asked on
-            the main rank.
-        log_every: steps between progress lines.
-        progress: called with a line now and then.
+        config, data: options of the run and of its data.
+        context: context of this rank.
+        folder: folder of the run. All ranks and machines see it, and no other run has it until the
+            end.
+        write_results: function that is called on the main rank while the folder is still held, with
+            the configuration as it was run, the outcome, its metrics, and the lines of
+            `metrics.jsonl`. It is not called for a run that had its results.
+        has_results: function that returns on the main rank whether the results after a number of
+            steps were written, up to the last file.
+        log_every: number of steps between progress lines.
+        progress: function that is called with a line now and then.
 
     Raises:
         FolderIsHeld: another run writes to the folder.
-        ValueError, OSError: see `load` and `Trainer`.
+        ValueError, OSError: as in `load` and `Trainer`.
         MemoryError: the model with its batch does not fit, see `distlab.train.memory_budget`.
     """
     if data.is_bytes and config.vocab is None:
@@ -130,7 +131,10 @@ def train(
 def metrics_of(
     config: TrainConfig, context: RankContext, outcome: Outcome, lines: Lines
 ) -> dict[str, Any]:
-    """Return the results in numbers; times are those of this process's steps, or of all if it made none."""
+    """Return the results in numbers.
+
+    Times are those of this process's steps, or of all steps if it made none.
+    """
     timed = [line for line in lines if "step_ms" in line]
     timed = [line for line in timed if line["step"] > outcome.first_step] or timed
     step_ms = statistics.median(line["step_ms"] for line in timed) if timed else None
@@ -150,7 +154,10 @@ def metrics_of(
 def speed(
     config: ModelOptions, batch: int, context: RankContext, step_ms: float
 ) -> dict[str, float | None]:
-    """`tokens_per_s` of all ranks and `mfu_pct`, None where the device is not known; of a step of `batch` sequences."""
+    """Return `tokens_per_s` of all ranks and `mfu_pct` for a step of `batch` sequences.
+
+    The latter is None if the device is not known.
+    """
     model, peak = config.model(), peak_of(context.device, config.dtype)
     share = mfu(step_flops(**model.sizes(batch)) / context.world_size, step_ms / 1e3, peak)
     return {

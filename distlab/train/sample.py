@@ -41,7 +41,7 @@ def load_model(stored: Stored, context: RankContext) -> TransformerLM:
     """Load the trained model, whole, whatever strategy wrote it.
 
     Raises:
-        ValueError, CheckpointError: what the checkpoint says does not fit together.
+        ValueError, CheckpointError: the contents of the checkpoint do not fit together.
     """
     config = _model_of(stored)
     # Built only where as many elements lie on the disk: numbers that were made up could ask for any
@@ -78,13 +78,15 @@ def _model_of(stored: Stored) -> ModelConfig:
 def generate(
     model: TransformerLM, tokens_T: Tensor, count: int, *, temperature: float = 0.8, seed: int = 0
 ) -> Tensor:
-    """`tokens_T` and `count` more, drawn one by one from softmax(logits / temperature); 0 takes the likeliest.
+    """Return `tokens_T` and `count` more, drawn one by one from softmax(logits / temperature).
+
+    A temperature of 0 takes the likeliest.
 
     Args:
-        tokens_T: `(T,)` int64 on the model's device, at least one.
+        tokens_T: `(T,)` int64 on the model's device, at least one token.
 
     Raises:
-        ValueError: nothing to continue, a negative count, or a temperature that is no number or
+        ValueError: nothing to continue, a negative count, or a temperature that is not a number, or
             neither 0 nor at least 1e-4, below which logits overflow.
     """
     if len(tokens_T) == 0 or count < 0:

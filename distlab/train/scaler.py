@@ -1,8 +1,8 @@
-"""Loss scaling for fp16 on which all ranks agree, whichever rank's shard of the gradient overflowed.
+"""Loss scaling for fp16 on which all ranks agree, whatever rank's gradient shard overflowed.
 
 `torch.amp.GradScaler` looks at a rank's own gradients. Under ZeRO and FSDP ranks hold different
 shards, so one would skip a step that another takes. Here the finite flag is reduced over the ranks
-before anybody decides.
+before any rank decides.
 """
 
 import math

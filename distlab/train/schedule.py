@@ -1,4 +1,4 @@
-"""The learning rate as a pure function of the step, so that there is no scheduler state to lose."""
+"""The learning rate as a pure function of the step, without scheduler state that could be lost."""
 
 import math
 from dataclasses import dataclass
@@ -6,15 +6,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WarmupCosine:
-    """Linear warm-up to `peak`, then half a cosine down to `floor · peak` (Loshchilov & Hutter 2017, SGDR, eq.
+    """Linear warm-up to `peak`, then half a cosine down to `floor · peak`.
 
-    5).
+    By Loshchilov & Hutter 2017, SGDR, eq. 5.
 
     Args:
-        peak: the largest learning rate.
-        steps: optimizer steps in all; from then on the rate stays at its floor.
-        warmup: steps until the peak; 0 starts there.
-        floor: the last rate as a fraction of the peak.
+        peak: largest learning rate.
+        steps: number of all optimizer steps. After them the rate stays at its floor.
+        warmup: number of steps until the peak. 0 starts there.
+        floor: last rate as a fraction of the peak.
     """
 
     peak: float
@@ -23,7 +23,10 @@ class WarmupCosine:
     floor: float = 0.1
 
     def __call__(self, step: int) -> float:
-        """The rate of step 0, 1, …; the first step of a warm-up of k has peak/k, its last the peak."""
+        """Return the rate of step 0, 1, ….
+
+        The first step of a warm-up of k has peak/k, its last the peak.
+        """
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
         if step >= self.steps:

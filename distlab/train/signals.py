@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT, SIGHUP and SIGQUIT end a run after its step, with a checkpoint, instead of in the middle of it."""
+"""End a run at SIGTERM, SIGINT, SIGHUP or SIGQUIT after its step, with a checkpoint."""
 
 import os
 import signal
@@ -14,14 +14,14 @@ GRACE_S = 5.0  # until the main thread must have noticed
 
 
 class StopSignals:
-    """Remembers such a signal instead of dying of it.
+    """Handler that remembers such a signal and does not end the process.
 
-    A main thread that waits in a collective for a dead rank never gets to see a signal; then the
-    process ends after `GRACE_S`, and the agent need not wait 30 s before it kills it.
+    A main thread that waits in a collective for a dead rank never sees a signal. Then the process
+    ends after `GRACE_S`, so that the agent does not wait 30 s before it kills it.
 
     Args:
-        answers: whether a line says at once that the signal has come, since a step may take long;
-            of several ranks one does.
+        answers: True to print a line when the signal arrives, because a step may take long. One of
+            several ranks does.
     """
 
     def __init__(self, *, answers: bool = False) -> None:

@@ -37,10 +37,10 @@ def loss_in_head(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 def loss_function(model: ModelConfig, layout: Layout = DATA_PARALLEL) -> LossFunction:
-    """Return the loss of a `TransformerLM` of this configuration: of its logits, or computed in the head.
+    """Return the loss function of a `TransformerLM`: of its logits, or computed in the head.
 
-    Ranks that share the vocabulary compute it in the head, where nobody needs all logits; so do
-    those of a pipeline, of which the others have no logits.
+    Ranks that share the vocabulary compute it in the head, where not all logits are needed. So do
+    ranks of a pipeline, of which only the last has logits.
     """
     in_head = model.loss_in_head or layout.tensor > 1 or layout.pipeline > 1
     return loss_in_head if in_head else next_token_loss
@@ -64,7 +64,7 @@ def split(batch: tuple[Tensor, ...], parts: int) -> list[tuple[Tensor, ...]]:
 
 
 def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
-    """AdamW's class for a choice of operations, and options it is given besides the usual ones.
+    """Return AdamW's class for a choice of operations, and its options beyond the usual ones.
 
     Both update all parameters in a few launches; the state has the same names, so that a checkpoint
     of one is loaded by the other.
@@ -77,7 +77,10 @@ def adamw(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, bool]]:
 
 
 def muon(ops: str) -> tuple[type[torch.optim.Optimizer], dict[str, str]]:
-    """Muon, with updates as large as AdamW's, so that a learning rate of AdamW's serves it; `ops` changes nothing."""
+    """Return Muon with updates as large as AdamW's, so that it takes AdamW's learning rate.
+
+    `ops` changes nothing.
+    """
     return Muon, {"adjust_lr_fn": "match_rms_adamw"}
 
 
@@ -85,7 +88,7 @@ OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Module:
-    """Return a compiled form of the `model`, or itself with compiled `blocks`, or as it is (`off`)."""
+    """Return a compiled `model`, or the model with compiled `blocks`, or as it is (`off`)."""
     if how == "model":
         return torch.compile(model, backend=backend)
     if how == "blocks":
@@ -95,19 +98,21 @@ def compiled(model: TransformerLM, how: str, backend: str = "inductor") -> nn.Mo
 
 
 class TrainStep:
-    """Callable that trains on a list of micro-batches and returns the mean loss of this rank, detached.
+    """Training step on a list of micro-batches. Returns the mean loss of this rank, detached.
 
     Args:
-        model: under a strategy of `distlab.parallel`; forward and loss run under its `autocast()`.
-        optimizer: over the wrapped model's parameters.
-        loss_fn: `loss_fn(model, batch)` → scalar loss, a mean over the batch.
-        max_grad_norm: clip the averaged gradients, over all ranks' shards, to this L2 norm; the
+        model: model under a strategy of `distlab.parallel`. Forward and loss run under its
+            `autocast()`.
+        optimizer: optimizer over the wrapped model's parameters.
+        loss_fn: function `loss_fn(model, batch)` that returns a scalar loss, a mean over the batch.
+        max_grad_norm: L2 norm over all ranks' shards to which averaged gradients are clipped. The
             norm before is left in `grad_norm`.
-        scaler: multiplies the loss, for fp16; a step in which any rank's gradient overflows is
-            skipped on all (reads a flag on the host).
-        context: this rank's; needed with a scaler only, because all ranks must decide alike.
-        mark: called with "forward_backward" and "optimizer" as each phase ends (see
-            `measure.clock`).
+        scaler: loss scaler for fp16. A step in which any rank's gradient overflows is skipped on
+            all (reads a flag on the host).
+        context: context of this rank, needed only with a scaler, because all ranks must decide
+            alike.
+        mark: function that is called with "forward_backward" and "optimizer" as each phase ends
+            (see `measure.clock`).
 
     Raises:
         ValueError: a scaler without a context.
@@ -164,7 +169,10 @@ class TrainStep:
         return total
 
     def _unscale(self) -> None:
-        """Undo the loss scale and clip, in one pass over the gradients; or skip the step on all ranks."""
+        """Undo the loss scale and clip, in one pass over the gradients.
+
+        Or skip the step on all ranks.
+        """
         norm = self.model.grad_norm()
         self.grad_norm = norm / self.scaler.scale
         finite = bool(norm.isfinite().item())

@@ -1,4 +1,4 @@
-"""Files of tokens: what kind each one is, by its content, and how it is mapped into memory.
+"""Files of tokens: the kind of each, recognised by its content, and its mapping into memory.
 
     .npy       one dimension of uint8, uint16 or uint32, recognised by its first bytes whatever its name
     .bin       raw little-endian uint16, or uint32 if `--token-dtype` says so
@@ -28,8 +28,8 @@ class Container(NamedTuple):
     Attributes:
         what: name of the format.
         start: first bytes of such a file.
-        end: last bytes, where the first ones alone may be a text's.
-        remedy: what to do with such a file.
+        end: last bytes, if the first ones alone may be those of a text.
+        remedy: advice about such a file.
     """
 
     what: str
@@ -121,8 +121,8 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
     size, width = path.stat().st_size, np.dtype(TOKEN_DTYPES[name]).itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, which is no multiple of {width} ({name}): it is truncated, or of another "
-            "type (--token-dtype)"
+            f"{path} has {size} bytes, which is not a multiple of {width} ({name}): it is truncated, or of "
+            "another type (--token-dtype)"
         )
     if size == 0:
         raise ValueError(f"{path} is empty")
@@ -136,7 +136,10 @@ def open_tokens(path: str | Path, dtype: str | None = None) -> np.ndarray:
 
 
 def _require_file(path: Path) -> None:
-    """Raise ValueError for what cannot be mapped into memory, without opening it: a pipe would wait for a writer."""
+    """Raise ValueError for a path that cannot be mapped into memory, without opening it.
+
+    Opening a pipe would wait for a writer.
+    """
     mode = os.stat(path).st_mode
     if stat.S_ISREG(mode):
         return
@@ -159,7 +162,7 @@ def _of_container(path: Path, what: str, remedy: str) -> str:
 
 
 def _looks_like_uint32(tokens: np.ndarray) -> bool:
-    """Return whether uint16 numbers are the low and high halves of uint32 tokens, which have few high halves."""
+    """Return whether uint16 numbers are halves of uint32 tokens, which have few high halves."""
     pairs = min(len(tokens), SAMPLE) // 2
     if len(tokens) % 2 or pairs < FEWEST_PAIRS:
         return False
@@ -171,7 +174,10 @@ def _looks_like_uint32(tokens: np.ndarray) -> bool:
 
 
 def _open_array(path: Path) -> np.ndarray:
-    """Map a `.npy` file. numpy's own errors name no file, and of some files they advise to unpickle them."""
+    """Map a `.npy` file.
+
+    numpy's own errors name no file, and for some files they advise to unpickle them.
+    """
     with open(path, "rb") as file:  # an OSError names the file
         start = file.read(len(np.lib.format.MAGIC_PREFIX))
     remedy = f"Write it with numpy.save from one dimension of {', '.join(TOKEN_DTYPES)}"
@@ -190,4 +196,4 @@ def _open_array(path: Path) -> np.ndarray:
             reason = (
                 "it holds Python objects" if objects else f"it is truncated or damaged ({said})"
             )
-    raise ValueError(f"{path} is no array of tokens in numpy's .npy format: {reason}. {remedy}")
+    raise ValueError(f"{path} is not an array of tokens in numpy's .npy format: {reason}. {remedy}")

@@ -62,7 +62,7 @@ AUTO_CHOICES = (
 
 @dataclass(frozen=True)
 class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
-    """What to run. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the benchmark. Raises ValueError for a value that is not allowed."""
 
     size: str = option(
         "tiny",
@@ -71,7 +71,7 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
         choices=("auto", *PRESETS),
     )
     strategies: tuple[str, ...] = option(
-        strategies_on("cpu", meshes=False), "what to compare", choices=tuple(STRATEGIES)
+        strategies_on("cpu", meshes=False), "strategies to compare", choices=tuple(STRATEGIES)
     )
     bucket_sizes_mb: tuple[Any, ...] = option(
         (4.0,),
@@ -88,7 +88,8 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
     )
     layouts: tuple[str, ...] = option(
         (),
-        "rows of ranks that share a model, too: tp2, cp2-ring, pp2, tp2+cp2; each step has the same sequences",
+        "layouts of additional rows, in which ranks share a model: tp2, cp2-ring, pp2, tp2+cp2; each step has the "
+        "same sequences",
     )
     micro_batches: int = option(4, "parts of a step's batch in rows with a pipeline", least=1)
     wraps: tuple[str, ...] = option(
@@ -109,7 +110,8 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
             if layout.pipeline > 1 and self.batch * layout.ranks % self.micro_batches:
                 raise ValueError(
                     f"--layouts {layout}: {self.batch * layout.ranks} sequences, {self.batch} for each of "
-                    f"{layout.ranks} ranks, are no {self.micro_batches} equal parts; pass another --micro-batches"
+                    f"{layout.ranks} ranks, cannot be split into {self.micro_batches} equal parts; pass another "
+                    "--micro-batches"
                 )
         if self.layouts and self.factory is not None:
             raise ValueError(
@@ -122,7 +124,9 @@ class DDPBenchConfig(OwnModel, BenchOptions, TimingOptions):
 
 
 def sized(config: DDPBenchConfig, context: RankContext) -> DDPBenchConfig:
-    """Replace `--size auto` by the largest model and batch that fit, and bf16 by fp16 on older GPUs.
+    """Replace `--size auto` by the largest model and batch that fit, and bf16 by fp16 if needed.
+
+    Older GPUs need fp16.
 
     All ranks agree: the rank with the least free memory decides. If nothing fits, the smallest
     choice is returned, and the run ends with the message of a model that does not fit.
@@ -220,7 +224,7 @@ def measure(config: DDPBenchConfig, context: RankContext, run: Run) -> None:
 
 
 def verdict_on(context: RankContext, strategy: Strategy, task: Task) -> dict[str, str]:
-    """Compare two steps with one process as `distlab check` does, with one backward per step as in the timed steps.
+    """Compare two steps with one process as `distlab check` does, with one backward per step.
 
     Returns:
         `verdict`, for a column: `right`, `WRONG` or `failed`; and `verdict_detail`, a sentence.
@@ -251,7 +255,10 @@ def time_rows(
     differences: Mapping[str, float | None],
     verdicts: Mapping[str, Mapping[str, str]],
 ) -> dict[str, Record]:
-    """Time all rows in interleaved rounds, count what each sends, and save them after each round; row → its record."""
+    """Time all rows in interleaved rounds, count what each sends, and save them after each round.
+
+    Returns row → its record.
+    """
     config, context = bench.options, bench.context
     counted, noted = {}, {}  # row → what it sent; row → its record
 
@@ -315,10 +322,12 @@ def explain_rows(
     run: Run,
     took_s: float,
 ) -> None:
-    """Say of rows what their traces show, for as long as it took to measure them: `local`, then the fastest first.
+    """Explain rows by their traces, for at most the time that it took to measure them.
+
+    `local` comes first, then the fastest.
 
     Raises:
-        ValueError: that failed; the message says of which rows it is missing.
+        ValueError: a trace failed. The message says for which rows it is missing.
     """
     if config.profile_steps == 0:
         return
@@ -372,7 +381,7 @@ def explain_rows(
 def sent(
     bench: Workbench, variant: Variant, recorder: CollectiveRecorder
 ) -> dict[str, int | bool | None]:
-    """Collectives and bytes of one step, counted, beside the closed form."""
+    """Collectives and bytes of one step, counted, and those of the closed form."""
     counted = {"collectives_per_step": recorder.count, "comm_bytes_per_step": recorder.total_bytes}
     if bench.options.factory is not None or variant.name in bench.options.wraps:
         silent = (

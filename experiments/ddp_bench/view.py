@@ -1,4 +1,4 @@
-"""What the rows of `ddp_bench` say: columns, comparisons, what is wrong, and the picture of a step."""
+"""View of `ddp_bench`: columns, comparisons, wrong rows, and the picture of a step."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ PARTS = (*CAUSES.values(), "overhead_optimizer_ms")
 
 
 def strategy_of(row: str) -> Strategy | None:
-    """Find the strategy of a row, whose name a bucket size may follow; None of a record whose strategy is gone."""
+    """Return the strategy of a row, whose name may end with a bucket size. None if it is gone."""
     names = [name for name in STRATEGIES if f"{row}-".startswith(f"{name}-")]
     return STRATEGIES.get(max(names, key=len, default=None))
 
@@ -58,8 +58,9 @@ OVER_TORCH = Ratio("vs_torch_ddp", TORCH)
 
 
 def compare(records: Records) -> None:
-    """Hold the rows that ran and are right against `local` and torch DDP's fastest, and say what of the overhead their
-    traces leave open.
+    """Compare right rows with `local` and torch DDP's fastest row.
+
+    Also write how much of the overhead their traces leave unexplained.
     """
     sound = [record for record in records if not wrong_rows([record])]
     for ratio in (OVER_LOCAL, OVER_TORCH):
@@ -82,7 +83,7 @@ def examples_of(records: Records) -> str:
 
 
 def host_bound(records: Records) -> str:
-    """Say that the host is what a run measures, if the GPU waits for it in more than 10 % of `local`'s step."""
+    """Return a warning if the GPU waits for the host in more than 10 % of `local`'s step."""
     local = LOCAL(records)
     idle = None if local is None else local.metrics.get("gpu_idle_pct")
     if not is_number(idle) or idle <= IDLE_PCT:
@@ -100,7 +101,7 @@ headline = headline_from(
 
 
 def open_rows(records: Records) -> list[str]:
-    """Name the rows whose overhead the trace does not explain, except for 5 % of the step or 1 ms."""
+    """Name rows whose overhead the trace does not explain to within 5 % of the step or 1 ms."""
     return [record.variant for record in records if record.metrics.get("overhead_closes") is False]
 
 
@@ -125,7 +126,7 @@ def open_accounts(records: Records) -> list[str]:
 
 
 def wrong_rows(records: Records) -> list[str]:
-    """Return what is wrong with the results, a line each: volumes, parameters or gradients, code that ran eager."""
+    """Name wrong volumes, parameters or gradients and rows with eager code, a line each."""
     problems = []
     for record in records:
         verdict = record.metrics.get("verdict")
@@ -212,7 +213,7 @@ def what_communication_costs(records: Records) -> list[str]:
 
 
 def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
-    """Return the reason why communication cannot be called hidden, in a sentence; empty if it can."""
+    """Return the reason why communication cannot be called hidden. Empty if it can."""
     metrics = best.metrics
     local = LOCAL(records)
     noise = max(noise_of(each.metrics) or 0.0 for each in (best, local) if each is not None)
@@ -232,7 +233,7 @@ def _doubt(best: Record, overhead: Overhead, records: Records) -> str:
 
 
 def _largest_cause(record: Record) -> str:
-    """Return the cause of most of a row's overhead, for a sentence; empty if the trace does not explain it."""
+    """Return the cause of most of a row's overhead. Empty if the trace does not explain it."""
     causes = {text: record.metrics.get(name) for text, name in CAUSES.items()}
     causes = {text: ms for text, ms in causes.items() if is_number(ms) and ms > 0}
     if not causes or not record.metrics.get("overhead_closes"):
@@ -258,13 +259,15 @@ def against_the_peer(records: Records) -> list[str]:
 
 
 def ours(records: Records, metric: str) -> list[Record]:
-    """Select the rows of this lab's strategies, of those that communicate, that have this number."""
+    """Select the rows of this lab's communicating strategies that have this number."""
     known = [r for r in records if is_number(r.metrics.get(metric))]
     return [r for r in known if (s := strategy_of(r.variant)) and s.synchronizes and not s.is_peer]
 
 
 def draw_step_times(records: Records, path: Path) -> None:
-    """Draw a bar per row: compute, optimizer, and the overhead by its causes; whiskers from p20 to p80 of the step.
+    """Draw a bar per row: compute, optimizer, and the overhead by its causes.
+
+    Whiskers reach from p20 to p80 of the step.
 
     Compute is `local`'s step without its optimizer. Causes have the length that the trace gives
     them. The overhead of a row without a trace, or whose account does not close, is one grey part,

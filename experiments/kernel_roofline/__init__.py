@@ -13,12 +13,12 @@ fp8 torchao's, where they are installed). Wall: the time of a call in a loop, as
 and the host's part of it. Device: the time of a CUDA graph's replay with the L2 flushed before it;
 GB/s of the *least* traffic and its share of the copy bandwidth of this run; TFLOP/s and its share
 of cuBLAS in this run; launched kernels; registers and spills of ours; the largest error against
-float64, relative to the largest value (none where results are random, and of the optimizer). Beside
-the measured ratio to the naive form stands the predicted one.
+float64, relative to the largest value (none where results are random, and of the optimizer). The
+predicted ratio to the naive form is next to the measured one.
 
 Two rows lose on purpose: `spilling_add_rms_norm_silu`, a chain fused into too few threads'
 registers, and `add_gelu`, which torch.compile makes one kernel and ours are two. Chains
-(`add+rms_norm+silu`, in `chains`) are rows too, with an account of its traffic.
+(`add+rms_norm+silu`, in `chains`) are also rows, each with an account of its traffic.
 
 All variants of a row are timed in interleaved rounds, because clocks drift with the GPU's power and
 temperature.
@@ -64,16 +64,20 @@ TOLERANCE = {"float32": 1e-4, "float16": 4e-3, "bfloat16": 4e-2, "float8_linear"
 class Config(Options):
     """One run: operations × directions × variants rows."""
 
-    only: tuple[str, ...] = option((), "these operations [all]")
+    only: tuple[str, ...] = option((), "operations to time [all]")
     chain: tuple[str, ...] = option(
-        (), "these one after the other on one tensor instead", choices=tuple(OPERATIONS)
+        (),
+        "operations to apply one after the other to one tensor instead",
+        choices=tuple(OPERATIONS),
     )
-    variants: tuple[str, ...] = option(VARIANTS, "what to time", choices=VARIANTS)
+    variants: tuple[str, ...] = option(VARIANTS, "forms to time", choices=VARIANTS)
     repeat_ms: int = option(60, "ms of device time per number", least=1)
-    rounds: int = option(10, "interleaved rounds; even: as many forwards as in reverse", least=3)
-    small: bool = option(False, "small sizes, in fp32")
+    rounds: int = option(
+        10, "interleaved rounds; even: equally many forwards and in reverse", least=3
+    )
+    small: bool = option(False, "use small sizes, in fp32")
     shrink: tuple[int, ...] = option(
-        (1,), "divide first dimensions by these, one after another", least=1
+        (1,), "numbers to divide first dimensions by, one after another", least=1
     )
 
     def __post_init__(self) -> None:
@@ -116,7 +120,7 @@ PRESETS = {
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per operation, direction and variant, those of one operation together; then ours beside all."""
+    """Add a row per operation, direction and variant, and then compare ours with all others."""
     device = context.device.type
     limits = ceilings(device, config.repeat_ms)
     for case, direction in [(each, way) for each in config.cases() for way in each.directions]:
@@ -143,12 +147,12 @@ def measure(config: Config, context: RankContext, run: Run) -> None:
 
 
 class Row:
-    """One operation in one direction: what all its variants are given, and what is found of each.
+    """One operation in one direction: the input of all its variants, and the results of each.
 
     Args:
-        case, direction: the row.
-        variants: to measure.
-        config: how.
+        case, direction: operation and direction of the row.
+        variants: names of the forms to measure.
+        config: options of the experiment.
         device: `cuda` or `cpu`.
     """
 
@@ -178,7 +182,7 @@ class Row:
         return self.found
 
     def _time(self) -> None:
-        """Times of all variants in interleaved rounds: on the device, and called in a loop as a model calls them.
+        """Time all variants in interleaved rounds, on the device and in a loop as in a model.
 
         Graphs are captured once if all can be held at once, otherwise again in every round.
         """
@@ -219,7 +223,7 @@ class Row:
             self.found[variant] |= metrics
 
     def _add(self, variant: str, work: Callable[[], dict[str, Any]]) -> None:
-        """Add what `work` measures; a peer that is missing, refuses or needs too much memory says so in `status`."""
+        """Add what `work` measures. A peer that fails or is missing has a `status` that says so."""
         metrics = attempt(work).items()
         self.found[variant] |= {
             name: value for name, value in metrics if (name, value) != ("status", "ok")
@@ -258,7 +262,7 @@ class Row:
 def exact(
     case: Case, inputs: list[Tensor], direction: str, upstream: Tensor
 ) -> list[Tensor] | None:
-    """Results in float64, or in fp32 where that is too large to hold; None where they are random."""
+    """Return results in float64, or in fp32 if float64 is too large. None if they are random."""
     too_large = case.name.startswith("linear_cross_entropy") and math.prod(case.shape) > 10**9
     if case.name in ("dropout", "linear_gelu_dropout", "adamw"):
         return None

@@ -1,4 +1,4 @@
-"""The rows: every operation at its sizes, with its variants, its least traffic and what its naive form is."""
+"""The rows: every operation at its sizes, with variants, least traffic and naive form."""
 
 import dataclasses
 import functools
@@ -50,17 +50,18 @@ class Case:
     """One operation at one size.
 
     Args:
-        name: of the operation.
-        shape: what the table shows, and what `least` is called with.
-        tiny: the shape in the smoke test.
-        dtype: torch's name of it.
-        takes: a name of OPERANDS, or what makes operands of the shape.
-        least: least FLOPs and bytes, a function of shape, dtype and, unless it has none,
-            `backward`.
+        name: name of the operation.
+        shape: sizes in the table, with which `least` is called.
+        tiny: sizes in the smoke test.
+        dtype: name of the dtype in torch.
+        takes: name in OPERANDS, or a function that makes operands of the shape.
+        least: function of shape, dtype and, unless it has none, `backward`, that returns the least
+            FLOPs and bytes.
         variants: name → function of the inputs; "compile" and "template" are made from `plain`.
         directions: "fwd", "bwd" or "both".
-        compute: bound by arithmetic: the share of cuBLAS counts, not that of the copy.
-        moves: direction → bytes that our form moves over the least, where it knowingly moves more.
+        compute: True if it is bound by arithmetic: the share of cuBLAS counts, not that of the
+            copy.
+        moves: direction → bytes that our form moves over the least, if it knowingly moves more.
     """
 
     name: str
@@ -80,7 +81,7 @@ class Case:
 
     @property
     def plain(self) -> Function | None:
-        """What torch.compile is given, and what is right in float64: the naive form, or torch's own."""
+        """Return the form for torch.compile and for float64: the naive one, or torch's own."""
         return (
             None
             if self.name == "adamw"
@@ -97,7 +98,10 @@ class Case:
         return dataclasses.replace(self, shape=self.tiny, dtype="float32") if small else self
 
     def has(self, variant: str) -> bool:
-        """Whether there is such a row: torch.compile takes what is plain, its templates are for single matmuls."""
+        """Return whether a variant has a row.
+
+        torch.compile takes plain forms, and its templates are for single matmuls.
+        """
         made = {
             "compile": self.plain is not None,
             "template": self.name in ("matmul", "matmul_gelu"),
@@ -105,7 +109,7 @@ class Case:
         return variant in self.variants or made.get(variant, False)
 
     def inputs(self, device: str) -> list[Tensor]:
-        """Its tensors; on the meta device nothing is drawn."""
+        """Return the inputs of the operation. On the meta device nothing is drawn."""
         dtype, found = getattr(torch, self.dtype), []
         generator = (
             None
@@ -217,7 +221,10 @@ def _element_wise() -> list[Case]:
 
 
 def _stepping(optimizer_class: type, **options: Any) -> Function:
-    """A step of an optimizer over the input cut into 64 parameters, which are made at the first call."""
+    """Return a step of an optimizer over the input cut into 64 parameters.
+
+    The parameters are made at the first call.
+    """
     made: dict = {}
 
     def step(x: Tensor) -> Tensor:
@@ -513,7 +520,7 @@ def _losses() -> list[Case]:
 
 @functools.cache
 def _torchao() -> Function:
-    """torchao's linear layer in fp8, by its default recipe and compiled, as its users have it."""
+    """Return torchao's linear layer in fp8, by its default recipe and compiled, as its users do."""
     from torchao.float8 import convert_to_float8_training
 
     layer = convert_to_float8_training(torch.nn.Linear(1, 1, bias=False))
@@ -521,7 +528,10 @@ def _torchao() -> Function:
 
 
 def _liger(name: str, *options: Any) -> Function:
-    """Liger's function of that name; imported when it is called, so that its absence is a row that says so."""
+    """Return Liger's function of that name.
+
+    It is imported when it is called, so that a missing Liger is a row that says so.
+    """
 
     def run(*tensors: Tensor) -> Any:
         from liger_kernel.transformers import functional
@@ -538,7 +548,7 @@ def with_gradients(inputs: list[Tensor]) -> list[Tensor]:
 
 
 def leaves(inputs: list[Tensor]) -> list[Tensor]:
-    """Those that ask for gradients."""
+    """Return the inputs that need gradients."""
     return [t for t in inputs if t.requires_grad]
 
 
@@ -550,7 +560,10 @@ def first(out: Any) -> Tensor:
 def runner(
     function: Function, inputs: list[Tensor], direction: str, upstream: Tensor
 ) -> Callable[[], Any]:
-    """What is timed: the forward without gradients, or the backward of a forward made now, or both."""
+    """Return the function to time.
+
+    It is the forward without gradients, the backward of a forward made now, or both.
+    """
     if direction == "fwd":
         plain = [t.detach() for t in inputs]
         return lambda: function(*plain)

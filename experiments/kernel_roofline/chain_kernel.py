@@ -1,4 +1,6 @@
-"""One kernel for chains around a row operation: [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu].
+"""One kernel for chains around a row operation.
+
+    [x + residual] → norm or softmax → [· SCALE] → [+ bias] → [silu]
 
     s = x + residual, in fp32, never stored;  z = RMSNorm(s)·w, LayerNorm(s)·w + b or softmax(s)
     y = silu(SCALE·z + bias)
@@ -75,7 +77,7 @@ def launch(
     silu: bool,
     eps: float = 1e-5,
 ) -> Tensor:
-    """y; `kind` is rms_norm, layer_norm or softmax."""
+    """Return y. `kind` is rms_norm, layer_norm or softmax."""
     y, (rows, cols) = torch.empty_like(x), x.shape
     how = row_launch("chain", cols)
     _dispatch.launch(

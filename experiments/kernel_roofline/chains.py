@@ -1,4 +1,4 @@
-"""Chains of operations as one kernel: what they move one by one and fused, predicted and measured.
+"""Chains of operations as one kernel: traffic one by one and fused, predicted and measured.
 
 A chain is a list of names of OPERATIONS, applied one after the other to x (N, D). It is run one by
 one in x's own dtype (`builtin`), one by one as the naive forms write it, widened to fp32 (`naive`),
@@ -46,11 +46,12 @@ class Operation(NamedTuple):
     """A step of a chain, `one(x, *operands)`.
 
     Args:
-        takes: its operands beside x: `x` for one of x's shape, `v` for a vector of a row's length.
-        one: by torch's operator, in x's dtype.
-        naive: in fp32, one launch per line.
-        pattern: as the advisor has it.
-        flops: per element.
+        takes: operands in addition to x: `x` for one of x's shape, `v` for a vector of a row's
+            length.
+        one: function that calls torch's operator, in x's dtype.
+        naive: function in fp32, one launch per line.
+        pattern: name of its pattern in the advisor.
+        flops: FLOPs per element.
     """
 
     takes: str
@@ -113,7 +114,10 @@ def applied(chain: Chain, how: str) -> Function:
 
 
 def in_one_kernel(chain: Chain) -> Function | None:
-    """The chain by `chain_kernel`; None if it is not [add] → a row operation → [scale] → [bias] → [silu]."""
+    """Return the chain by `chain_kernel`. None if the kernel does not have its form.
+
+    The form is [add] → a row operation → [scale] → [bias] → [silu].
+    """
     rows = [name for name in chain if OPERATIONS[name].pattern == ROWS]
     if len(rows) != 1:
         return None
@@ -196,7 +200,7 @@ OVER_INDUCTOR = Ratio("over_inductor", row_of("compile"), "time")
 def accounting(
     case: Case, rows: dict[str, Record], limits: dict[str, float]
 ) -> list[tuple[str, dict[str, Any]]]:
-    """The traffic table of a chain: a row per operation, then per form, with what was measured of it.
+    """Return the traffic table of a chain: a row per operation, then a row per form with its times.
 
     Args:
         rows: variant → its record.
@@ -287,7 +291,7 @@ def accounts(records: Sequence[Record]) -> list[Record]:
 
 
 def advice(records: Sequence[Record]) -> list[str]:
-    """Say how the advisor fuses each chain, and whether the measurement shows that a kernel of one's own pays."""
+    """Return the advisor's fusion of each chain, and whether the measurement shows that it pays."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
         first = rows[0]
@@ -304,10 +308,12 @@ def advice(records: Sequence[Record]) -> list[str]:
 
 
 def _verdict(rows: Sequence[Record]) -> str:
-    """Say at the end of a sentence whether a kernel of one's own pays beside Inductor's; empty without Inductor's.
+    """Return whether our own kernel pays compared with Inductor's, to end a sentence.
+
+    Empty without Inductor's.
 
     Args:
-        rows: a chain's table of traffic.
+        rows: table of traffic of a chain.
     """
     forms = {record.variant: record for record in rows}
     ours, inductor = forms.get(FORMS["ours"]), forms.get(FORMS["compile"])
@@ -325,7 +331,10 @@ def _verdict(rows: Sequence[Record]) -> str:
 
 
 def _compared(record: Record, ratio: str, what: str, if_faster: str, if_slower: str) -> str:
-    """Return a ratio with its interval and what follows from it, for the end of a sentence; empty without the ratio."""
+    """Return a ratio with its interval and the conclusion, to end a sentence.
+
+    Empty without the ratio.
+    """
     if not is_number(record.metrics.get(ratio)):
         return ""
     doubt = (

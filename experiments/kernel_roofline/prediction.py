@@ -1,4 +1,4 @@
-"""The ratio to the naive form, predicted: what each of its operations moves, at the rate that its kind reaches.
+"""Predicted ratio to the naive form: bytes of each of its operations, at the rate of its kind.
 
 The naive form runs on the meta device, where nothing is computed, under a counter at torch's
 dispatcher. Torch's kernels for whole tensors reach the copy's bandwidth, those that broadcast a
@@ -19,7 +19,7 @@ from .cases import Case, first, leaves, with_gradients
 
 
 def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
-    """Traffic of the naive form by kind, one operation at a time; None where there is no naive form."""
+    """Return the traffic of the naive form by kind, one operation at a time. None without one."""
     # adamw's tensors are not those of its call
     if "naive" not in case.variants or case.name == "adamw":
         return None
@@ -36,7 +36,9 @@ def naive_bytes(case: Case, direction: str) -> Counter[str] | None:
 
 
 def predicted(case: Case, direction: str, limits: dict[str, float]) -> dict[str, float]:
-    """`predicted_over_naive`, ours over the naive form; empty for matmuls and without a naive form.
+    """Return `predicted_over_naive`, ours over the naive form.
+
+    Empty for matmuls and without a naive form.
 
     Args:
         case, direction: the row.

@@ -10,7 +10,10 @@ from distlab.measure import clock, memory_traffic
 
 
 def can_be_captured(run: Callable[[], Any]) -> bool:
-    """Whether one run asks nothing of the host; a failed capture would leave the device in doubt."""
+    """Return whether one run does not wait for the host.
+
+    A failed capture would leave the device in an unknown state.
+    """
     torch.cuda.set_sync_debug_mode("error")
     try:
         run()
@@ -22,9 +25,9 @@ def can_be_captured(run: Callable[[], Any]) -> bool:
 
 
 class Prepared(NamedTuple):
-    """What is timed: a graph's replay, or the call itself.
+    """Function to time: a graph's replay, or the call itself.
 
-    `kept` is what the graph reads, and must live as long.
+    `kept` holds the tensors that the graph reads, which must live as long as it does.
     """
 
     call: Callable[[], Any]
@@ -33,7 +36,9 @@ class Prepared(NamedTuple):
 
 
 def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = True) -> Prepared:
-    """One run, warm, as a CUDA graph where it can be captured, which a peer that waits for the device cannot.
+    """Return one warm run, as a CUDA graph if it can be captured.
+
+    A peer that waits for the device cannot.
 
     `make` is called on the stream that is captured, because a backward runs on the stream of its
     forward.
@@ -54,7 +59,10 @@ def prepare(make: Callable[[], Callable[[], Any]], device: str, capture: bool = 
 
 
 def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
-    """Median of `count` calls after one that is not timed; the L2 holds something else before each."""
+    """Return the median ms of `count` calls after one untimed call.
+
+    The L2 is overwritten before each.
+    """
     flush = (
         torch.empty(2**28, dtype=torch.int8, device=device).zero_
         if device == "cuda"
@@ -71,14 +79,16 @@ def device_ms(call: Callable[[], Any], count: int, device: str) -> float:
 
 
 def calls_within(ms: float, call: Callable[[], Any], device: str) -> int:
-    """How many calls take about `ms`; at least one."""
+    """Return the number of calls that take about `ms`, at least one."""
     return max(1, int(ms / device_ms(call, 3, device)))
 
 
 def fits(held: int) -> bool:
-    """Whether what all variants hold at most, in bytes, can be held at once: a graph keeps what its run allocated.
+    """Return whether `held` bytes, the most that all variants hold, can be held at once.
 
-    As much again is left for what is lost between blocks, the runs before a capture and the calls
+    A graph keeps the memory that its run allocated.
+
+    The same amount is left for memory lost between blocks, the runs before a capture and the calls
     in a loop.
     """
     free = (

@@ -1,4 +1,4 @@
-"""The tables of `kernel_roofline`: each variant's row, ours beside every peer, verdicts and the roofline itself."""
+"""Tables of `kernel_roofline`: variants, ours against every peer, verdicts and the roofline."""
 
 import math
 from collections.abc import Sequence
@@ -38,13 +38,13 @@ NAMED_BELOW = 0.75  # of what the ceilings allow: such a point is named
 
 
 def by_row(records: Sequence[Record]) -> dict[tuple[str, str], dict[str, Record]]:
-    """(operation and shape, direction) → variant → record."""
+    """Return (operation and shape, direction) → variant → record."""
     groups = grouped(records, lambda r: (r.config["label"], r.config["direction"]))
     return {row: {r.variant: r for r in mine} for row, mine in groups.items()}
 
 
 def headline(records: Sequence[Record]) -> str:
-    """What was measured on, and its ceilings, for the line above a table."""
+    """Return the device and its measured ceilings, for the line above a table."""
     env = records[0].environment
     where = f"{env.get('device_name', 'CPU')}, torch {env.get('torch', '?')}"
     if not any("copy_gb_per_s" in r.metrics for r in records):
@@ -77,7 +77,7 @@ def compare(records: Sequence[Record]) -> None:
 
 
 def verdicts(records: Sequence[Record]) -> list[str]:
-    """Compare ours with the fastest peer, on the device and in a loop, and the predictions with the measurements."""
+    """Compare ours with the fastest peer on the device and in a loop. Check the predictions."""
     lines = []
     for how, ratio in (("On the device", OVER_PEER), ("Called in a loop", OVER_PEER_WALL)):
         line = _against_peers(records, how, ratio)
@@ -87,7 +87,10 @@ def verdicts(records: Sequence[Record]) -> list[str]:
 
 
 def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
-    """Count the rows in which ours is faster and slower than the fastest peer; empty where there is no peer."""
+    """Count the rows in which ours is faster and slower than the fastest peer.
+
+    Empty if there is no peer.
+    """
     found: dict[str, list[Record]] = {FASTER: [], SLOWER: [], UNCLEAR: []}
     names = []  # of the rows that a peer wins
     for row, rows in by_row(records).items():
@@ -112,7 +115,7 @@ def _against_peers(records: Sequence[Record], how: str, ratio: Ratio) -> str:
 
 
 def _predictions(records: Sequence[Record]) -> list[str]:
-    """Count the predicted ratios that are within CLOSE_PCT of the whole interval of the measured one."""
+    """Count predicted ratios that are within CLOSE_PCT of the whole measured interval."""
     close, far, unclear = 0, 0, []
     for record in records:
         predicted = record.metrics.get("predicted_over_naive")
@@ -142,8 +145,9 @@ def _predictions(records: Sequence[Record]) -> list[str]:
 
 
 def beside_peers(records: Sequence[Record]) -> list[Record]:
-    """A record per operation and direction: our row with the times of the others as further metrics; the variant is
-    the operation.
+    """Return a record per operation and direction: our row, with the times of others as metrics.
+
+    The variant is the operation.
     """
     found = []
     for rows in by_row(records).values():
@@ -176,7 +180,10 @@ def _tie(record: Record) -> str:
 
 
 def wall_notes(record: Record) -> str:
-    """Mark a wall time: ` host` where the host takes longer than the device, ` L2` where it is below the device's."""
+    """Mark a wall time: ` host` if the host takes longer than the device, ` L2` if it is too short.
+
+    Too short means below the device's time.
+    """
     return host_bound(record) + (" L2" if clearly_longer(record.metrics, "time", "wall") else "")
 
 
@@ -221,7 +228,10 @@ COMPARISON_COLUMNS = [
 
 
 def plot_roofline(records: Sequence[Record], path: Path) -> None:
-    """Every kernel of ours as a point under the two measured ceilings; those that stay below are named."""
+    """Draw every kernel of ours as a point under the two measured ceilings.
+
+    Points that stay below are named.
+    """
     mine = [
         r
         for r in records
@@ -319,7 +329,7 @@ VIEW = View(
     "memory-bound operations GB/s is the least traffic over the time; its share of the copy's bandwidth in this run "
     "shows what could still be gained. Matmuls are compared with cuBLAS. Errors are against float64, relative to the "
     "largest value; a row beyond the tolerance of its dtype says WRONG. Peak is what the call holds at most: inputs, "
-    "results and what lies between. In the roofline each number is one of our kernels, under the two ceilings measured "
+    "results and intermediates. In the roofline each number is one of our kernels, under the two ceilings measured "
     "in this run.",
     prediction="The ratio to the naive form: the bytes that the fused kernel moves at the copy's rate, over what the "
     "naive form's operators move, counted at torch's dispatcher, at the rates that copies, broadcasts, reductions and "
@@ -328,7 +338,7 @@ VIEW = View(
 )
 COMPARISON = View(
     name="kernel_comparison",
-    question="Ours beside every peer, one row per operation and direction",
+    question="Our kernels against every peer, one row per operation and direction",
     columns=COMPARISON_COLUMNS,
     headline=headline,
     terminal=(

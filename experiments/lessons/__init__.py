@@ -1,1 +1,1 @@
-"""Lessons about GPUs, compilers and kernels, each an experiment; kernels of their own lie in `_lesson_*.py`."""
+"""Lessons about GPUs, compilers and kernels. Their own kernels are in `_lesson_*.py`."""

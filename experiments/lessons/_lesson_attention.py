@@ -1,4 +1,4 @@
-"""FlashAttention as a staircase: three kernels of Triton whose flags are the steps from a first version to a fast one.
+"""FlashAttention as a staircase: three kernels of Triton whose flags are the steps to a fast one.
 
     forward      O = softmax(scale · Q Kᵀ) V          a program per BLOCK_M queries, walking over keys
     dK, dV       dV = Pᵀ dO,  dK = scale · dSᵀ Q      a program per BLOCK_N keys, walking over queries
@@ -12,7 +12,7 @@ flags, in the order of the steps:
     SKIP      tiles that the mask hides are not visited: half of the work
     SPLIT     only tiles that the mask cuts compare indices; the others are a loop of their own
     TMA       tiles are loaded through tensor descriptors: one thread asks, no registers hold addresses
-    FUSED     one backward pass: whoever computes dS for dK adds dS K to dQ in memory: five matmuls instead of seven
+        FUSED     one backward pass: a program that computes dS for dK adds dS K to dQ: five matmuls, not seven
 
 Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
 """
@@ -239,7 +239,10 @@ def dkdv_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """BLOCK_N rows of dK and dV; FUSED: and their share of dQ / scale, added to the fp32 matrix at dq_ptr."""
+    """Compute BLOCK_N rows of dK and dV.
+
+    FUSED: also add their share of dQ / scale to the fp32 matrix at dq_ptr.
+    """
     begin = tl.program_id(0) * BLOCK_N  # the first keys are seen by most queries
     row0 = tl.program_id(1) * length
     offsets = tl.arange(0, BLOCK_N)
@@ -451,7 +454,7 @@ class Step:
     fused: bool = False
 
     def visited(self, kernel: str, length: int) -> int:
-        """(query, key) pairs of the tiles that a kernel multiplies, of one head."""
+        """Return the (query, key) pairs of the tiles that a kernel multiplies, of one head."""
         tile, own = getattr(self, kernel), "n" if kernel == "dkdv" else "m"
         if not self.skip:
             return length**2
@@ -463,7 +466,10 @@ class Step:
         return sum(min(-(-(begin + block) // other) * other, length) * block for begin in edges)
 
     def matmul_flops(self, length: int) -> dict[str, int]:
-        """`fwd` and `bwd`: of all visited tiles of one head, masked or not; per 2 · head dim."""
+        """Return FLOPs of `fwd` and `bwd` over 2 · head dim, for all visited tiles of one head.
+
+        Masked pairs in visited tiles count.
+        """
         two_passes = 4 * self.visited("dkdv", length) + 3 * self.visited("dq", length)
         return {
             "fwd": 2 * self.visited("forward", length),
@@ -472,7 +478,7 @@ class Step:
 
 
 def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[object]:
-    """A host's tensor descriptor per (H, T, D) tensor, of tiles (rows, D); None where they are not wanted."""
+    """Return a tensor descriptor per (H, T, D) tensor, of tiles (rows, D). None if not wanted."""
     if not wanted:
         return [None] * len(tensors)
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -483,7 +489,7 @@ def descriptors(tensors: Sequence[Tensor], rows: int, wanted: bool) -> list[obje
 
 
 def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """(H, T, D) → o (H, T, D) and the log-sum-exp in units of log2, (H, T) in fp32."""
+    """Return o (H, T, D) for (H, T, D), and the log-sum-exp in units of log2, (H, T) in fp32."""
     heads, length, head_dim = q.shape
     tile, o = step.forward, torch.empty_like(q)
     lse2 = torch.empty(heads, length, device=q.device)
@@ -513,7 +519,7 @@ def forward(step: Step, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 def backward(
     step: Step, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse2: Tensor, do: Tensor
 ) -> tuple[Tensor, ...]:
-    """(dq, dk, dv), all (H, T, D)."""
+    """Return (dq, dk, dv), all (H, T, D)."""
     heads, length, head_dim = q.shape
     scale, flags = (
         head_dim**-0.5,

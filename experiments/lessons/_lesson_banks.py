@@ -1,4 +1,4 @@
-"""A tile through shared memory, written by rows and read by columns: with and without a swizzle, in Gluon.
+"""A tile in shared memory, written by rows and read by columns, with or without swizzle, in Gluon.
 
 Triton chooses such layouts itself, and swizzles; Gluon, which comes with it, leaves them to the
 author.
@@ -12,10 +12,12 @@ SIDE = gl.constexpr(32)
 
 @gluon.jit
 def transpose_kernel(y_ptr, rounds, PHASES: gl.constexpr):
-    """y (32, 32) of this program = Σ over `rounds` r of (row · 32 + column + r), each through shared memory.
+    """Compute y (32, 32) of this program = Σ over `rounds` r of (row · 32 + column + r).
 
-    Column c of row r lies at column c xor (r mod PHASES): a column of the tile is spread over
-    PHASES of the 32 banks.
+    Each summand passes through shared memory.
+
+    Column c of row r is stored at column c xor (r mod PHASES), so a column of the tile is spread
+    over PHASES of the 32 banks.
     """
     by_row: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [4, 1], [1, 0])
     by_column: gl.constexpr = gl.BlockedLayout([1, 1], [32, 1], [1, 4], [0, 1])

@@ -12,7 +12,10 @@ from kernels._dispatch import tl, triton
 def column_sums_kernel(
     x_ptr, out_ptr, rows, cols, ATOMIC: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Σ over this program's rows of BLOCK columns of x (rows, cols): added to out (cols), or row p of out (P, cols)."""
+    """Sum BLOCK columns of x (rows, cols) over this program's rows.
+
+    The sum is added to out (cols), or written to row p of out (P, cols).
+    """
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([ROWS, BLOCK], tl.float32)
     for first in tl.range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
@@ -29,7 +32,7 @@ def column_sums_kernel(
 
 @triton.jit
 def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr):
-    """y (rows) = the variance of each row of x (rows, cols); a program per row."""
+    """Compute y (rows) = the variance of each row of x (rows, cols), with a program per row."""
     x_ptr += tl.program_id(0).to(tl.int64) * cols
     at = tl.arange(0, BLOCK)
     mean = tl.zeros([BLOCK], tl.float32)  # of what each lane has read, or the sum
@@ -67,7 +70,7 @@ def variance_kernel(x_ptr, y_ptr, cols, FORM: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """y = softmax of each row of x (rows, BLOCK); programs take turns at the rows."""
+    """Compute y = softmax of each row of x (rows, BLOCK). Programs take turns at the rows."""
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0), num_stages=STAGES):
         at = row * BLOCK + tl.arange(0, BLOCK)
         x = tl.load(x_ptr + at)
@@ -80,7 +83,7 @@ def softmax_kernel(x_ptr, y_ptr, rows, BLOCK: tl.constexpr, STAGES: tl.constexpr
 
 @triton.jit
 def gelu_of(x):
-    """x·Φ(x), Φ by tanh's approximation."""
+    """Return x·Φ(x), with Φ by tanh's approximation."""
     return x / (1 + tl.exp(-1.5957691 * (x + 0.044715 * x * x * x)))
 
 
@@ -97,7 +100,10 @@ def prologue_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """y = f(x) w, f computed in every program that multiplies with those rows: nothing, GeLU, or softmax of rows."""
+    """Compute y = f(x) w, with f in every program that multiplies with those rows.
+
+    f is nothing, GeLU, or softmax of rows.
+    """
     row = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     col = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -127,7 +133,7 @@ def prologue_kernel(
 
 @triton.jit
 def gelu_forward_kernel(x_ptr, h_ptr, y_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr):
-    """h = scale·x, y = GeLU(h); h is stored or not."""
+    """Compute h = scale·x and y = GeLU(h). h is stored or not."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     h = tl.load(x_ptr + at).to(tl.float32) * scale
     if STORED:
@@ -139,7 +145,7 @@ def gelu_forward_kernel(x_ptr, h_ptr, y_ptr, scale, STORED: tl.constexpr, BLOCK:
 def gelu_backward_kernel(
     dy_ptr, x_ptr, h_ptr, dx_ptr, scale, STORED: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """dx = scale·dy·GeLU′(h), h read or computed again."""
+    """Compute dx = scale·dy·GeLU′(h), with h read or computed again."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     if STORED:
         h = tl.load(h_ptr + at).to(tl.float32)
@@ -156,7 +162,10 @@ def gelu_backward_kernel(
 
 @triton.jit
 def log_sum_kernel(x_ptr, y_ptr, count, K: tl.constexpr, BLOCK: tl.constexpr):
-    """y (count) = log Σ_k exp x (K, count): all K values of an element are needed twice, and stay in registers."""
+    """Compute y (count) = log Σ_k exp x (K, count).
+
+    All K values of an element are needed twice, and stay in registers.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + tl.arange(0, K).to(tl.int64)[:, None] * count + at[None, :]).to(tl.float32)
     top = tl.max(x, 0)

@@ -1,4 +1,4 @@
-"""Small kernels that show one thing each: loads in flight, levels of memory, strides, waves, divergence.
+"""Small kernels with one effect each: loads in flight, levels of memory, strides, waves, branches.
 
 They are launched by the experiment `gpu_lessons` and shown by `ir`. Lengths are multiples of the
 blocks: what ragged ends need is in `kernels/`.
@@ -9,7 +9,10 @@ from kernels._dispatch import tl, triton
 
 @triton.jit
 def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.constexpr):
-    """z = x + y by programs that walk over blocks; with STAGES above 1 the next loads are under way meanwhile."""
+    """Compute z = x + y by programs that walk over blocks.
+
+    With STAGES above 1 the next loads are in flight meanwhile.
+    """
     for block in tl.range(tl.program_id(0), blocks, tl.num_programs(0), num_stages=STAGES):
         at = block * BLOCK + tl.arange(0, BLOCK)
         tl.store(z_ptr + at, tl.load(x_ptr + at) + tl.load(y_ptr + at))
@@ -17,7 +20,7 @@ def stream_kernel(x_ptr, y_ptr, z_ptr, blocks, BLOCK: tl.constexpr, STAGES: tl.c
 
 @triton.jit
 def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr):
-    """y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], read past the L1."""
+    """Compute y[i] = Σ over `rounds` r of x[(i + r · programs · BLOCK) mod SPAN], past the L1."""
     total = tl.zeros([BLOCK], tl.float32)
     # loads of four rounds are under way at once
     for r in tl.range(0, rounds, loop_unroll_factor=4):
@@ -28,14 +31,17 @@ def reread_kernel(x_ptr, y_ptr, rounds, SPAN: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def strided_kernel(x_ptr, y_ptr, stride, offset, BLOCK: tl.constexpr):
-    """y[i] = x[offset + i · stride]."""
+    """Compute y[i] = x[offset + i · stride]."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     tl.store(y_ptr + at, tl.load(x_ptr + offset + at * stride))
 
 
 @triton.jit
 def busy_kernel(y_ptr, rounds, BLOCK: tl.constexpr):
-    """y[i] = x after `rounds` of x ← x / 2 + 1, beginning at i: work for one multiprocessor, without memory."""
+    """Compute y[i] = x after `rounds` of x ← x / 2 + 1, beginning at i.
+
+    This is work for one multiprocessor, without memory.
+    """
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     x = at.to(tl.float32)
     # else half of the instructions are the loop's
@@ -62,7 +68,7 @@ DIVERGENT = tl.constexpr(
 
 @triton.jit
 def divergent_kernel(y_ptr, rounds, WIDTH: tl.constexpr, WAYS: tl.constexpr, BLOCK: tl.constexpr):
-    """As `busy_kernel`; WIDTH neighbouring lanes take the same one of WAYS branches."""
+    """Compute `busy_kernel` in branches: WIDTH neighbouring lanes take the same one of WAYS."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     branch = (at // WIDTH) % WAYS
     x = tl.inline_asm_elementwise(

@@ -4,12 +4,12 @@
     distlab run attention_steps --head-dims 64 128    # of two widths
     TRITON_INTERPRET=1 distlab run attention_steps --quick       # without a GPU: are they right?
 
-Seven kernels in Triton, each the one before with one thing changed (`_lesson_attention.py`, to be
-read beside this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want;
-masked tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the
-backward in one pass. Around them, in the same rounds: attention as in the formula, a
-`torch.compile`d backward behind a Triton forward, the shipped kernels, torch's own, and the shipped
-kernels in fp32, with exact fp32 multiplications and with emulated ones.
+Seven kernels in Triton, each the one before with one thing changed (read `_lesson_attention.py`
+next to this table): 16 × 16 tiles; full tiles, which the tensor cores of a Hopper GPU want; masked
+tiles skipped; the diagonal in a loop of its own; tuned tiles; tensor descriptors; the backward in
+one pass. Around them, in the same rounds: attention as in the formula, a `torch.compile`d backward
+behind a Triton forward, the shipped kernels, torch's own, and the shipped kernels in fp32, with
+exact fp32 multiplications and with emulated ones.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -59,10 +59,10 @@ Calls = Mapping[str, Callable[[], Any]]  # "fwd" and "bwd" of a variant → its 
 class Config(Options):
     """One run: a row per head dim and variant."""
 
-    head_dims: tuple[int, ...] = option((64,), "head dims", choices=tuple(TUNED))
-    heads: int = option(64, "batch × heads", least=1)
+    head_dims: tuple[int, ...] = option((64,), "widths of a head", choices=tuple(TUNED))
+    heads: int = option(64, "number of heads, batch × heads", least=1)
     length: int = option(4096, "tokens, a multiple of every tile", least=1)
-    dtype: str = option("bfloat16", "of the steps", choices=tuple(TOLERANCE))
+    dtype: str = option("bfloat16", "dtype of the steps", choices=tuple(TOLERANCE))
     rounds: int = option(6, "interleaved rounds", least=3)
     calls: int = option(10, "timed calls in a round", least=1)
 
@@ -94,7 +94,10 @@ def staircase(head_dim: int) -> list[Step]:
 def calls_of(
     name: str, shape: Shape, tensors: Sequence[Tensor], steps: Mapping[str, Step]
 ) -> Calls:
-    """`fwd` → o and `bwd` → (dq, dk, dv) of one variant, for q, k, v, dO of (1, H, T, D); each can be called alone."""
+    """Return `fwd` → o and `bwd` → (dq, dk, dv) of one variant.
+
+    They take q, k, v, dO of (1, H, T, D), and each can be called alone.
+    """
     q, k, v, do = tensors
     if step := steps.get(name):  # of (H, T, D)
         q, k, v, do = (x.detach()[0] for x in tensors)
@@ -112,7 +115,10 @@ def calls_of(
 
 
 def check(calls: Calls, shape: Shape, tensors: Sequence[Tensor]) -> Metrics:
-    """The largest error of o and of a gradient, each over the largest exact value, on the last head."""
+    """Return the largest error of o and of a gradient on the last head.
+
+    Each is divided by the largest exact value.
+    """
     found = [x.flatten(0, -3)[-1:] for x in (calls["fwd"](), *calls["bwd"]())]
     expected = exact(shape, *tensors)
     apart = [
@@ -174,7 +180,7 @@ def ready(
 
 
 def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """ms of forward and of backward, timed in one round, and their sums as both."""
+    """Return ms of forward and of backward, timed in one round, and their sums as both."""
     warmup = int(device.type == "cuda")
     times = {
         way: clock.measure(call, warmup=warmup, repeats=repeats, device=device)
@@ -184,9 +190,10 @@ def once(calls: Calls, repeats: int, device: torch.device) -> dict[str, list[flo
 
 
 def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None:
-    """Of each step that was timed after one that was, the gain over that one, round by round, and the predicted one:
-    the matmuls of the tiles visited before over those visited now, where a step changes what is
-    computed.
+    """Write the measured and predicted gain of each timed step over the one before.
+
+    The measured gain is taken round by round. The predicted one, for a step that changes what is
+    computed, is the matmuls of the tiles visited before over those visited now.
     """
     for before, now in pairwise(steps):
         work = [step.matmul_flops(length) for step in (before, now)]
@@ -201,7 +208,10 @@ def gains(found: dict[str, Metrics], steps: Sequence[Step], length: int) -> None
 
 
 def draw(records: Records, path: Path) -> None:
-    """Forward and backward of each step as one bar, and of the peers; rows several times as long stay in the table."""
+    """Draw forward and backward of each step, and of the peers, as one bar.
+
+    Rows that take several times longer stay in the table.
+    """
     records = [r for r in records if r.variant != NAIVE]
     several = len({r.config["head_dim"] for r in records}) > 1
     labels = [f"{r.variant}, d = {r.config['head_dim']}" if several else r.variant for r in records]

@@ -1,12 +1,12 @@
-"""What does a collective cost the computation beside it?
+"""What does a collective cost a computation that runs at the same time?
 
     distlab run contention --nproc 2
     distlab run contention --nproc 2 --ways all-reduce all-reduce-4-ctas --megabytes 256
 
-NCCL's kernels occupy multiprocessors, as many as their communicator has CTAs (thread blocks), and
-all transfers use the memory's bandwidth. Beside long kernels a message also waits until one of them
-leaves multiprocessors free. A row is a computation, bound by arithmetic or by memory, beside a
-queue of messages that are sent in one way: how fast each runs beside the other, and what one
+NCCL's kernels occupy multiprocessors, one per CTA (thread block) of their communicator, and all
+transfers use the memory's bandwidth. While long kernels run, a message also waits until one of them
+leaves multiprocessors free. A row is a computation, bound by arithmetic or by memory, during a
+queue of messages that are sent in one way: how fast each runs together with the other, and what one
 message costs the computation. On CPUs messages and computation share cores.
 """
 
@@ -54,12 +54,14 @@ WAYS = EVERYWHERE | ON_GPUS
 
 @dataclass(frozen=True)
 class ContentionConfig(Options):
-    """What to time. Raises ValueError for a value that is not allowed; the message says what is."""
+    """Options of the experiment. Raises ValueError for a value that is not allowed."""
 
-    ways: tuple[str, ...] = option((), "to send [all that this machine has]", choices=tuple(WAYS))
+    ways: tuple[str, ...] = option(
+        (), "ways to send messages [all that this machine has]", choices=tuple(WAYS)
+    )
     megabytes: tuple[float, ...] = option((64.0, 256.0), "MiB of a message", above=0)
-    rounds: int = option(5, "medians are taken over so many", least=2)
-    least_ms: float = option(50.0, "of computation beside messages", above=0)
+    rounds: int = option(5, "number of rounds, over which medians are taken", least=2)
+    least_ms: float = option(50.0, "ms of computation during messages, at least", above=0)
     matrix: int = option(4096, "side of the matmul, in bf16, on a CPU in fp32", least=1)
 
 
@@ -109,7 +111,10 @@ def fill(tensors: Sequence[torch.Tensor], value: float) -> None:
 
 
 def checked(context: RankContext, way: str, messages: Messages) -> float:
-    """The largest error of a message from other values on each rank; leaves values that repetitions do not change."""
+    """Return the largest error of a message from other values on each rank.
+
+    Leaves values that repetitions do not change.
+    """
     ranks = torch.arange(1.0, context.world_size + 1, device=context.device)
     if way.startswith("all-gather"):
         expected = ranks.repeat_interleave(messages.sent[0].numel())
@@ -125,7 +130,10 @@ def checked(context: RankContext, way: str, messages: Messages) -> float:
 
 
 def costs(found: dict[str, float], way: str, num_bytes: int, ranks: int) -> dict[str, float]:
-    """What a message costs the computation, in its own time, and its bus bandwidth, alone and beside."""
+    """Return the cost of a message to the computation, in ms, and the bus bandwidths.
+
+    They are those of messages alone and during computation.
+    """
     carried = num_bytes * traffic(
         "all_gather" if way.startswith("all-gather") else "all_reduce", ranks
     )
@@ -148,14 +156,14 @@ def wrong_rows(records: Records) -> list[str]:
 
 VIEW = View(
     columns=[
-        Column("variant", "computation beside messages"),
+        Column("variant", "computation and messages"),
         Column("config.megabytes", "MiB", "g"),
         Column("metrics.compute_alone_ms", "alone ms", ".3f"),
-        Column("metrics.compute_beside_ms", "beside ms", ".3f"),
+        Column("metrics.compute_beside_ms", "together ms", ".3f"),
         Column("metrics.compute_rate", "its rate", ".3f"),
         Column("metrics.compute_noise_pct", "± %", ".1f"),
         Column("metrics.alone_busbw_gb_per_s", "bus alone GB/s", ".1f"),
-        Column("metrics.beside_busbw_gb_per_s", "bus beside GB/s", ".1f"),
+        Column("metrics.beside_busbw_gb_per_s", "bus together GB/s", ".1f"),
         Column("metrics.communication_rate", "their rate", ".3f"),
         Column("metrics.lost_ms_per_gb", "ms lost per GB", ".3f"),
         Column("metrics.max_abs_error", "max |Δ|", ".1e"),
@@ -175,7 +183,7 @@ VIEW = View(
     reading="A rate is the speed relative to running alone, of the computation and of the messages. What is lost is "
     "the computation's own time that a message takes from it, per gigabyte of payload: a slow message that disturbs "
     "little can cost as much as a fast one that disturbs a lot. Bus bandwidth as in allreduce_sweep.",
-    noise="Half of the range of the computation's times beside messages.",
+    noise="Half of the range of the computation's times during messages.",
 )
 
 QUICK = {"megabytes": (4.0,), "matrix": 384, "rounds": 2, "least_ms": 10.0}

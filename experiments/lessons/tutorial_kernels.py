@@ -7,7 +7,7 @@
 Tutorials and course notes print kernels with errors that the shapes and values of their own tests
 hide. The kernels here are written for this lesson and have such errors, several each. Each is run
 on a benign input, on which it is right, and for each of its errors on a hostile one; the public
-function of `kernels` is run on the hostile input too. Every result is compared with PyTorch's in
+function of `kernels` also runs on the hostile input. Every result is compared with PyTorch's in
 float64. Blocks have 16 elements, so that small inputs have several.
 """
 
@@ -36,7 +36,10 @@ TOLERANCE = 1e-3
 
 @triton.jit
 def gram_kernel(x_ptr, y_ptr, rows, cols):
-    """y (rows, rows) += x xᵀ, a program per element and block of columns; the order is that of tiles in groups."""
+    """Compute y (rows, rows) += x xᵀ, with a program per element and block of columns.
+
+    The order is that of tiles in groups.
+    """
     place = tl.program_id(0)
     row = place // (2 * rows) * 2 + place % 2  # ERROR: the last group may have one row
     col = place % (2 * rows) // 2
@@ -49,7 +52,7 @@ def gram_kernel(x_ptr, y_ptr, rows, cols):
 
 @triton.jit
 def statistics_kernel(x_ptr, y_ptr, rows, cols):
-    """y (2, rows) = log Σ exp and the variance of each row of x, a program per row, by blocks."""
+    """Compute y (2, rows) = log Σ exp and variance of rows of x, a program per row, by blocks."""
     row = tl.program_id(0)
     top = float("-inf")
     total = 0.0
@@ -72,7 +75,7 @@ def statistics_kernel(x_ptr, y_ptr, rows, cols):
 
 @triton.jit
 def gelu_kernel(x_ptr, y_ptr, rows, cols):
-    """y (rows, cols) = GeLU(x), a row of 32 per program."""
+    """Compute y (rows, cols) = GeLU(x), a row of 32 per program."""
     at = tl.program_id(0) * 32 + tl.arange(0, 32)
     x = tl.load(x_ptr + at)
     power = tl.exp(1.5957691 * (x + 0.044715 * x * x * x))
@@ -86,7 +89,7 @@ def launch(kernel, x: Tensor, y: Tensor, *grid: int) -> Tensor:
 
 
 def gram(x: Tensor) -> Tensor:
-    """x xᵀ in fp16."""
+    """Compute x xᵀ in fp16."""
     rows, cols = x.shape
     return launch(
         gram_kernel, x, torch.zeros(rows, rows).half(), rows * rows, triton.cdiv(cols, 16)
@@ -114,7 +117,10 @@ GELU = (
 
 
 def trials() -> list[tuple]:
-    """List the errors: name, operation, benign input, hostile input, this input in words, what ours does instead."""
+    """List the errors.
+
+    Each has name, operation, benign input, hostile input, this input in words, and what ours does.
+    """
     deep = torch.full((4, 512), 9.0)  # fp16 holds the sums of `short`: 2,592 and 1,944
     short = deep[:, :32]
     descending = torch.randn(4, 32).sort(descending=True).values
@@ -181,9 +187,9 @@ def trials() -> list[tuple]:
 
 @dataclass(frozen=True)
 class Config(Options):
-    """What to try."""
+    """Options of the experiment."""
 
-    seed: int = option(0, "of the inputs", least=0)
+    seed: int = option(0, "seed of the inputs", least=0)
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:

@@ -13,10 +13,10 @@ is checked against the plainest model of the same weights, its clock against the
 speed against the device's peak.
 
 On request the full step of each combination is taken apart, from the profiler's traces: the kernels
-with the most time in forward, backward, optimizer and inference, the kinds of work by time beside
-their FLOPs in each phase, and the parts of the model (`by_part`), measured beside predicted; memory
-over time by category, with the largest blocks and who asked for them; and what a block saves for
-backward, eager, compiled and with this lab's kernels. That is in `taken_apart`.
+with the most time in forward, backward, optimizer and inference; the kinds of work by time and by
+FLOPs in each phase; the parts of the model (`by_part`), measured and predicted; memory over time by
+category, with the largest blocks and their origin; and the memory that a block saves for backward,
+eager, compiled and with this lab's kernels. That is in `taken_apart`.
 """
 
 import itertools
@@ -107,7 +107,9 @@ def measure(config: BenchmarkConfig, context: RankContext, run: Run) -> None:
 
 
 def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext, run: Run) -> None:
-    """Rows of what is wanted of one combination's full step, in the parts of the run; call it on every rank.
+    """Add the rows that were asked for about one combination's full step.
+
+    They go to the parts of the run. Call it on every rank.
 
     Traces, pictures and the allocator's history are written to the run's folder. What fails is
     reported, and has no rows.
@@ -134,7 +136,10 @@ def take_apart(config: BenchmarkConfig, trial: TrialConfig, context: RankContext
 
 
 def draw_steps(records: Records, path: Path) -> None:
-    """A bar per setting: forward, backward and optimizer of the fullest mode, with p20 and p80 of the whole."""
+    """Draw a bar per setting: forward, backward and optimizer of the fullest mode.
+
+    Whiskers are p20 and p80 of the whole.
+    """
     fullest = max((record.config["mode"] for record in records), key=MODES.index)
     records = [record for record in records if record.config["mode"] == fullest]
     rows = [record.metrics for record in records]

@@ -1,4 +1,6 @@
-"""A step's time by part of the model: scores, softmax, values; norms; feed-forward; measured beside predicted.
+"""A step's time by part of the model, measured and predicted.
+
+The parts are scores, softmax and values, norms, and feed-forward.
 
 The trace of a step with named ranges (`measure.nvtx`) says inside which range the host launched
 each kernel; on a CPU, inside which each operator ran. The same step, eager, is counted at torch's
@@ -78,7 +80,7 @@ Parts = Counter[tuple[str, str]]  # (phase, part) → ms, number or FLOPs
 
 
 def part_of(name: str) -> str:
-    """Which part of the model a range belongs to, forward or backward."""
+    """Return the part of the model that a range belongs to, forward or backward."""
     name = name.removesuffix(" backward")
     return next(
         (part for part, pattern in PARTS if re.search(pattern, name)), re.sub(r"\d+", "*", name)
@@ -86,7 +88,7 @@ def part_of(name: str) -> str:
 
 
 def trace_ranges(trial: Trial) -> Any:
-    """While it is open, every part of the model is a range of the profiler's trace."""
+    """Make every part of the model a range of the profiler's trace while it is open."""
     push, pop = emitter("profiler")
     return named_ranges(
         trial.model, Emitter(lambda name: push(INSIDE + name), pop), trial.optimizer
@@ -94,7 +96,7 @@ def trace_ranges(trial: Trial) -> Any:
 
 
 def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
-    """(phase, part) → ms of kernels, and number of kernels, per step of a trace with `trace_ranges`."""
+    """Return (phase, part) → ms and number of kernels per step of a trace with `trace_ranges`."""
     windows = step_windows(events)
     ms, count, still_open = Counter(), Counter(), []
     for event in sorted(events, key=lambda e: (e.on_host_ms, e.kind != "range", -e.end_ms)):
@@ -116,13 +118,14 @@ def measured_parts(events: Sequence[Event]) -> tuple[Parts, Parts]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this device reaches now, at the sizes of the model's own operators.
+    """Measured rates of this device, at the sizes of the model's own operators.
 
     Args:
-        flops_per_s: of a matmul (`matmul`), of fused attention (`attention`) and of its backward.
-        bytes_per_s: of each of `measure.memory_traffic.KINDS`, and of torch's norm (`norm`) and its
+        flops_per_s: FLOP/s of a matmul (`matmul`), of fused attention (`attention`) and of its
             backward.
-        launch_s: what an empty kernel takes.
+        bytes_per_s: bytes per second of each of `measure.memory_traffic.KINDS`, and of torch's norm
+            (`norm`) and its backward.
+        launch_s: seconds of an empty kernel.
     """
 
     flops_per_s: Mapping[str, float]
@@ -192,7 +195,10 @@ def rates(trial: Trial) -> Rates | None:
 def counted_parts(
     plain: Trial, device: Rates | None
 ) -> tuple[Parts, Parts, dict[str, Counter[str]]]:
-    """(phase, part) → predicted ms, and FLOPs of matmuls; phase → category → all FLOPs, of one eager step."""
+    """Return (phase, part) → predicted ms, and FLOPs of matmuls, of one eager step.
+
+    The third result is phase → category → all FLOPs.
+    """
     log, by_phase = TrafficLog(), {}
     with FlopsByCategory() as counted, log:
 
@@ -236,7 +242,7 @@ def part_rows(measured: tuple[Counter, Counter], predicted: Counter, flops: Coun
 
 
 def part_findings(records: Records) -> list[str]:
-    """The whole step's kernels beside the prediction."""
+    """Compare the whole step's kernels with the prediction."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
         total, said = (
@@ -305,7 +311,7 @@ PART_VIEW = View(
     findings=part_findings,
     reading="Kernels by the part of the model in whose range the host launched them, forward or backward; without a "
     "GPU, operators. Naive attention has scores (their scale and mask included), softmax and values, a fused one is "
-    "one part. What stands in no range (a loss outside of the head, a gradient set to zero) is the rest.",
+    "one part. Kernels in no range (a loss outside of the head, a gradient set to zero) are the rest.",
     prediction="Every operator of an eager step, counted at torch's dispatcher: the longer of its FLOPs at the rate of "
     "a matmul (or fused attention) of this model's size and its bytes at the rate of such operators (copies, "
     "broadcasts, reductions, widening casts, norms), and an empty kernel; all measured alone in this run.",

@@ -1,4 +1,4 @@
-"""Memory of a step: by category over time, with its largest blocks, and what a block saves for backward."""
+"""Memory of a step: categories over time, largest blocks, and what a block saves for backward."""
 
 import tempfile
 from contextlib import nullcontext
@@ -30,8 +30,9 @@ SCOPES = {"inference": "forward only", "step": "full step"}
 
 
 def memory(context: RankContext, config: TrialConfig, folder: Path, slug: str) -> dict[str, Rows]:
-    """Draw rank 0's memory over a forward without gradients and over a step; the largest blocks at each peak as rows,
-    with what is held then.
+    """Draw rank 0's memory over a forward without gradients and over a step.
+
+    The rows are the largest blocks at each peak, with the memory held then.
     """
     device, rows = context.device, []
     for mode, scope in SCOPES.items():
@@ -100,10 +101,12 @@ def over_time(trial: Trial, mode: str) -> memory_timeline.MemoryTimeline | None:
 
 
 def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int | None:
-    """Bytes at the peak by the closed form; None for a user's model, for a forward that keeps what backward needs, and
-    for inference whose logits never exist all at a time.
+    """Return bytes at the peak by the closed form.
 
-    A step is a settled one; of forward and backward alone no optimizer state is there.
+    None for a user's model, for a forward that keeps memory for backward, and for inference whose
+    logits never all exist at once.
+
+    A step is one in the steady state. Forward and backward alone have no optimizer state.
     """
     if (
         config.factory is not None
@@ -134,7 +137,7 @@ def predicted_peak(config: TrialConfig, context: RankContext, mode: str) -> int 
 
 
 def memory_findings(records: Records) -> list[str]:
-    """What is held at each peak, by category, whether the allocator says the same, and what was predicted."""
+    """List the memory held at each peak by category, the allocator's count, and the prediction."""
     lines = []
     for (label, scope), m in {
         (r.config["label"], r.metrics["scope"]): r.metrics for r in records
@@ -185,7 +188,10 @@ FORMS = {  # how the blocks are run, and with which operations
 
 
 def saved(context: RankContext, trial: TrialConfig) -> dict[str, Rows]:
-    """What one block in the middle keeps for backward in each form, on rank 0: all of it, and the largest tensors."""
+    """Return the memory that one block in the middle keeps for backward in each form, on rank 0.
+
+    The rows are all of it, and the largest tensors.
+    """
     rows = []
     for form, (how, changes) in FORMS.items() if context.is_main else ():
         if form == "ours" and context.device.type == "cuda":
@@ -239,8 +245,9 @@ def _saved_in_block(context: RankContext, config: TrialConfig, how: str) -> dict
 
 
 def predicted_saved(config: TrialConfig, *, fused: bool) -> int | None:
-    """Bytes that the closed form says one block keeps, autocast's copies of its matrices included; a fused SwiGLU
-    computes silu(w1 x) again.
+    """Return bytes that one block keeps by the closed form, with autocast's copies of its matrices.
+
+    A fused SwiGLU computes silu(w1 x) again.
     """
     if config.checkpointing != "none":
         return None

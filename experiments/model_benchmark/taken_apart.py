@@ -1,4 +1,4 @@
-"""Where a step's time goes: kernels and kinds of work, in forward, backward, optimizer and inference."""
+"""Time of a step: kernels and kinds of work, in forward, backward, optimizer and inference."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -110,7 +110,10 @@ def _kernel_rows(profiles: Mapping[str, Profile]) -> Rows:
 
 
 def short_name(kernel: str) -> str:
-    """A kernel's name without its return type, template arguments and namespaces, of at most 64 characters."""
+    """Return a kernel's name without return type, template arguments and namespaces.
+
+    It has at most 64 characters.
+    """
     name = (
         readable(kernel)
         .removeprefix("void ")
@@ -162,8 +165,9 @@ def _work_rows(
 
 
 def draw_work(records: Records, path: Path) -> None:
-    """Shares of time beside shares of FLOPs, by kind of work, in each phase; of several combinations in forward
-    and backward.
+    """Draw shares of time and of FLOPs by kind of work, in each phase.
+
+    With several combinations only forward and backward are drawn.
     """
     bars = dict.fromkeys((r.config["label"], r.metrics["phase"]) for r in records)
     if len({label for label, _ in bars}) > 1:
@@ -191,7 +195,7 @@ def draw_work(records: Records, path: Path) -> None:
 
 
 def work_findings(records: Records) -> list[str]:
-    """Compare the profiler's step with the timer's, and say whether the difference is inside the timer's noise."""
+    """Compare the profiler's step with the timer's, and say if the timer's noise explains it."""
     lines = []
     for label, rows in grouped(records, lambda r: r.config["label"]).items():
         m, phases = (
@@ -208,7 +212,10 @@ def work_findings(records: Records) -> list[str]:
 
 
 def _what_the_profiler_costs(metrics: Mapping[str, Any]) -> str:
-    """Say whether the noise of the timer's steps lets the profiler's cost be seen; empty of records without noise."""
+    """Say that the noise of the timer's steps hides the profiler's cost.
+
+    Empty if it does not, and for records without noise.
+    """
     noise = metrics.get("timer_noise_pct")
     if noise is None or abs(metrics["profiler_error_pct"]) > noise:
         return ""

@@ -1,4 +1,4 @@
-"""Each mode of a combination timed, and whether its row can be believed."""
+"""Timing of each mode of a combination, with a check of each row."""
 
 import gc
 import itertools
@@ -80,7 +80,7 @@ def timed(
 
 
 def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
-    """`attempt`, with one status on all ranks: a combination fails everywhere if it fails anywhere."""
+    """Call `attempt` with one status on all ranks: a failure on one rank counts for all."""
     found = attempt(measure)
     failed = [
         status
@@ -95,7 +95,7 @@ def agreed(measure: Callable[[], Metrics], context: RankContext) -> Metrics:
 
 
 def verdict(checked: Metrics, trial: TrialConfig) -> str:
-    """`ok`, or why the row must not be believed."""
+    """Return `ok`, or why the row is not valid."""
     if checked["status"] != "ok":
         return f"unchecked ({checked['status']})"
     # which has no plainer form to be held against; ddp_bench checks its gradients
@@ -112,7 +112,9 @@ def time_mode(
     config: BenchmarkConfig,
     pace: Callable[[], None] = lambda: None,
 ) -> dict[int, Metrics] | str:
-    """Metrics of one mode, by number of warm-up calls; the status of the first call if it failed on some rank.
+    """Return metrics of one mode by number of warm-up calls.
+
+    If the first call failed on some rank, return its status.
 
     Memory runs out in the first call or not at all, so the ranks agree on it there, before they go
     on together.

@@ -1,4 +1,4 @@
-"""The combinations of the options: each one's trial, how far it is from the plainest model, and how tables name it."""
+"""Combinations of the options: trials, errors against the plainest model, and names in tables."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,10 +22,15 @@ Rows = list[tuple[str, Metrics]]  # variant and metrics, of one part
 
 @dataclass(frozen=True)
 class TrialConfig(OwnModel, BenchOptions):
-    """A benchmark of one strategy, with `bucket_size_mb` MiB per bucket if it has any; fp16 with a scaled loss."""
+    """Benchmark of one strategy. fp16 has a scaled loss.
 
-    strategy: str = option("local", "how ranks train together", choices=tuple(STRATEGIES))
-    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
+    Buckets, if it has any, have `bucket_size_mb` MiB.
+    """
+
+    strategy: str = option(
+        "local", "strategy by which ranks train together", choices=tuple(STRATEGIES)
+    )
+    bucket_size_mb: float = option(25.0, "MiB per bucket, for strategies with buckets", above=0)
 
 
 SWEPT = (
@@ -62,14 +67,16 @@ class BenchmarkConfig(OwnModel, Swept):
         (5,), "numbers of first calls to leave out", least=0, flag="--warmup"
     )
     repeats: int = option(10, "timed calls", least=MIN_SAMPLES, flag="--steps")
-    bucket_size_mb: float = option(25.0, "MiB, of strategies with buckets", above=0)
-    seed: int = option(0, "of parameters and data", **SEED)
-    profile: bool = option(False, "traces, and kernels and kinds of work by time")
+    bucket_size_mb: float = option(25.0, "MiB per bucket, for strategies with buckets", above=0)
+    seed: int = option(0, "seed of parameters and data", **SEED)
+    profile: bool = option(False, "write traces, and kernels and kinds of work by time")
     memory: bool = option(
-        False, "memory over time; on a GPU the allocator's history too", flag="--memory-snapshot"
+        False,
+        "write memory over time; on a GPU also the allocator's history",
+        flag="--memory-snapshot",
     )
-    saved: bool = option(False, "what a block saves for backward: eager, compiled, ours")
-    nvtx: bool = option(False, "NVTX ranges on parts and messages, for Nsight Systems")
+    saved: bool = option(False, "measure what a block saves for backward: eager, compiled, ours")
+    nvtx: bool = option(False, "put NVTX ranges on parts and messages, for Nsight Systems")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -83,7 +90,7 @@ class BenchmarkConfig(OwnModel, Swept):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for options of the lab's Transformer, or of buckets, that this run has no use for."""
+        """Raise ValueError for options of the Transformer or of buckets that have no use here."""
         super().check_given(given)
         check_buckets(given, given.get("strategy", cls.strategy))
 
@@ -94,7 +101,7 @@ class BenchmarkConfig(OwnModel, Swept):
         return [TrialConfig(**dict(zip(SWEPT, choice, strict=True)), **rest) for choice in choices]
 
     def label(self, trial: TrialConfig) -> str:
-        """What tells this trial from the others of the run: the options that have several values."""
+        """Return this trial's values of the options that have several values."""
         varied = [name for name in SWEPT if len(getattr(self, name)) > 1]
         plain = ("size", "dtype", "attention", "strategy")  # values that say what they are
         return ", ".join(
@@ -117,13 +124,15 @@ def opened(context: RankContext, config: TrialConfig) -> Iterator[Trial]:
 
 
 def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[str, float]:
-    """How far loss and gradients are from the plainest model: fp32, naive attention, torch's operations, eager.
+    """Return the errors of loss and gradients against the plainest model.
+
+    That is fp32, with naive attention and torch's operations, eager.
 
     Same weights, same batch, in one process, before any strategy. The reference recomputes its
     blocks, so that naive attention needs the memory of one.
 
     Returns:
-        See `relative_errors`.
+        The result of `relative_errors`.
     """
     # which changes no value
     keeps = "block" if config.checkpointing == "auto" else config.checkpointing
@@ -146,7 +155,7 @@ def errors_against_reference(context: RankContext, config: TrialConfig) -> dict[
 
 
 def described(configs: Sequence[Mapping[str, Any]], environment: Mapping[str, Any]) -> str:
-    """One line that says what several trials have in common, of their configurations as records hold them."""
+    """Return a line with the settings that several trials share, from their records."""
     shared = {k: v for k, v in configs[0].items() if all(config.get(k) == v for config in configs)}
     count = (
         f" ({shared['num_parameters'] / 1e6:,.1f} M parameters)"
@@ -181,7 +190,7 @@ def headline(records: Records) -> str:
 
 
 def prefix(label: str) -> str:
-    """What stands before the rows of the combination with this label."""
+    """Return the beginning of the names of rows of the combination with this label."""
     return f"{label}: " if label else ""
 
 

@@ -136,7 +136,10 @@ def search(config: PlanConfig, layout: Layout, machine: Machine) -> list[tuple[C
 
 
 def least_bytes(config: PlanConfig, choice: Choice) -> float:
-    """Return what a rank certainly needs, in no time: where parameters are whole, these and their gradients in fp32."""
+    """Return the bytes that a rank needs at least, without a search.
+
+    If parameters are whole, these are parameters and their gradients in fp32.
+    """
     if get_strategy(choice.strategy).sends == "units":
         return 0.0
     shares = choice.layout.tensor * choice.layout.pipeline
@@ -144,7 +147,10 @@ def least_bytes(config: PlanConfig, choice: Choice) -> float:
 
 
 def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[Choice]]:
-    """Return the choices of a layout that differ in their micro-batch alone, the largest first, in a list each."""
+    """Return the choices of a layout in lists that differ only in their micro-batch.
+
+    The largest micro-batch comes first.
+    """
     _, ranks = config.fleet()
     nodes = machine.network.devices_per_node
     recomputation = config.recomputation if config.factory is None else ("none",)
@@ -168,11 +174,12 @@ def _series(config: PlanConfig, layout: Layout, machine: Machine) -> list[list[C
 
 
 def _largest_fitting(series: Sequence[Choice], needed: Callable[[Choice], Metrics]) -> list[Choice]:
-    """Return the largest micro-batches of a series that fit, the largest first, as many as can be the fastest.
+    """Return the largest micro-batches of a series that fit, the largest first.
 
-    Larger ones take more memory, so that the largest which fits is found by halving. The whole
-    share at once is the exception: where nothing is accumulated, no sums of gradients stand in
-    memory.
+    Their number is `CANDIDATES`, because others cannot be the fastest.
+
+    Larger ones take more memory, so the largest that fits is found by bisection. The whole share at
+    once is the exception: without accumulation, there are no sums of gradients in memory.
     """
     whole = [choice for choice in series if choice.micro_batches == 1 and needed(choice)["fits"]]
     parts = [choice for choice in series if choice.micro_batches > 1]
@@ -219,7 +226,7 @@ def _fastest(
 
 
 def _memory(config: PlanConfig, choice: Choice, ranks: int) -> Metrics:
-    """Of a rank; a user's model is stepped for it in the fake world."""
+    """Return the memory of a rank. A user's model is stepped for it in the fake world."""
     if config.factory is not None:
         needed = simulated(config.factory, choice.strategy, choice.micro_batch, ranks, config.dtype)
     else:
@@ -298,7 +305,10 @@ def _step(
     parts: dict[str, float],
     flops: float,
 ) -> Metrics:
-    """What is said of any model's step: times in seconds, its parts', and FLOPs of one rank."""
+    """Return the metrics of any model's step.
+
+    Times of the step and its parts are in seconds, FLOPs are those of one rank.
+    """
     peak = config.gpu().peak["tf32" if config.dtype == "fp32" else config.dtype]
     return {
         "predicted_step_ms": 1e3 * step,
@@ -311,7 +321,7 @@ def _step(
 
 
 def examples_of(records: Records) -> str:
-    """What the batch counts."""
+    """Return the unit of the batch."""
     shape = PlanConfig.of(records[0].config).shape()
     return "examples" if shape is None else f"sequences × {shape.context_length} tokens"
 
@@ -373,7 +383,7 @@ def _way(record: Record) -> tuple:
 
 
 def _reasons(best: Record, records: Records) -> str:
-    """Why not with less recomputation, or whole parameters: what these would take."""
+    """Explain why less recomputation or whole parameters do not fit, by the memory they need."""
     same = [
         r
         for r in records

@@ -1,4 +1,4 @@
-"""The question of a plan: a model, a batch, GPUs; and the layouts in which these GPUs can share that model."""
+"""The question of a plan: a model, a batch and GPUs, and the layouts in which they can share it."""
 
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -27,14 +27,18 @@ class PlanConfig(MachineOptions):
     """
 
     batch: int = option(512, "sequences per step, over all devices", least=1)
-    device: str = option("h100:64", "name and number, such as h100:64", flag="--devices")
-    tokens: float = option(1e11, "to train on", above=0)
-    days: float | None = option(None, "that training may take", above=0)
-    strategies: tuple[str, ...] = option(STRATEGIES, "to consider", choices=STRATEGIES)
-    optimizer: str = option("adamw", "muon: of blocks' matrices", choices=tuple(OPTIMIZERS))
-    recomputation: tuple[str, ...] = option(RECOMPUTATION, "to consider", choices=KNOWN)
+    device: str = option("h100:64", "name and number of GPUs, such as h100:64", flag="--devices")
+    tokens: float = option(1e11, "tokens to train on", above=0)
+    days: float | None = option(None, "days that training may take", above=0)
+    strategies: tuple[str, ...] = option(STRATEGIES, "strategies to consider", choices=STRATEGIES)
+    optimizer: str = option(
+        "adamw", "adamw, or muon for matrices of blocks", choices=tuple(OPTIMIZERS)
+    )
+    recomputation: tuple[str, ...] = option(
+        RECOMPUTATION, "recomputation to consider", choices=KNOWN
+    )
     layouts: tuple[str, ...] = option(
-        (), "to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]"
+        (), "layouts to consider, such as tp2 or tp8,cp2 with + for the comma [all that fit]"
     )
 
     def __post_init__(self) -> None:
@@ -82,8 +86,9 @@ class PlanConfig(MachineOptions):
             )
 
     def offered(self) -> list[Layout]:
-        """The layouts that were asked for, or those whose axes are powers of two and that this model, batch and cluster
-        can take: a further axis is one more factor here.
+        """Return the layouts that were asked for, or those that model, batch and cluster can take.
+
+        Their axes are powers of two. A further axis is one more factor here.
         """
         if self.layouts:
             return [Layout.parse(text) for text in self.layouts]
@@ -138,7 +143,7 @@ class PlanConfig(MachineOptions):
         return self.fleet()[0]
 
     def usable_bytes(self) -> float:
-        """Of a GPU's memory."""
+        """Bytes of a GPU's memory that a plan may use."""
         return USABLE * self.gpu().hbm_bytes
 
     def place(self) -> str:
@@ -148,7 +153,7 @@ class PlanConfig(MachineOptions):
 
 
 def mismatch(config: PlanConfig, layout: Layout) -> str | None:
-    """Why the devices cannot share this model and batch so; None if they can."""
+    """Return why the devices cannot share this model and batch in this layout. None if they can."""
     _, count = config.fleet()
     nodes = config.machine().network.devices_per_node
     if count % layout.ranks or config.batch % (count // layout.ranks):
@@ -165,18 +170,18 @@ def mismatch(config: PlanConfig, layout: Layout) -> str | None:
         return f"{layout.tensor} ranks that share matrices do not fit a node of {nodes} devices"
     shape = config.shape()
     if layout.pipeline > 1 and shape.tie_embeddings:
-        return "the head shares the embedding's matrix, which lies on another stage"
+        return "the head shares the embedding's matrix, which is on another stage"
     if shape.num_layers % stages_of(layout):
-        return f"{shape.num_layers} blocks are no {stages_of(layout)} equal stages"
+        return f"{shape.num_layers} blocks cannot be split into {stages_of(layout)} equal stages"
     if config.batch // (count // layout.ranks) % layout.pipeline:
-        return f"{config.batch * layout.ranks // count} sequences are no multiple of {layout.pipeline} ranks"
+        return f"{config.batch * layout.ranks // count} sequences are not a multiple of {layout.pipeline} ranks"
     for split in TransformerLM(replace(shape, num_layers=1), device="meta").splits().values():
         uneven = [size for size in split.sizes if size % layout.tensor]
         if uneven:
             return f"{layout.tensor} ranks cannot share {uneven[0]} {split.what} evenly"
     chunks = 2 * layout.context if layout.context > 1 else 1
     if shape.context_length % (chunks * layout.tensor):
-        return f"sequences of {shape.context_length} tokens are no multiple of {chunks * layout.tensor}"
+        return f"sequences of {shape.context_length} tokens are not a multiple of {chunks * layout.tensor}"
     if layout.attention == "ulysses" and (shape.kv_heads // layout.tensor) % layout.context:
         return f"{layout.context} ranks cannot share {shape.kv_heads // layout.tensor} heads of keys evenly"
     return None

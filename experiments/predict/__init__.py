@@ -11,8 +11,8 @@ docs/learn/case_example.json.
 
 Steps of ddp_bench are simulated: each strategy's own code on fake tensors. Five constants of the
 machine come from one record of ddp_bench (its local, naive, flat and overlap rows), and the memory
-bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`); afterwards what
-was measured is put beside them:
+bandwidth of operators from `local` of another (see `distlab.simulate.calibrate`). Afterwards they
+are compared with measurements:
 
     distlab run predict --calibrate records/ddp_bench/h200x2-xl-batch8.json --models xl:2 xl:8
     distlab run predict --predictions records/predict/cpu-h200.json \\
@@ -56,23 +56,23 @@ def _case(text: str) -> tuple[str, int]:
 
 @dataclass(frozen=True)
 class PredictConfig(Options):
-    """What to predict, or where that stands, and what to compare it with."""
+    """Runs to predict, or a file of predictions, and the records to compare them with."""
 
     case: tuple[str, ...] = option(
         (), "files of runs to predict instead of the published ones", metavar="FILE"
     )
     calibrate: str | None = option(
-        None, "a record of ddp_bench on the machine, with local, naive, flat and overlap"
+        None, "record of ddp_bench on the machine, with local, naive, flat and overlap"
     )
     models: tuple[tuple[str, int], ...] = option(
         (), "model and sequences per rank", kind=_case, metavar="PRESET:BATCH"
     )
     ranks: tuple[int, ...] = option((2, 4), "world sizes", least=2)
-    rows: tuple[str, ...] = option(tuple(ROWS), "of ddp_bench", choices=tuple(ROWS))
+    rows: tuple[str, ...] = option(tuple(ROWS), "rows of ddp_bench", choices=tuple(ROWS))
     memory: str | None = option(
-        None, "a record with local of a model that does less arithmetic per byte"
+        None, "record with local of a model that does less arithmetic per byte"
     )
-    predictions: str | None = option(None, "what was predicted before, instead of predicting")
+    predictions: str | None = option(None, "file of earlier predictions, in place of new ones")
     compare: tuple[str, ...] = option((), "records of ddp_bench to compare with", metavar="FILE")
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class PredictConfig(Options):
 
     @classmethod
     def check_given(cls, given: dict[str, Any]) -> None:
-        """Raise ValueError for options of one kind of prediction that were given with another kind."""
+        """Raise ValueError for options of one kind of prediction given with another kind."""
         of_steps = ("calibrate", "models", "ranks", "rows", "memory")
         for kind, idle in (("predictions", ("case", *of_steps)), ("case", of_steps)):
             useless = [name for name in idle if name in given]
@@ -98,8 +98,9 @@ class PredictConfig(Options):
 
 
 def measure(config: PredictConfig, context: RankContext, run: Run) -> None:
-    """A row per published run, or per case, number of ranks and row of ddp_bench, with what was measured of these in a
-    part of its own.
+    """Add a row per published run, or per case, number of ranks and row of ddp_bench.
+
+    The comparison with measurements has a part of its own.
     """
     if config.predictions:
         run.records[:] = read_json(config.predictions)
@@ -225,7 +226,7 @@ COMPARISON_VIEW = View(
         text_column("metrics.volume_as_predicted", "calls and bytes as predicted"),
     ],
     headline=headline_from(
-        "Predicted beside measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
+        "Predicted and measured: {sizes} on {device_name}; largest error of a step {worst:.1f} %; constants from "
         "{calibrated_on}",
         sizes=sizes,
         worst=lambda records: max(abs(record.metrics["step_error_pct"]) for record in records),

@@ -53,7 +53,10 @@ POWER = "500 W: the rate of matmuls there is a rule, not a measurement"
 
 
 def _gpt3(gpus: int, batch: int, teraflops: float, why: int) -> dict[str, Any]:
-    """A row of Megatron's ZeRO-3 table, whose FLOPs are 96·B·s·l·h²·(1 + s/6h + V/16lh), recomputation included."""
+    """Return a row of Megatron's ZeRO-3 table.
+
+    Its FLOPs are 96·B·s·l·h²·(1 + s/6h + V/16lh), recomputation included.
+    """
     layers, width, context, vocabulary = 96, 12_288, 2048, 51_200
     flops = 96 * gpus * batch * context * layers * width**2
     flops *= 1 + context / (6 * width) + vocabulary / (16 * layers * width)
@@ -101,7 +104,10 @@ SHARED = (
 
 
 def _long(context_ranks: int, rate: int, gib: float, why: str = "") -> dict[str, Any]:
-    """A row of torchtitan's table 2: 8 GPUs, of which `context_ranks` share a sequence, 32,768 tokens on each."""
+    """Return a row of torchtitan's table 2: 8 GPUs, `context_ranks` of which share a sequence.
+
+    Each has 32,768 tokens.
+    """
     context = 32_768 * context_ranks
     fsdp = f"FSDP {8 // context_ranks}, CP {context_ranks}"
     return LLAMA | {
@@ -136,7 +142,10 @@ UNCOVERED = (
 def _pipelined(
     schedule: str, stages: tuple[int, ...], rate: int, gib: float, why: str
 ) -> dict[str, Any]:
-    """A row of torchtitan's table 5: 512 GPUs, 32 sequences on the 64 that share a model, a micro-batch per stage."""
+    """Return a row of torchtitan's table 5: 512 GPUs, in groups of 64 that share a model.
+
+    A group has 32 sequences, and a micro-batch per stage.
+    """
     return {
         "name": f"Llama 3.1 405B, {schedule}",
         "source": f"{TORCHTITAN}, table 5",

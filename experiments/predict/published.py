@@ -1,4 +1,4 @@
-"""Runs that others have published, and this lab's own, each beside what theory says of it."""
+"""Runs that others have published, and this lab's own, each compared with theory."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -37,7 +37,7 @@ def add_published(run: Run) -> None:
 
 
 def add(run: Run, case: Case) -> None:
-    """A row: what is predicted of a case, beside what was published."""
+    """Return a row: the prediction of a case, and the published figures."""
     found, published = predict(case), dict(case.published or {})
     kind = published.pop("memory_is", "allocated")
     if "tokens_per_s_per_gpu" in published:
@@ -60,7 +60,7 @@ def add(run: Run, case: Case) -> None:
 
 
 def _compared(metrics: Metrics, published: Mapping[str, float]) -> Metrics:
-    """With what was published beside what was predicted, and the error in per cent."""
+    """Add the published figures, the predicted ones, and the error in per cent."""
     for name, value in published.items():
         metrics[f"published_{name}"] = value
         metrics[f"{name}_error_pct"] = 100 * (metrics[f"predicted_{name}"] / value - 1)
@@ -96,7 +96,7 @@ def _own() -> Iterator[Case]:
 
 
 def findings(records: Records) -> list[str]:
-    """How many points lie within the bars, and each that does not, with its reason."""
+    """Count the points within the bars, and name each that is not, with its reason."""
     lines = []
     for metric, bar, unit in (
         ("step_ms", TIME_BAR, "step times"),

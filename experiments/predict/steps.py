@@ -1,4 +1,4 @@
-"""Step times and memory of `ddp_bench`, predicted by simulated steps and constants that one record calibrates."""
+"""Step times and memory of `ddp_bench`, predicted by simulated steps and calibrated constants."""
 
 from dataclasses import asdict
 from typing import Any
@@ -127,7 +127,7 @@ COMPARED = (
 
 
 def compare(predictions: Records, measured: Records) -> list[Record]:
-    """A record for every measured row of ddp_bench that was predicted: both figures and the error in %.
+    """Return a record for every measured and predicted row: both figures and the error in %.
 
     Raises:
         ValueError: nothing of what was measured had been predicted.

@@ -5,9 +5,9 @@
 
 Classic mistakes, injected one at a time by a subclass or a patch into an otherwise healthy training
 run. Each is put to the checks that this lab's commands make (equality with one process, closed form
-of what is sent, attention against float64, pairs of query and key that the busiest rank sees),
-beside the healthy run, which must pass them all; or the strategy itself raises an error. The
-picture shows the symptom: both loss curves.
+of the bytes sent, attention against float64, pairs of query and key that the busiest rank sees).
+The healthy run must pass them all. Or the strategy itself raises an error. The picture shows the
+symptom: both loss curves.
 
 The mistakes are listed in `mistakes`, and made in `faults`.
 """
@@ -56,11 +56,11 @@ RANKS = 2
 
 @dataclass(frozen=True)
 class SabotageConfig(Options):
-    """What to run."""
+    """Options of the experiment."""
 
-    mistakes: tuple[str, ...] = option(tuple(MISTAKES), "which to make", choices=tuple(MISTAKES))
-    steps: int = option(150, "of each loss curve", least=2)
-    check_steps: int = option(3, "of the comparison with one process", least=2)
+    mistakes: tuple[str, ...] = option(tuple(MISTAKES), "mistakes to make", choices=tuple(MISTAKES))
+    steps: int = option(150, "steps of each loss curve", least=2)
+    check_steps: int = option(3, "steps of the comparison with one process", least=2)
 
 
 def measure(config: SabotageConfig, context: RankContext, run: Run) -> None:
@@ -137,7 +137,10 @@ def volume_difference(context: RankContext, mistake: Mistake) -> tuple[int, int]
 
 
 def pairs_of_busiest(context: RankContext, mistake: Mistake) -> tuple[int, int]:
-    """Pairs of query and key that the busiest rank sees in a sequence; the closed form, T(T + 1)/2 by ranks."""
+    """Return the pairs of query and key in a sequence on the busiest rank, and the closed form.
+
+    The closed form is T(T + 1)/2 divided by the ranks.
+    """
     length = MODEL.context_length
     positions = mistake.layout.axes(context.group).share(torch.arange(length)[None])
     # a query sees keys up to itself
@@ -199,7 +202,7 @@ def examine(context: RankContext, name: str, broken: bool, check_steps: int, ste
 
 
 def examine_both(context: RankContext, name: str, check_steps: int, steps: int) -> list[Metrics]:
-    """`examine` without the mistake, then with it."""
+    """Call `examine` without the mistake, then with it."""
     return [examine(context, name, broken, check_steps, steps) for broken in (False, True)]
 
 
@@ -223,7 +226,7 @@ def _end(losses: Sequence[float]) -> float:
 
 
 def wrong_rows(records: Records) -> list[str]:
-    """What is not as it should be: a mistake that passes, or a healthy run that does not."""
+    """Name mistakes that pass, and healthy runs that do not."""
     found = [
         f"{r.variant}: not caught by {r.config['check']}"
         for r in records
@@ -249,7 +252,7 @@ headline = headline_from(
 
 
 def draw(records: Records, path: Path) -> None:
-    """A panel per mistake: its loss beside the healthy one."""
+    """Draw a panel per mistake: its loss and the healthy one."""
     floor = math.log(SyntheticTokens(MODEL.vocab_size, 1, 1, seed=0, rank=0).branching)
     panels = []
     for record in records:

@@ -1,8 +1,8 @@
-"""How each mistake is made.
+"""Code that makes each mistake.
 
-A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong; one of a
-strategy's user is a subclass that stands for a training loop that makes it. Those where ranks share
-a model replace a function of the layout or of the pipeline while the ranks run.
+A mistake is a subclass of a strategy, or a patch around one, that does one thing wrong. A mistake
+of a strategy's user is a subclass that behaves like a training loop that makes it. Those where
+ranks share a model replace a function of the layout or of the pipeline while the ranks run.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -45,7 +45,7 @@ def without_broadcast(module: nn.Module, **options: Any) -> FlatDDP:
 
 
 class SumInsteadOfMean(FlatDDP):
-    """`ReduceOp.SUM`, and no division afterwards."""
+    """Strategy that sums gradients, as by `ReduceOp.SUM`, and does not divide."""
 
     def _synchronize(self) -> None:
         super()._synchronize()
@@ -54,7 +54,7 @@ class SumInsteadOfMean(FlatDDP):
 
 
 class AllButTheLast(AllReduce):
-    """Sends full buckets and not the one that is left over at the end of backward, that of the first layers."""
+    """All-reduce of full buckets, but not of the last one, which holds the first layers."""
 
     def start(self, bucket: GradientBucket) -> None:
         if bucket.plan.indices[-1] == 0:
@@ -65,7 +65,7 @@ class AllButTheLast(AllReduce):
 
 
 class LastBucketStays(BucketedDDP):
-    """`BucketedDDP` with that exchange."""
+    """Strategy `BucketedDDP` with that exchange."""
 
     def __init__(self, *args: Any, **options: Any):
         super().__init__(*args, **options)
@@ -112,7 +112,7 @@ class NeverWaits(OverlapDDP):
 
 
 class SumsTiedTwice(NaiveDDP):
-    """Sums over names, under which a tied weight stands twice; divides over parameters, where it stands once."""
+    """Sum over names, of which a tied weight has two, but a division over parameters."""
 
     def _synchronize(self) -> None:
         for _, parameter in self.module.named_parameters(remove_duplicate=False):
@@ -122,7 +122,10 @@ class SumsTiedTwice(NaiveDDP):
 
 
 class HookOrder(OverlapDDP):
-    """Gradients leave in the order in which hooks fire, which differs between ranks that use different layers."""
+    """Gradients sent in the order in which hooks fire.
+
+    The order differs between ranks that use different layers.
+    """
 
     def _gradient_ready(self, index: int) -> None:
         self.unsent.remove(index)
@@ -131,7 +134,7 @@ class HookOrder(OverlapDDP):
 
 
 class KeepsItsShard(ShardedOptimizer):
-    """Each rank updates its parameters, and none is sent."""
+    """Optimizer of which each rank updates its parameters, and sends none."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         with patch.object(
@@ -141,7 +144,10 @@ class KeepsItsShard(ShardedOptimizer):
 
 
 class StaleSums(FlatDDP):
-    """The buffer is filled by the first micro-batch; later micro-batches add to `.grad`, which it replaces."""
+    """Buffer filled by the first micro-batch only.
+
+    Later micro-batches add to `.grad`, which it replaces.
+    """
 
     _packed: Sequence[Tensor] = ()
 
@@ -159,7 +165,10 @@ class StaleSums(FlatDDP):
 
 
 class SendsEachMicroBatch(BucketedDDP):
-    """`no_sync()` averages as well: the gradient is right, since a mean that is averaged once more stays the same."""
+    """Strategy whose `no_sync()` also averages.
+
+    The gradient is right, since a mean that is averaged once more stays the same.
+    """
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,7 +180,7 @@ class SendsEachMicroBatch(BucketedDDP):
 
 
 class WaitsInOwnersForward(ZeroOptimizer):
-    """Only the forward of the module that owns parameters waits for their all-gather.
+    """Optimizer whose all-gather only the forward of the owning module waits for.
 
     Messages as small as these usually arrive before the parameters are read. So the results of an
     all-gather are held back until the wait, as on a slow network.
@@ -205,7 +214,7 @@ class ForgetsToFinish(FSDP):
 
 
 class ClipsItsOwnPart(BucketedDDP):
-    """A training loop that clips by torch's function, whose norm differs between ranks under ZeRO."""
+    """Training loop that clips by torch's function, whose norm differs between ranks under ZeRO."""
 
     def finish_gradient_synchronization(self) -> None:
         super().finish_gradient_synchronization()
@@ -218,12 +227,12 @@ vocabulary_cross_entropy, merge = tensor_parallel.vocabulary_cross_entropy, cont
 
 
 def summed_behind_the_loss(*args: Any, group: ProcessGroup, **options: Any) -> Tensor:
-    """Every rank knows the gradient of the loss already; a sum over ranks makes each gradient P times as large."""
+    """Sum a gradient that every rank already has in full, which makes it P times as large."""
     return Share.apply(vocabulary_cross_entropy(*args, group=group, **options), group)
 
 
 class CountsNormsTwice(BucketedDDP):
-    """The squares of all gradients are summed over the ranks that share matrices, those of whole vectors too."""
+    """Norm that sums squares over ranks that share matrices, also those of whole vectors."""
 
     def _norm_of(self, gradients: Any) -> Tensor:
         return super()._norm_of(
@@ -232,7 +241,11 @@ class CountsNormsTwice(BucketedDDP):
 
 
 def shifted_after_the_split(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """The word behind a chunk lies on another rank: its last token gets that of the next chunk here, or none."""
+    """Shift targets within a chunk.
+
+    The next word of a chunk's last token is on another rank. Here the token gets the first word of
+    the rank's next chunk, or none.
+    """
     tokens, targets = batch
     return model(tokens, torch.cat((tokens[:, 1:], torch.full_like(targets[:, :1], -100)), 1))
 
@@ -245,7 +258,7 @@ def merged_in_bf16(out: Tensor, lse: Tensor, *part: Tensor) -> None:
 
 
 def chunks_in_order(ranks: int) -> list[tuple[int, int]]:
-    """The first rank has the first two chunks, which see the fewest keys, and the last rank the last two."""
+    """Give the first two chunks, which see the fewest keys, to the first rank, and so on."""
     return [(2 * rank, 2 * rank + 1) for rank in range(ranks)]
 
 
@@ -257,12 +270,15 @@ run_schedule = Pipeline.run
 def not_divided(
     pipeline: Pipeline, model: ParallelModel, loss_fn: Any, batches: Any, scale: float
 ) -> Tensor:
-    """Gradients are those of the sum of the micro-batches' losses; the printed loss is their mean."""
+    """Make gradients of the sum of the micro-batches' losses. The printed loss is their mean."""
     return run_schedule(pipeline, model, loss_fn, batches, scale * len(batches))
 
 
 def first_backwards_exchanged(pipeline: Pipeline, batches: int) -> list[Action]:
-    """The first rank takes up the activations of micro-batch 1 for the gradient of micro-batch 0, and the reverse."""
+    """Exchange the first two backwards on the first rank.
+
+    Micro-batch 1's activations then meet the gradient of micro-batch 0, and the reverse.
+    """
     actions = gpipe(pipeline.ranks, batches)[pipeline.rank]
     if pipeline.rank == 0:  # behind all forwards, of which there are `batches`
         actions[batches], actions[batches + 1] = actions[batches + 1], actions[batches]
@@ -279,7 +295,7 @@ def last_weights_forgotten(pipeline: Pipeline, batches: int) -> list[Action]:
 
 
 def healthy_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The package's tiled attention with tiles small enough for several of them: (B, H, T, D) each."""
+    """Return this package's tiled attention with several small tiles, for (B, H, T, D) each."""
     with patch.object(tiled, "BLOCK", 16):
         return FlashAttention2PyTorch.apply(q, k, v, True)
 

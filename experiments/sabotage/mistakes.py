@@ -1,4 +1,4 @@
-"""The mistakes: what is trained with each, its symptom, and which check is to catch it.
+"""The mistakes: task and symptom of each, and the check that should catch it.
 
 How each is made is in `faults`; those in the data or in the task need no code of their own.
 """
@@ -47,13 +47,12 @@ EQUALITY, VOLUME, ATTENTION, PAIRS, ERROR = (
 def language_model(
     *, attention: Attention = naive_attention, tied: bool = False, logits: float = 1.0
 ) -> Task:
-    """The small Transformer on synthetic tokens.
+    """Return the small Transformer on synthetic tokens.
 
     Args:
-        attention: for every block.
-        tied: whether the head uses the embedding's matrix.
-        logits: by how much attention's scores are multiplied, as queries and keys grow in long
-            trainings.
+        attention: implementation in every block.
+        tied: True if the head uses the embedding's matrix.
+        logits: factor of attention's scores, as queries and keys grow in long trainings.
     """
 
     def build(seed: int, device: torch.device) -> nn.Module:
@@ -90,7 +89,10 @@ _PIPED = Task(lambda seed, device: _SHARED.build(0, device), _FOUR, _SHARED.loss
 
 
 class TwoExperts(nn.Module):
-    """A batch is sent through one of two layers of equal shape, by its first token: tokens (B, T) → logits."""
+    """Send a batch through one of two layers of equal shape, by its first token.
+
+    The shapes are tokens (B, T) → logits.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -106,7 +108,9 @@ class TwoExperts(nn.Module):
 
 
 class ReadsTheHead(nn.Module):
-    """The model reads its head's parameters itself and never calls the head: tokens (B, T) → logits.
+    """Model that reads its head's parameters itself and never calls the head.
+
+    The shapes are tokens (B, T) → logits.
 
     The layer before the head is so large that the head has a bucket of its own.
     """
@@ -136,20 +140,20 @@ def _seeded(module: type[nn.Module], seed: int, device: torch.device) -> nn.Modu
 
 @dataclass(frozen=True)
 class Mistake:
-    """One mistake beside the healthy run.
+    """One mistake, and the healthy run.
 
     Attributes:
-        name: as in tables.
-        check: which check is expected to catch it (it may not be the only one).
-        symptom: what a person sees who has no check.
+        name: name in tables.
+        check: name of the check that should catch it (it may not be the only one).
+        symptom: symptom that a person without a check sees.
         healthy: name of the strategy that is right.
-        wrap, optimizer: what takes the place of the strategy's own; None leaves it.
-        task: what is trained.
-        candidate: what is trained by mistake; None: `task`.
-        learner: optimizer of the loss curve, and its rate.
-        layout: how ranks share the model.
-        replaced: (object, attribute, what takes its place) while ranks run that make the mistake.
-        max_grad_norm: to which gradients are clipped.
+        wrap, optimizer: replacements of the strategy's own. None keeps it.
+        task: task to train.
+        candidate: task to train by mistake. None: `task`.
+        learner: optimizer of the loss curve, and its learning rate.
+        layout: sizes of the groups of ranks that share the model.
+        replaced: (object, attribute, replacement) while ranks run that make the mistake.
+        max_grad_norm: norm to which gradients are clipped.
     """
 
     name: str
@@ -176,11 +180,11 @@ class Mistake:
 
     @property
     def trained(self) -> Task:
-        """What is trained with the mistake."""
+        """Task that is trained with the mistake."""
         return self.candidate or self.task
 
     def mended(self) -> "Mistake":
-        """The healthy run beside it."""
+        """Healthy run to compare with."""
         return dataclasses.replace(
             self, wrap=None, optimizer=None, candidate=None, attention=None, replaced=None
         )

@@ -221,7 +221,7 @@ def test_an_index_that_was_made_up_is_named(run):
     for parts, message in (
         (
             [[start, count, "../../x", offset]],
-            "lies in '../../x', which is no file of this checkpoint",
+            "is stored in '../../x', which is not a file of this checkpoint",
         ),
         ([[start, count, name, -1]], "are not lists of first element"),
         ([[start, count, name, offset + 4]], "has a gap or an overlap at byte"),
@@ -291,7 +291,7 @@ def test_no_number_of_a_marker_decides_how_long_it_is_checked(run):
         ),
         (
             {"files": {"rank_0_0.bin": {"bytes": 2**63}}},
-            "what it says of rank_0_0.bin is no size and checksum",
+            "what it says of rank_0_0.bin is not a size and checksum",
         ),
         (
             {"files": {"rank_0_0.bin": {"bytes": 2**50}}},

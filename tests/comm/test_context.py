@@ -71,14 +71,14 @@ def test_what_was_freed_in_pieces_serves_a_larger_tensor():
 
 
 OUTSIDE = {
-    "RANK=x WORLD_SIZE=2": "RANK='x' is no whole number",
-    "RANK=0 WORLD_SIZE=": "WORLD_SIZE='' is no whole number",
+    "RANK=x WORLD_SIZE=2": "RANK='x' is not a whole number",
+    "RANK=0 WORLD_SIZE=": "WORLD_SIZE='' is not a whole number",
     "RANK=2 WORLD_SIZE=2": "RANK=2 must be below WORLD_SIZE=2: .* from 0 to 1",
     "RANK=0 WORLD_SIZE=0": "WORLD_SIZE=0 must be at least 1",
     "RANK=1": "RANK=1 is set and WORLD_SIZE is not",
     "RANK=1 WORLD_SIZE=4 LOCAL_RANK=2 LOCAL_WORLD_SIZE=2": "LOCAL_RANK=2 must be below LOCAL_WORLD_SIZE=2",
     "RANK=0 WORLD_SIZE=2": "RANK=0 is set and MASTER_ADDR is not",
-    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=65536": "MASTER_PORT=65536: a port lies between 1 and 65535",
+    "RANK=0 WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=65536": "a port is a number from 1 to 65535",
 }
 
 
@@ -142,7 +142,7 @@ def test_a_rank_0_that_is_not_there_and_ranks_that_do_not_come_are_told_apart(ou
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]  # nobody listens there
         outside(by_hand(1, port))
-        expected = f"rank 1 found nobody at .*127.0.0.1:{port} within 0.5 s"
+        expected = f"rank 1 found no process that listens at .*127.0.0.1:{port} within 0.5 s"
         with pytest.raises(OSError, match=expected), rank_context(backend="gloo", timeout_s=0.5):
             pass
     outside(by_hand(0, port))

@@ -116,10 +116,10 @@ def test_layouts_are_offered_where_a_model_can_be_shared():
     for asked, changes, says in (
         ("tp16", {}, "16 ranks that share matrices do not fit a node of 8"),
         ("tp4", {"kv_heads": 2}, "4 ranks cannot share 2 attention heads"),
-        ("cp4", {"context": 1020}, "1020 tokens are no multiple of 8"),
+        ("cp4", {"context": 1020}, "1020 tokens are not a multiple of 8"),
         ("cp3", {}, "do not divide a batch"),
         ("pp8", {"device": "h100:32"}, "less than a node of 8"),
-        ("pp4-interleaved", {"batch": 512}, "2 sequences are no multiple of 4 ranks"),
+        ("pp4-interleaved", {"batch": 512}, "2 sequences are not a multiple of 4 ranks"),
     ):
         with pytest.raises(ValueError, match=says):
             PlanConfig(**fields | changes, layouts=(asked,))

@@ -30,7 +30,7 @@ MISTAKES = {
     "runs": [
         (
             "--out nowhere",
-            "--out nowhere is no folder: give one that holds results, or leave it out",
+            "--out nowhere is not a folder: give one that holds results, or leave it out",
         )
     ],
     "run ddp_bench": [
@@ -120,7 +120,7 @@ MISTAKES = {
         ("bare.json", "bare.json: a record lacks what is needed of it (KeyError: 'size')"),
         (
             "missing.json",
-            "missing.json is no folder and no file: give a run as `distlab runs` names it",
+            "missing.json does not exist: give a run as `distlab runs` names it",
         ),
     ],
     "sample": [
@@ -282,7 +282,7 @@ def test_a_rank_outside_its_world_is_told_so_at_once(alone, capsys, monkeypatch,
         (143, "was stopped by signal SIGTERM (exit code 143)"),
         (
             -7,
-            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, the data for example, "
+            "ended with signal SIGBUS (exit code -7); a file that it had mapped became shorter, for example the data, "
             "or shared memory ran out",
         ),
     ],

@@ -165,7 +165,7 @@ def test_a_matrix_tied_to_the_head_is_the_heads():
 @pytest.mark.parametrize(
     "message, options",
     [
-        (r"shape \(3,\) is no matrix.*orthogonalize=False", {}),
+        (r"shape \(3,\) is not a matrix.*orthogonalize=False", {}),
         ("ns_steps=0", {"ns_steps": 0}),
         ("adjust_lr_fn='none': give one of None, original", {"adjust_lr_fn": "none"}),
         ("placement='all': give one of gather", {"placement": "all"}),

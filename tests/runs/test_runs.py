@@ -186,7 +186,7 @@ def test_defaults_come_from_the_experiment():
 def test_rows_of_something_else(tmp_path):
     with pytest.raises(ValueError, match=r"has no records\.json: give a run"):
         runs.rows_of(tmp_path)
-    with pytest.raises(ValueError, match="is no folder and no file"):
+    with pytest.raises(ValueError, match="does not exist"):
         runs.rows_of(tmp_path / "gone")
     write_json([record("a", 1.0)], tmp_path / "case.json")
     assert runs.rows_of(tmp_path / "case.json") == tmp_path / "case.json"

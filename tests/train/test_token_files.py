@@ -84,7 +84,7 @@ def test_bad_files_are_refused_with_a_clear_message(tmp_path):
     odd.write_bytes(b"12345")
     np.save(floats, np.zeros((2, 2), dtype=np.float32))
     empty.touch()
-    with pytest.raises(ValueError, match="5 bytes, which is no multiple of 2"):
+    with pytest.raises(ValueError, match="5 bytes, which is not a multiple of 2"):
         open_tokens(odd)
     with pytest.raises(ValueError, match="float32 of shape"):
         open_tokens(floats)
@@ -129,7 +129,9 @@ def test_a_npy_file_that_is_none_is_named_and_nobody_is_told_to_unpickle_it(tmp_
     else:
         np.save(path, np.arange(1000, dtype=np.uint16))
         path.write_bytes(path.read_bytes()[:700])
-    said = "is a pickle" if kind == "a pickle" else "is no array of tokens in numpy's .npy format"
+    said = (
+        "is a pickle" if kind == "a pickle" else "is not an array of tokens in numpy's .npy format"
+    )
     with pytest.raises(ValueError, match=f"{path} {said}") as refused:
         open_tokens(path)
     assert "allow_pickle" not in str(refused.value) and "unsafely" not in str(refused.value)

@@ -1,4 +1,6 @@
-"""What a step consists of, and why it takes longer than the same step without communication: an account that closes.
+"""Parts of a step, and the causes of its overhead over a step without communication.
+
+The parts add up to the step, and the causes to the overhead.
 
 Every moment of a step belongs to one part, the first that applies: the optimizer's compute, other
 compute, communication that no compute covers, a copy, or nothing. The parts of two steps differ by
@@ -27,18 +29,18 @@ KINDS = ("compute", "communication", "copy")
 
 @dataclass(frozen=True)
 class StepAccount:
-    """One step of one rank, in ms of wall clock; compute, exposed communication, copies and idle time sum to it.
+    """One step of one rank in ms: compute, exposed communication, copies and idle time sum to it.
 
     Attributes:
-        step_ms: length of the step.
-        compute_ms: time in which at least one kernel (operator, on a CPU) computed.
-        optimizer_ms: the optimizer's part of it.
-        comm_ms: time in which communication ran.
-        exposed_ms: the exposed part of it, beside which no compute ran. Copies cover nothing.
-        overlap_pct: the share of ``comm_ms`` that compute covers, in %; None without communication.
-        copy_ms: copies beside which neither ran.
-        idle_ms: nothing ran.
-        kernels: name → (how often, ms in sum) of the compute outside of the optimizer.
+        step_ms: ms of the step.
+        compute_ms: ms in which at least one kernel (operator, on a CPU) computed.
+        optimizer_ms: ms of that which belong to the optimizer.
+        comm_ms: ms in which communication ran.
+        exposed_ms: ms of that in which no compute ran. Copies do not cover communication.
+        overlap_pct: share of ``comm_ms`` that compute covers, in %. None without communication.
+        copy_ms: ms of copies during which neither ran.
+        idle_ms: ms in which nothing ran.
+        kernels: name → (count, ms in sum) of the compute outside of the optimizer.
     """
 
     step_ms: float
@@ -53,11 +55,11 @@ class StepAccount:
 
 
 def step_windows(events: Sequence[Event]) -> list[Interval]:
-    """When each ``distlab:step`` ran, in order of time.
+    """Return the interval of each ``distlab:step``, in order of time.
 
-    Usually its range. Where steps were queued (there is a range ``distlab:next``) on a GPU, the
-    host's ranges lie before the work: a step then lasts from its first compute kernel to that of
-    the next.
+    It is usually its range. If steps were queued (there is a range ``distlab:next``) on a GPU, the
+    host's ranges are earlier than the work: a step then lasts from its first compute kernel to that
+    of the next.
 
     Raises:
         ValueError: there is no such range.
@@ -66,7 +68,7 @@ def step_windows(events: Sequence[Event]) -> list[Interval]:
 
 
 def _steps(events: Sequence[Event]) -> list[tuple[Interval, Interval]]:
-    """(range on the host, window on the device) of each step."""
+    """Return (range on the host, window on the device) of each step."""
     named = sorted((e for e in events if e.name in (STEP, NEXT)), key=lambda event: event.start_ms)
     ranges = [(event.start_ms, event.end_ms) for event in named]
     queued = bool(named) and named[-1].name == NEXT
@@ -103,7 +105,10 @@ def _launched(events: Sequence[Event]) -> list[Event]:
 
 
 def nearest_step(events: Sequence[Event], step_ms: float) -> Interval:
-    """Return the window of the step whose duration is nearest to `step_ms`, the median of steps without a profiler."""
+    """Return the window of the step with the duration nearest to `step_ms`.
+
+    That is the median of steps without a profiler.
+    """
     return min(step_windows(events), key=lambda window: abs(window[1] - window[0] - step_ms))
 
 
@@ -150,7 +155,9 @@ def account(events: Sequence[Event], window: Interval | None = None) -> StepAcco
 
 
 def lanes(events: Sequence[Event], window: Interval | None = None) -> dict[str, list[Interval]]:
-    """Return the lanes of a timeline picture of `window`, by default the median step, which starts at 0 ms.
+    """Return the lanes of a timeline picture of `window`, by default the median step.
+
+    Times start at 0 ms.
 
     Returns ``compute``, ``copies``, ``communication`` and ``exposed`` (communication that no
     compute covers), each disjoint and ascending.
@@ -199,8 +206,10 @@ def _inside(events: Iterable[Event], kind: str, window: Interval) -> list[Interv
 
 
 def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
-    """Where ``step``'s extra time against ``local``, the same without communication, comes from: cause → ms, which sum
-    to what the two profiled steps differ by.
+    """Return the causes of the extra time of ``step`` over ``local``, in ms.
+
+    ``local`` is the same step without communication. The causes sum to the difference of the two
+    profiled steps.
     """
     extra = 0.0
     for name in step.kernels.keys() | local.kernels.keys():
@@ -219,5 +228,5 @@ def explain(step: StepAccount, local: StepAccount) -> dict[str, float]:
 
 
 def closes(unexplained_ms: float, step_ms: float) -> bool:
-    """Whether an account is good enough: within 5 % of the step, or 1 ms."""
+    """Return whether an account is accurate enough: within 5 % of the step, or 1 ms."""
     return abs(unexplained_ms) <= max(0.05 * step_ms, 1.0)

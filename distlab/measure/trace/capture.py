@@ -57,14 +57,14 @@ _CPU_COMPUTE = re.compile(r"aten::|\w+Backward\d+$|## Call CompiledFxGraph")
 
 
 class Event(NamedTuple):
-    """One interval on one lane; times in ms since the earliest event of its trace.
+    """One interval on one lane. Times are in ms since the earliest event of its trace.
 
     Attributes:
         kind: ``communication``, ``compute``, ``copy`` or ``range``.
         lane: a GPU stream or a CPU thread.
-        launched_ms: for work on a GPU, when the host launched it; None elsewhere.
-        operator: for work on a GPU, the innermost operator that launched it (``aten::mm``); None
-            elsewhere, and where operators were not recorded.
+        launched_ms: ms at which the host launched work on a GPU. None elsewhere.
+        operator: innermost operator that launched work on a GPU (``aten::mm``). None elsewhere, and
+            if operators were not recorded.
     """
 
     name: str
@@ -77,12 +77,15 @@ class Event(NamedTuple):
 
     @property
     def on_host_ms(self) -> float:
-        """When the host started it: work on a GPU may run when the host is in the next phase already."""
+        """Time in ms at which the host started it.
+
+        Work on a GPU may run when the host is already in the next phase.
+        """
         return self.start_ms if self.launched_ms is None else self.launched_ms
 
 
 def activities_on(device: Device) -> list[ProfilerActivity]:
-    """What torch.profiler records of a device: its kernels, and the host's operators."""
+    """Return the activities that torch.profiler records: a device's kernels, and host operators."""
     if torch.device(device).type == "cuda":
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA]
     # torch 2.13's profiler announces its start and end on stderr, above the level of errors.
@@ -110,7 +113,10 @@ def recording_trace(device: Device, memory: bool = False) -> Iterator[profile]:
 
 
 class _RangesOnly(autograd_profiler.profile):
-    """torch's profiler without the host's operators, which double the host's time: ranges, launches, and the GPU."""
+    """Profiler of torch without host operators, which double the host's time.
+
+    Ranges, launches and the GPU's work are recorded.
+    """
 
     def _start_trace(self) -> None:
         autograd_profiler._enable_profiler(
@@ -134,8 +140,8 @@ def profile_steps(
     """Run ``step()`` under torch.profiler and write this rank's trace, atomically.
 
     Each profiled step is a range ``distlab:step`` that begins and ends with an idle device, so that
-    all it started lies inside the range, on every stream. The ranges ``distlab:warmup`` before take
-    the profiler's own start-up.
+    all work that it started is inside the range, on every stream. The ranges ``distlab:warmup``
+    before it contain the profiler's own start-up.
 
     With ``queued`` steps follow each other as in training, without waiting for the device in
     between: the host runs ahead, and what one step leaves in flight is hidden by the next. On a GPU
@@ -143,17 +149,17 @@ def profile_steps(
     device where each step begins; on a CPU the host does the work, and nothing changes.
 
     Args:
-        step: one training step, called ``warmup + steps`` times (one more if queued on a GPU);
-            every rank must do so together.
-        path: where the JSON goes, gzipped if it ends in ``.gz``. Process names and ids in it carry
-            the rank, so that the files of several ranks can be opened together; host name and paths
-            are left out.
-        device: CUDA activities are recorded if it is a CUDA device.
-        finish: called after the last step, before the recording ends: it must wait for what a step
-            leaves in flight. A gloo collective that outlives the recording that it began under
-            crashes the process.
-        operators: record the host's operators also on a GPU, whose steps a host that is busy
-            recording holds up.
+        step: function of one training step, called ``warmup + steps`` times (one more if queued on
+            a GPU). Every rank must do so together.
+        path: path of the JSON file, gzipped if it ends in ``.gz``. Process names and ids in it
+            carry the rank, so that the files of several ranks can be opened together. Host name and
+            paths are left out.
+        device: device. CUDA activities are recorded on a CUDA device.
+        finish: function that is called after the last step, before the recording ends. It must wait
+            for what a step leaves in flight. A gloo collective that outlives its recording crashes
+            the process.
+        operators: True to record the host's operators also on a GPU. Recording makes the host
+            slower, which can delay the steps.
 
     Raises:
         ValueError: no ``steps`` or a negative ``warmup``.
@@ -191,10 +197,11 @@ def profile_steps(
 
 
 def busy_ms(step: Call) -> tuple[float, float]:
-    """Time per step in which a GPU works, in ms, and the kernels and copies that a step starts.
+    """Return the ms per step in which a GPU works, and the kernels and copies that a step starts.
 
-    Kernels take as long while the host is slow, or slowed down by the profiler: beside the time of
-    a step that nobody traced, this says for how long the GPU waits. `step` must be warm.
+    Kernels take equally long while the host is slow, or slowed down by the profiler. Compared with
+    the time of a step without a profiler, this says for how long the GPU waits. `step` must be
+    warm.
     """
     events = _on_device(step, 2)
     spans = union((e.time_range.start, e.time_range.end) for e in events)
@@ -264,13 +271,13 @@ class Phases:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Mark a step: its first phase begins now, its last ends with a mark or with the step."""
+        """Mark a step. Its first phase begins now, its last ends with a mark or with the step."""
         with self._open:
             self._open.enter_context(record_function(f"distlab:{PHASES[0]}"))
             yield
 
     def mark(self, phase: str) -> None:
-        """`phase` ends here and the next in order begins."""
+        """End `phase` here and begin the next in order."""
         self._open.close()
         following = PHASES.index(phase) + 1
         if following < len(PHASES):
@@ -298,7 +305,10 @@ def _with_rank(trace: Entry, rank: int, world_size: int, backend: str | None) ->
 
 
 def read_trace_file(path: AnyPath) -> Any:
-    """What a ``.json`` or ``.json.gz`` holds; raises OSError, and what gzip and json do where it is truncated."""
+    """Return the content of a ``.json`` or ``.json.gz`` file.
+
+    Raises OSError, and the errors of gzip and json for a truncated file.
+    """
     data = Path(path).read_bytes()
     return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
 
@@ -306,8 +316,7 @@ def read_trace_file(path: AnyPath) -> Any:
 def load_trace(path: AnyPath) -> list[Event]:
     """Load the events of a torch.profiler trace (``.json`` or ``.json.gz``), by start time.
 
-    Events of one lane and kind that lie inside another of the same are left out (``aten::mm`` in
-    ``aten::addmm``).
+    Events inside another of the same lane and kind are left out (``aten::mm`` in ``aten::addmm``).
 
     Raises:
         OSError: the file cannot be opened.
@@ -336,8 +345,9 @@ _ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 def _events(spans: list[Entry]) -> list[Event]:
-    """Every complete event of the file (times in µs) that is of one of the four kinds, by start, without those inside
-    another of the same lane and kind; ranges are all kept.
+    """Return every complete event of one of the four kinds, by start (times in µs).
+
+    Events inside another of the same lane and kind are left out, except ranges.
     """
     origin = min((span["ts"] for span in spans), default=0.0)
     gpu_trace = any(span["cat"] == "kernel" for span in spans)
@@ -381,12 +391,19 @@ def _events(spans: list[Entry]) -> list[Event]:
 
 
 def _argument(span: Entry, name: str) -> int | None:
-    """`correlation` ties what runs on the GPU to the call that launched it, `External id` to the call's operator."""
+    """Return an argument of an event.
+
+    `correlation` ties work on the GPU to the call that launched it, `External id` to the call's
+    operator.
+    """
     return span.get("args", {}).get(name)
 
 
 def _kind(span: Entry) -> str | None:
-    """Of an event; `c10d` for the operators in which nothing counts as compute, None for what is left out."""
+    """Return the kind of an event.
+
+    It is `c10d` for operators in which nothing counts as compute, and None for events to leave out.
+    """
     on_gpu, name = span["cat"] in _ON_GPU, span["name"]
     if _GPU_COMMUNICATION.search(name) if on_gpu else name.startswith("gloo:"):
         return "communication"

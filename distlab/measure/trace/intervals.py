@@ -13,7 +13,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """All points that lie in at least one interval."""
+    """Return all points that are in at least one interval."""
     joined = []
     for start, end in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if joined and start <= joined[-1][1]:
@@ -29,16 +29,16 @@ def total(intervals: Iterable[Interval]) -> float:
 
 
 def intersect(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """All points that lie in both ``a`` and ``b``: outside of neither."""
+    """Return all points that are in both ``a`` and ``b``."""
     return _outside([*_outside(a), *_outside(b)])
 
 
 def subtract(a: Iterable[Interval], b: Iterable[Interval]) -> list[Interval]:
-    """All points of ``a`` that lie outside ``b``."""
+    """Return all points of ``a`` that are not in ``b``."""
     return _outside([*_outside(a), *b])
 
 
 def _outside(intervals: Iterable[Interval]) -> list[Interval]:
-    """All points of the line, from −∞ to ∞, that lie in none."""
+    """Return all points of the line, from −∞ to ∞, that are in none of the intervals."""
     edges = [-math.inf, *itertools.chain(*union(intervals)), math.inf]
     return [(start, end) for start, end in zip(edges[::2], edges[1::2], strict=True) if start < end]

@@ -1,10 +1,10 @@
-"""What a person asks of a profile: which kernels take the time, in which phase, and on what kind of work.
+"""Summary of a profile: time of each kernel, by phase and by kind of work.
 
 Reads the events of a trace (`capture.load_trace`), so a summary can be made again from the file. On
 a GPU the kernels are those of the device, by the phase in which the host launched them; without
 one, the operators.
 
-What kind of work an operator or a kernel is, told by its name.
+The kind of work of an operator or a kernel is told by its name.
 
 The names come from four worlds: operators (``aten::mm``), nodes of autograd (``MmBackward0``),
 kernels of libraries (``nvjet_…``, ``cunn_SoftMaxForward``) and kernels of Triton, whose own names
@@ -30,11 +30,11 @@ class Kernel:
     """One kernel (or operator) in one phase.
 
     Attributes:
-        name: as the trace has it.
-        category: see `category`.
+        name: name in the trace.
+        category: kind of work, see `category`.
         phase: forward, backward, optimizer or outside.
-        count: calls per step.
-        ms: per step, the sum over its calls.
+        count: number of calls per step.
+        ms: ms per step, the sum over its calls.
     """
 
     name: str
@@ -150,15 +150,14 @@ CATEGORIES = (
 
 @functools.lru_cache(maxsize=4096)
 def category(name: str, operator: str | None = None) -> str:
-    """One of `CATEGORIES`.
+    """Return one of `CATEGORIES`.
 
-    ``attention`` is a fused attention; naive attention is matmuls and ``softmax``. Embeddings,
-    views and what nobody thought of are ``other``.
+    ``attention`` is a fused attention. Naive attention is matmuls and ``softmax``. Embeddings,
+    views and unknown operations are ``other``.
 
     Args:
-        name: of the operator, node or kernel.
-        operator: for a kernel, the operator that launched it, which decides if its name says
-            something.
+        name: name of the operator, node or kernel.
+        operator: name of the operator that launched a kernel. It decides if it is informative.
     """
     for text in (operator, name):
         for kind, pattern in _COMPILED if text else ():
@@ -168,6 +167,6 @@ def category(name: str, operator: str | None = None) -> str:
 
 
 def readable(name: str) -> str:
-    """Return an operator's name without what only machines read: autograd's prefix, the hash of a compiled graph."""
+    """Return an operator's name without autograd's prefix and the hash of a compiled graph."""
     name = name.removeprefix("autograd::engine::evaluate_function: ")
     return re.sub(r"## Call CompiledFxGraph \w+ ##", "compiled graph", name)

@@ -1,4 +1,4 @@
-"""What autograd keeps between forward and backward, and what it briefly needs on top.
+"""Memory that autograd keeps between forward and backward, and temporaries in addition.
 
 Counted operation by operation for the blocks of `ModelShape`, with n = B·T tokens, `c` bytes per
 element of the computation, `r` bytes per element of the residual stream and keys of width k, d
@@ -15,12 +15,12 @@ unless heads share them. Of one block autograd saves
     w1 x, silu(w1 x), w3 x and silu(w1 x)·w3 x          4·c·n·f     (a compiled block or a fused kernel computes
                                                                      silu(w1 x) again: 3·c·n·f)
 
-A block that is recomputed keeps its input, r·n·d, and those results of attention and matmuls that
+A block that is recomputed keeps its input, r·n·d, and the results of attention and matmuls that
 `recompute.KEEPS` names.
 
-Where T ranks share matrices (`ModelShape.tensor`), d, k, f, H and V of results are a rank's, and
-the residual stream, its gradient and the norms' statistics have n/T tokens; inputs of matmuls are
-whole, c·n·d. The loss keeps the logits beside their exponentials. Where P ranks share sequences, n
+If T ranks share matrices (`ModelShape.tensor`), d, k, f, H and V of results are those of a rank,
+and the residual stream, its gradient and the norms' statistics have n/T tokens. Inputs of matmuls
+are whole, c·n·d. The loss keeps the logits and their exponentials. If P ranks share sequences, n
 counts the tokens of one, and attention keeps, with its queries and keys after rotation and its
 result in both orders of heads and tokens,
 
@@ -46,12 +46,12 @@ ATTENTION = ("naive", "flash", "sdpa", "auto")
 
 @dataclass(frozen=True)
 class Precision:
-    """In which dtypes a step computes and keeps things, as bytes per element.
+    """Dtypes in which a step computes and keeps tensors, as bytes per element.
 
     Args:
-        compute: of matmuls.
-        residual: of the residual stream.
-        copies_weights: whether matrices are cast for matmuls and the copies kept for backward
+        compute: bytes of an element of matmuls.
+        residual: bytes of an element of the residual stream.
+        copies_weights: True if matrices are cast for matmuls and the copies kept for backward
             (autocast).
     """
 
@@ -74,19 +74,21 @@ class Activations:
     """Bytes kept for backward, by part, and temporaries.
 
     Args:
-        block: of one block.
-        kept: of one block until its backward, by what of it is not recomputed: an entry of
-            `recompute.KEEPS`, or `none` for a block of which nothing is.
-        last: final norm and head.
-        loss: kept by the cross-entropy, log-softmax in fp32.
-        loss_temporary: on top of `loss` at the start of backward: gradients of log-softmax and of
-            the logits, fp32.
-        head_gradient: of the head's input.
-        logits_gradient: what reaches the head, in the dtype of the computation.
-        forward_loss_temporary: on top of `loss` while it is computed: the logits, and their fp32
-            form.
-        block_temporary: most that one block's backward needs besides what it frees.
-        residual_gradient: the gradient that travels down the residual stream.
+        block: bytes of one block.
+        kept: bytes of one block until its backward, for each choice of what is not recomputed: an
+            entry of `recompute.KEEPS`, or `none` for a block that is not recomputed.
+        last: bytes of final norm and head.
+        loss: bytes that the cross-entropy keeps, log-softmax in fp32.
+        loss_temporary: bytes in addition to `loss` at the start of backward: gradients of
+            log-softmax and of the logits, fp32.
+        head_gradient: bytes of the gradient of the head's input.
+        logits_gradient: bytes of the gradient that reaches the head, in the dtype of the
+            computation.
+        forward_loss_temporary: bytes in addition to `loss` while it is computed: the logits, and
+            their fp32 form.
+        block_temporary: bytes, the most that one block's backward needs in addition to those it
+            frees.
+        residual_gradient: bytes of the gradient of the residual stream.
     """
 
     block: int
@@ -102,24 +104,24 @@ class Activations:
 
     @property
     def checkpoint(self) -> int:
-        """Of one block whose activations are all recomputed: its input."""
+        """Bytes of one block whose activations are all recomputed: its input."""
         return self.kept["block"]
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How ranks share sequences.
+    """Way in which ranks share sequences.
 
     Args:
-        ranks: P.
-        how: keys and values travel, as `distlab.parallel.context_parallel.HOW`.
+        ranks: number of ranks, P.
+        how: transport of keys and values, an entry of `distlab.parallel.context_parallel.HOW`.
     """
 
     ranks: int = 1
     how: str = "gathered"
 
     def attention_widths(self, width: int, keys: int) -> int:
-        """Elements per token that fused attention keeps: see the tables above."""
+        """Return the elements per token that fused attention keeps, see the tables above."""
         if self.ranks == 1:
             return 3 * width + 3 * keys
         return {
@@ -227,14 +229,15 @@ def activations(
 def inference_temporary(
     shape: ModelShape, batch: int, context: int, precision: Precision, attention: str = "sdpa"
 ) -> int:
-    """Most bytes that an eager forward without gradients holds beside the parameters; arguments as
-    `block_activations`.
+    """Return the most bytes that an eager forward without gradients holds beyond the parameters.
+
+    The arguments are those of `block_activations`.
 
     The largest of three moments. In attention: the residual stream, qkv's output, queries and keys
     after rotation, and the result; naive attention also holds the scores twice in the dtype of the
     computation and once in fp32 (in fp32: twice), and the mask. In SwiGLU: gate, its silu, up and
-    the result. In the loss: logits, in fp32, and their log-softmax. A matrix under use has its cast
-    beside it.
+    the result. In the loss: logits, in fp32, and their log-softmax. A matrix in use also has its
+    cast.
     """
     n, d, f, c, r = (
         batch * context,

@@ -1,8 +1,8 @@
 """Memory of one rank through a training step, by category, and its peak and when that occurs.
 
 With P parameters in fp32, AdamW's two states and N ranks, what stays allocated is (Rajbhandari et
-al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients beside an fp32 copy, see
-`zero_paper_bytes`)
+al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients in addition to an fp32 copy,
+see `zero_paper_bytes`)
 
     sends and updates            parameters   gradients                         optimizer state
     nothing, gradients           4P           4P, as backward makes them        8P
@@ -19,10 +19,11 @@ al. 2020, "ZeRO", sec. 3; theirs keeps fp16 parameters and gradients beside an f
 
 On top come what forward leaves for backward (`activations`), the low-precision copies that autocast
 makes of the matrices (kept until each has been used in backward), gathered units, and temporaries.
-`step_memory` walks a settled step (the states exist already) from its last forward operation to the
-optimizer, block by block, and looks for the peak; what a strategy does is read off its file in
-`distlab/parallel`. A rank of a pipeline walks through one stage, beside the other micro-batches
-that it holds: each has its activations and its own copies of the matrices.
+`step_memory` walks a step in the steady state (the states exist already) from its last forward
+operation to the optimizer, block by block, and looks for the peak. The rules of a strategy are
+those of its file in `distlab/parallel`. A rank of a pipeline walks through one stage, in addition
+to the other micro-batches that it holds: each has its activations and its own copies of the
+matrices.
 """
 
 from collections.abc import Iterator
@@ -93,33 +94,34 @@ def step_memory(
     """Predict the memory of a training step on one rank, in bytes of the allocator.
 
     Args:
-        shape: of what this rank has of the model.
-        batch, context: sequences on this rank, and tokens in each; of shared sequences, those of
-            this rank.
-        strategy: its entry; `fully_shard` of torch is that of each block.
-        world_size: ranks that the strategy divides by, data × context: of a shard group under
-            hybrid sharding.
+        shape: shape of this rank's part of the model.
+        batch, context: number of sequences on this rank, and of tokens in each. Of shared
+            sequences, the tokens of this rank.
+        strategy: entry of the strategy. torch's `fully_shard` is applied to each block.
+        world_size: number of ranks that the strategy divides by, data × context, under hybrid
+            sharding those of a shard group.
         precision: `fp32`, `bf16-autocast` (fp32 parameters), `bf16` (FSDP with that compute dtype),
-            or bytes.
+            or bytes per element.
         attention: `naive`, `flash` or `sdpa`.
-        checkpointing: how many blocks are recomputed together in backward, 0 for none and True for
-            each by itself; or what is kept of each block of this rank, names of `Activations.kept`.
-        loss_chunk: where the loss is computed in the head, which makes the gradients in the
-            forward, most bytes of logits that exist at a time; None: the head returns all logits.
+        checkpointing: number of blocks recomputed together in backward, 0 for none and True for
+            each by itself, or for each block of this rank what it keeps, a name in
+            `Activations.kept`.
+        loss_chunk: bytes of logits, the most that exist at a time, if the loss is computed in the
+            head, which makes the gradients in the forward. None: the head returns all logits.
         optimizer: `adamw-fused`, `adamw-foreach`, `sgd`, `sgd-momentum`, `muon`.
-        accumulates: several micro-batches without synchronisation; FSDP then keeps full gradients
-            in fp32.
-        fused: blocks are compiled, or run as fused kernels, and keep a little less
+        accumulates: True for several micro-batches without synchronisation. FSDP then keeps full
+            gradients in fp32.
+        fused: True if blocks are compiled, or run as fused kernels. They keep a little less
             (`block_activations`).
-        compiled: they are compiled (`activations`).
-        workspace_bytes: what libraries take from the same allocator; 0 on a CPU.
-        sharing: how ranks share sequences.
-        micro_batches_held: in a pipeline, the most activations of a stage for a micro-batch that
-            this rank holds at once. Those that wait for the rest of a split backward count in full;
-            logits that wait, GPipe's, do not.
+        compiled: True if they are compiled (`activations`).
+        workspace_bytes: bytes that libraries take from the same allocator, 0 on a CPU.
+        sharing: way in which ranks share sequences.
+        micro_batches_held: number of micro-batches, the most whose activations of a stage this rank
+            of a pipeline holds at once. Those that wait for the rest of a split backward count in
+            full. Logits that wait, in GPipe, do not count.
 
     Raises:
-        ValueError: an unknown name, or a size below one; the message lists what is allowed.
+        ValueError: an unknown name, or a size below one. The message lists what is allowed.
     """
     one_of("optimizer", optimizer, OPTIMIZERS)
     if isinstance(precision, str):
@@ -177,7 +179,7 @@ def step_memory(
 
 
 def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
-    """How many devices hold `total_bytes` if they divide it evenly.
+    """Return the number of devices that hold `total_bytes` if they divide it evenly.
 
     Raises:
         ValueError: a device without memory, or negative bytes.
@@ -190,8 +192,10 @@ def devices_to_fit(total_bytes: float, device_bytes: float) -> int:
 
 
 def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> float:
-    """Model states per rank in the accounting of the ZeRO paper: fp16 parameters and gradients, 2 bytes each, and
-    K = 12 bytes of optimizer state (fp32 parameters and Adam's two moments) per parameter.
+    """Return the model states per rank in the accounting of the ZeRO paper.
+
+    fp16 parameters and gradients take 2 bytes each, and optimizer state (fp32 parameters and Adam's
+    two moments) K = 12 bytes per parameter.
 
         stage 0: (2 + 2 + K)·P          stage 1: (2 + 2 + K/N)·P
         stage 2: (2 + (2 + K)/N)·P      stage 3: (2 + 2 + K)/N·P
@@ -202,7 +206,7 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
         ValueError: a stage outside 0 to 3, fewer than one rank, or a negative size.
     """
     if stage not in (0, 1, 2, 3):
-        raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 is no sharding")
+        raise ValueError(f"stage={stage}: ZeRO has stages 1, 2 and 3; 0 means not sharded")
     if world_size < 1 or num_parameters < 0:
         raise ValueError(
             f"num_parameters={num_parameters}, world_size={world_size}: must be positive"
@@ -219,7 +223,7 @@ def zero_paper_bytes(num_parameters: float, world_size: int, stage: int) -> floa
 def _walk(
     setting: held.Setting, states: Breakdown, waiting: int
 ) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) of every moment that could be the fullest, without workspaces.
+    """Yield (phase, bytes) of every moment that could be the peak, without workspaces.
 
     Args:
         waiting: micro-batches that have been forward through a stage and not yet back.
@@ -239,7 +243,7 @@ def _walk(
 
 
 def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) through a stage and back."""
+    """Yield (phase, bytes) through a stage and back."""
     shape, kept, layers = setting.shape, setting.kept, setting.layers
     states = replace(states, gradients=held.gradients_after(setting, 0))
     blocks, _ = _kept_of_stage(setting)
@@ -278,7 +282,7 @@ def _micro_batch(setting: held.Setting, states: Breakdown) -> Iterator[tuple[str
 def _head(
     setting: held.Setting, states: Breakdown, forward: Breakdown
 ) -> Iterator[tuple[str, Breakdown]]:
-    """(phase, bytes) of the head and its loss, forward and back, behind `forward` of the blocks."""
+    """Yield (phase, bytes) of head and loss, forward and back, after `forward` of the blocks."""
     shape, kept, precision, layers = setting.shape, setting.kept, setting.precision, setting.layers
     unit = setting.block_buffer
     head = held.gathered(setting, setting.embedding_buffer)
@@ -317,8 +321,10 @@ def _head(
 
 
 def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown:
-    """The fullest moment of one block's backward: in its feed-forward part, everything of the block still kept, or,
-    on a sharding strategy, at its end, when a unit's gradients are packed for sending.
+    """Return the peak of one block's backward.
+
+    It is in its feed-forward part, with everything of the block still kept. On a sharding strategy
+    it may be at the end, when a unit's gradients are packed for sending.
     """
     shape, kept = setting.shape, setting.kept
     unit, buffer = shape.block_matrices, setting.block_buffer
@@ -350,16 +356,16 @@ def _in_block(setting: held.Setting, states: Breakdown, block: int) -> Breakdown
 
 
 def _kept_of_stage(setting: held.Setting) -> tuple[int, int]:
-    """(bytes kept of a stage's blocks, how many of them are kept in full)."""
+    """Return (bytes kept of a stage's blocks, number of blocks that are kept in full)."""
     if setting.group:
         return -(-setting.layers // setting.group) * setting.kept.checkpoint, 0
     return _kept_below(setting, setting.layers)
 
 
 def _kept_below(setting: held.Setting, block: int) -> tuple[int, int]:
-    """(bytes kept of the blocks before this one while it runs backward, how many of them are kept in full).
+    """Return (bytes kept of the blocks before this one in its backward, number kept in full).
 
-    With groups, of those before its own only the inputs are.
+    With groups, blocks before the group of this one keep only the group's input.
     """
     if setting.levels:
         below = setting.levels[:block]

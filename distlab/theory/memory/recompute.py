@@ -1,4 +1,4 @@
-"""Activation checkpointing in groups: what is kept at worst, what runs again, and which group size keeps least.
+"""Activation checkpointing in groups: memory at worst, repeated work, and the best group size.
 
 A group of k blocks keeps its input, c bytes, instead of its blocks' activations, b bytes each;
 while it runs backward it needs those of its blocks. With ⌈L/k⌉ groups of L blocks that is, at
@@ -9,8 +9,8 @@ worst,
 (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost", sec. 3; they count c = b, hence
 √L).
 
-A block that is recomputed by itself may keep some results beside its input (`KEEPS`): attention's
-and matmuls', which then do not run again.
+A block that is recomputed by itself may keep some results in addition to its input (`KEEPS`): those
+of attention and matmuls, which then do not run again.
 """
 
 from distlab.theory.flops import forward_flops
@@ -30,19 +30,21 @@ RECOMPUTATION = (*KEEPS, "none")
 
 
 def blocks_run_again(num_layers: int, group: int) -> tuple[int, int]:
-    """(blocks that run forward again, how many of these runs stop before their last matmul).
+    """Return (blocks that run forward again, runs of these that stop before their last matmul).
 
-    torch ends a recomputation as soon as everything that was saved is there again: a group stops
-    before the last matmul of its last block, whose result nobody saved.
+    torch ends a recomputation as soon as every saved tensor is there again: a group stops before
+    the last matmul of its last block, whose result is not saved.
     """
     return (num_layers, -(-num_layers // group)) if group else (0, 0)
 
 
 def recomputed_flops(plan: int | tuple[str, ...], *, num_layers: int, **sizes: int) -> int:
-    """FLOPs of all that runs again, per rank and micro-batch; sizes as `distlab.theory.flops.forward_flops`.
+    """Return the FLOPs of all that runs again, per rank and micro-batch.
+
+    The sizes are those of `distlab.theory.flops.forward_flops`.
 
     Args:
-        plan: blocks per group, 0 for none, or what each block keeps
+        plan: number of blocks per group, 0 for none, or for each block what it keeps
             (`activations.Activations.kept`).
 
     Raises:

@@ -1,4 +1,4 @@
-"""What each strategy holds on one rank: parameters, gradients, buckets, copies and states, in bytes.
+"""States of each strategy on one rank: parameters, gradients, buckets and copies, in bytes.
 
 The numbers that `distlab.theory.memory` adds up moment by moment; each is read off the strategy's
 file in `distlab/parallel`.
@@ -95,12 +95,12 @@ class Setting:
 
     @property
     def shards_parameters(self) -> bool:
-        """Whether parameters are sharded, and gathered unit by unit."""
+        """Return whether parameters are sharded, and gathered unit by unit."""
         return self.strategy.sends == "units"
 
     @property
     def pads(self) -> bool:
-        """Whether buffers of matrices have whole rows on every rank, as those of this lab's FSDP."""
+        """Return whether matrices' buffers have whole rows on every rank, as in this lab's FSDP."""
         return self.shards_parameters and not self.strategy.is_peer
 
     @cached_property
@@ -144,7 +144,10 @@ def resident(setting: Setting) -> Breakdown:
 
 
 def optimizer_state(setting: Setting) -> int:
-    """On the fullest rank: whole parameters are dealt out largest first, slices divide evenly."""
+    """Return the bytes on the rank that has most.
+
+    Owners get whole parameters, largest first. Slices divide evenly.
+    """
     parameters = setting.shape.num_parameters
     if setting.shards_parameters:
         return int(setting.state_numbers * setting.sharded(parameters))
@@ -166,7 +169,10 @@ def dealt_out(numels: list[int], ranks: int) -> list[int]:
 
 
 def gradients_after(setting: Setting, done: int) -> int:
-    """Gradients outside of buckets once backward has finished `done` parameters, head and blocks."""
+    """Return the bytes of gradients outside of buckets once backward finished `done` parameters.
+
+    `done` counts those of head and blocks.
+    """
     # Where `.grad` becomes a view of a bucket at once, nothing gathers outside; torch DDP as it
     # comes copies instead. of earlier micro-batches
     if setting.accumulates and not (setting.shards_parameters or in_place(setting)):
@@ -176,7 +182,7 @@ def gradients_after(setting: Setting, done: int) -> int:
 
 
 def all_gradients(setting: Setting) -> int:
-    """After backward; the flat buffer takes every gradient over one by one and lets it go."""
+    """Return the bytes after backward. The flat buffer takes over gradients one by one."""
     if in_place(setting):
         embedding = setting.shape.has_embedding * setting.shape.embedding_parameters
         return 0 if setting.strategy.sends == "buckets" else FP32 * embedding
@@ -184,7 +190,10 @@ def all_gradients(setting: Setting) -> int:
 
 
 def in_place(setting: Setting) -> bool:
-    """Whether linear layers write their weights' gradients where they are sent from (`model.ops.gradient_target`)."""
+    """Return whether linear layers write weights' gradients directly into the sent buffers.
+
+    See `model.ops.gradient_target`.
+    """
     strategy = setting.strategy
     return (
         setting.precision.copies_weights
@@ -194,21 +203,28 @@ def in_place(setting: Setting) -> bool:
 
 
 def weight_copies(setting: Setting) -> int:
-    """Autocast's copies of a stage's matrices but the embedding, which is looked up and not multiplied."""
+    """Return the bytes of autocast's copies of a stage's matrices.
+
+    The embedding has none, because it is looked up and not multiplied.
+    """
     shape = setting.shape
     matrices = setting.layers * shape.block_matrices + shape.has_head * shape.embedding_parameters
     return setting.precision.compute * matrices if setting.precision.copies_weights else 0
 
 
 def gathered(setting: Setting, numel: int) -> int:
-    """Full parameters of gathered units with `numel` elements, in the dtype in which they are sent."""
+    """Return the bytes of gathered units with `numel` elements, in the dtype of the messages."""
     if not setting.shards_parameters:
         return 0
     return (FP32 if setting.precision.copies_weights else setting.precision.compute) * numel
 
 
 def full_gradients(setting: Setting, numel: int, buffer: int) -> int:
-    """FSDP: a unit's full gradients (`numel`), and the flat fp32 `buffer` of the unit before, which is being sent."""
+    """Return the bytes of a unit's full gradients and of the fp32 buffer that is being sent.
+
+    `numel` counts the elements of the unit, `buffer` those of the unit before. Both are 0 except
+    under FSDP.
+    """
     return gathered(setting, numel) + (FP32 * buffer if setting.shards_parameters else 0)
 
 
@@ -222,7 +238,10 @@ def weight_gradient(setting: Setting, numel: int) -> int:
 
 
 def step_temporary(setting: Setting) -> int:
-    """What the optimizer needs besides its state, and the messages in which owners send parameters."""
+    """Return the temporary bytes of the optimizer, or of messages in which owners send parameters.
+
+    The larger of the two counts.
+    """
     stepped = int(optimizer_state(setting) / max(1, setting.state_numbers))
     ours = setting.strategy.updates == "owned" and not setting.strategy.is_peer
     sent = FP32 * setting.shape.num_parameters if ours else 0

@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 distlab run gpu_lessons --quick  # without a GPU: are the kernels right?
 
 Effects of the hardware: small kernels (`_lesson_kernels.py`, `_lesson_banks.py`), run so that
-nothing else matters. Each time is a multiple of the part's first row, beside the multiple that
+nothing else matters. Each time is a multiple of the part's first row, next to the multiple that
 `distlab.theory` predicts:
 
 - strides: a copy that reads every stride-th element. HBM comes 64 bytes at a time, needed or not.
@@ -24,8 +24,8 @@ Launch parameters, as a rate:
 - element-wise: an addition over BLOCK × warps × stages. What counts is how many bytes are under way
   at a time.
 
-Forms of one computation (`forms.py`), each a multiple of the part's first, beside the multiple of
-what it moves:
+Forms of one computation (`forms.py`), each a multiple of the part's first, next to the multiple of
+the bytes that it moves:
 
 - sums: over rows, and over everything, by a second launch that adds partial sums, or by atomic
   additions.
@@ -82,14 +82,16 @@ PARTS = {
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Which parts, how much work."""
+    """Parts to run, and the amount of work."""
 
-    parts: tuple[str, ...] = option(tuple(PARTS), "parts", choices=tuple(PARTS))
+    parts: tuple[str, ...] = option(tuple(PARTS), "parts to run", choices=tuple(PARTS))
     elements: int = option(
-        2**25, "that a copy or an addition writes, a power of two", least=2**12, most=2**25
+        2**25, "elements that a copy or an addition writes, a power of two", least=2**12, most=2**25
     )
-    rounds: int = option(20_000, "of arithmetic, or through shared memory", least=CHECKED_ROUNDS)
-    repeats: int = option(9, "timings of a row", least=3)
+    rounds: int = option(
+        20_000, "rounds of arithmetic, or through shared memory", least=CHECKED_ROUNDS
+    )
+    repeats: int = option(9, "number of timings of a row", least=3)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +102,7 @@ class Config(Options):
 
 
 def measure(config: Config, context: RankContext, run: Run) -> None:
-    """A row per effect's case and per launch; parts of which rows are there already are left as they are."""
+    """Add a row per effect's case and per launch. Parts that have rows are left as they are."""
     check_runs(context.device)
     for part, function in PARTS.items():
         if part in config.parts and not any(r.config["part"] == part for r in run.records):
@@ -147,9 +149,9 @@ VIEW = View(
     parted_by="config.part",
     reading="Each effect is counted, not fitted: ÷ first is a time over that of the table's first row.\n\n"
     "strides: a warp asks for 4 sectors of 32 bytes at stride 1 and for 32 from stride 8 on; an access to HBM is two "
-    "sectors, so that reading costs sixteen times as much from stride 16 on; writing stays as it is. That is what a "
+    "sectors, so that reading costs sixteen times more from stride 16 on. Writing stays as it is. That is what a "
     "transposed or sliced tensor costs a kernel that walks along the wrong dimension. Where more is measured, pages of "
-    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour needs too.\n\n"
+    "memory are opened for few bytes each. A few bytes off costs a sector per warp, which its neighbour also needs.\n\n"
     "banks: 32 lanes that read 32 words of one bank wait for each other. The swizzle costs an xor, and no memory; a "
     "column of padding does the same for 3 % more. Less than predicted is measured, because a round of the loop "
     "also has barriers and additions: on an H200 they take 0.4 of an access without conflicts.\n\n"
@@ -167,8 +169,8 @@ VIEW = View(
     "memory: under load it is longer.\n\n"
     "sums: the second launch is short, and its order is fixed; atomic additions come in any order, into memory that a "
     "launch has set to zero. Same bits: four calls gave one result.\n\n"
-    "variance: the recurrence divides for every element; sums of squares lose as many digits as the square of the mean "
-    "has before the variance.\n\n"
+    "variance: the recurrence divides for every element; sums of squares lose the digits of the square of the mean "
+    "that come before those of the variance.\n\n"
     "programs: one that takes turns waits for its rows, and stages make up for a part of that only; of programs for "
     "one row each many are resident, and others run while one waits.\n\n"
     "prologues: that f(x) is not written and read again is paid by computing it for every 128 columns, where the "

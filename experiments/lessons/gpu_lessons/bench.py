@@ -1,4 +1,4 @@
-"""What the parts of `gpu_lessons` measure with."""
+"""Bench that the parts of `gpu_lessons` measure with."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ ROUNDED = {torch.float32: 1e-3, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 @dataclass
 class Bench:
-    """What all parts measure with."""
+    """Device, options and run of all parts, with the functions that time them."""
 
     config: Any  # the experiment's
     run: Run
@@ -75,10 +75,10 @@ class Bench:
         """Add a row of one way to compute something.
 
         Args:
-            call: gives the result, each time anew.
-            exact: the result in float64.
-            factor: what it moves or multiplies over what the part's first row does; None where that
-                is not counted.
+            call: function that computes the result anew each time.
+            exact: result in float64.
+            factor: ratio of the bytes or multiplications to those of the part's first row. None if
+                they are not counted.
         """
 
         def measured() -> dict[str, Any]:

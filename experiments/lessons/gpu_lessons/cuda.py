@@ -1,4 +1,4 @@
-"""The same kernels in Triton, in CUDA C++ (`_cuda_kernels.cu`, compiled by NVRTC when they run) and by torch.
+"""The same kernels in Triton, in CUDA C++ (`_cuda_kernels.cu`, compiled by NVRTC) and by torch.
 
 Triton's are the lab's plain ones: `add_kernel` of `kernels/elementwise.py`, `forward_kernel` of
 `kernels/softmax.py`, `grouped_kernel` of `kernels/matmul.py`, and the tuned step of
@@ -31,21 +31,21 @@ STEP = lesson.Step("tuned tiles", **TUNED[64], skip=True, split=True)
 
 
 def add(bench: Bench) -> None:
-    """x + y in fp32."""
+    """Compare x + y in fp32."""
     x, y = normal(bench, 2, size(8192, 8), 4096, dtype=torch.float32)
     triton = filling(partial(elementwise.launch_flat, elementwise.add_kernel, "add"))
     compare(bench, "add", triton, torch.add, (x, y), (x.numel() // 1024, 1), 256)
 
 
 def row_softmax(bench: Bench) -> None:
-    """Of 4,096 columns in fp32."""
+    """Compare softmax of rows with 4,096 columns in fp32."""
     x = normal(bench, size(8192, 8), 4096, dtype=torch.float32)
     triton, by_torch = filling(softmax.launch_forward), partial(torch.softmax, dim=1)
     compare(bench, "softmax", triton, by_torch, (x,), (len(x), 1), 256)
 
 
 def product(bench: Bench) -> None:
-    """Of square matrices, in tiles of 128 × 128."""
+    """Compare products of square matrices, in tiles of 128 × 128."""
     n = size(4096, 128)
     a, b = normal(bench, 2, n, n)
     triton = filling(lambda a, b, y: matmul.launch_pointers(a, b, None, y, None, "tf32x3"))
@@ -53,7 +53,7 @@ def product(bench: Bench) -> None:
 
 
 def attention(bench: Bench) -> None:
-    """Causal, forward, of (heads, length, 64)."""
+    """Compare causal attention, forward, of (heads, length, 64)."""
     heads, length = size(64, 1), size(2048, 128)
 
     def by_torch(*qkv: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ def attention(bench: Bench) -> None:
 
 
 def filling(launch: Callable[..., None]) -> Callable[..., Tensor]:
-    """`launch(*inputs, y)` as a function that returns y, which is like the first input."""
+    """Return `launch(*inputs, y)` as a function that returns y, which is like the first input."""
 
     def call(*inputs: Tensor) -> Tensor:
         launch(*inputs, y := torch.empty_like(inputs[0]))
@@ -92,7 +92,10 @@ def compare(
     block: int,
     *sizes: int,
 ) -> None:
-    """Add the rows of a kernel: in Triton, in CUDA C++, launched with this grid and block, and by torch."""
+    """Add the rows of a kernel: in Triton, in CUDA C++ and by torch.
+
+    The one in CUDA C++ is launched with this grid and block.
+    """
     part, exact = f"cuda-{name}", by_torch(*(x.double() for x in inputs))
     in_triton, in_cpp = LINES[name]
     bench.form(part, f"Triton, {in_triton} lines", lambda: triton(*inputs), exact)

@@ -41,7 +41,10 @@ TOLERANCE = 1e-2  # of the largest value of an addition in bf16
 
 
 def strides(bench: Bench) -> None:
-    """Bytes that memory moves for warps side by side, over those of stride 1; the last row begins within a sector."""
+    """Compare the bytes that memory moves for warps with strides, over those of stride 1.
+
+    The last row begins within a sector.
+    """
     count = bench.config.elements
     x = torch.arange(count * max(STRIDES) + BLOCK, device=bench.device, dtype=torch.int32)
     y = torch.empty(count, device=bench.device, dtype=torch.int32)
@@ -70,7 +73,7 @@ def strides(bench: Bench) -> None:
 
 
 def banks(bench: Bench) -> None:
-    """Rounds of writing a tile's rows, one each, and of reading its columns, over those without a conflict."""
+    """Compare rounds of writing a tile's rows and reading its columns with conflict-free ones."""
     programs = 8 * bench.sms  # enough warps that the shared memory itself is the limit
     y = torch.empty(programs, BLOCK, device=bench.device)
     for phases in PHASES:
@@ -97,7 +100,10 @@ def sum_error(y: Tensor, start: float) -> float:
 
 
 def error_of(y: Tensor) -> float:
-    """The largest error of y, 0, 1, 2, … after CHECKED_ROUNDS of x ← x / 2 + 1, over their number."""
+    """Return the largest error of y = 0, 1, 2, … after CHECKED_ROUNDS of x ← x / 2 + 1.
+
+    It is divided by their number.
+    """
     exact = 2 + (torch.arange(len(y), device=y.device, dtype=torch.float64) - 2) / 2**CHECKED_ROUNDS
     return (y - exact).abs().max().item() / len(y)
 
@@ -151,9 +157,12 @@ def busy(y: Tensor, rounds: int) -> None:
 
 
 def levels(bench: Bench) -> None:
-    """Read as many bytes from registers, shared memory, L2 and HBM, by programs that fill all places.
+    """Read equally many bytes from registers, shared memory, L2 and HBM.
 
-    An FMA reads a register that it wrote; a round through shared memory writes as much as it reads.
+    The programs fill all places.
+
+    An FMA reads a register that it wrote. A round through shared memory writes the same number of
+    bytes as it reads.
     """
     x = torch.arange(BLOCK, device=bench.device).float().repeat(8 * bench.config.elements // BLOCK)
     y, spec = torch.empty(8 * bench.sms, BLOCK, device=bench.device), bench.spec

@@ -26,7 +26,7 @@ def normal(bench: Bench, *shape: int, dtype: torch.dtype | None = None) -> Tenso
 
 
 def sums(bench: Bench) -> None:
-    """Σ over the rows of x, and over all of it, in fp32."""
+    """Compare sums over the rows of x, and over all of it, in fp32."""
     rows, cols, parts = size(16384, 64), size(4096, 256), size(64, 2)
     x, out = normal(bench, rows, cols), torch.empty(parts, cols, device=bench.device)
     exact = x.double().sum(0)
@@ -58,7 +58,7 @@ def sums(bench: Bench) -> None:
 
 
 def variance(bench: Bench) -> None:
-    """Of fp32 rows around 30, longer than registers and L2 keep."""
+    """Compare variances of fp32 rows around 30, longer than registers and L2 keep."""
     rows, cols, block = size(512, 3), size(2**17, 512), size(4096, 128)
     x = 30 + normal(bench, rows, cols, dtype=torch.float32)
     exact, y = x.double().var(1, correction=0), torch.empty(rows, device=bench.device)
@@ -93,7 +93,10 @@ def programs(bench: Bench) -> None:
 
 
 def prologue(bench: Bench, name: str, f: Callable[[Tensor], Tensor]) -> None:
-    """f(x) w in tiles of 128 × 128: f(x) is computed once and stored, or once for every 128 columns of w."""
+    """Compare f(x) w in tiles of 128 × 128.
+
+    f(x) is computed once and stored, or once for every 128 columns of w.
+    """
     rows, depth, cols, side = size(8192, 64), size(2048, 64), size(8192, 64), size(128, 32)
     x, w = normal(bench, rows, depth), normal(bench, depth, cols)
     y, exact = (
@@ -165,7 +168,10 @@ def warps(bench: Bench) -> None:
 
 
 def operands(bench: Bench) -> None:
-    """log Σ exp over K tensors: one kernel moves each of them once, and keeps a value of each."""
+    """Compare log Σ exp over K tensors.
+
+    One kernel moves each of them once, and keeps a value of each.
+    """
     x = normal(bench, 32, size(2**22, 2048))
     y = torch.empty_like(x[0])
 

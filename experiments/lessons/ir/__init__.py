@@ -10,7 +10,7 @@ Kernels are compiled and not run (`kernels._compile`), at sizes of a benchmark (
 leaves a file per stage in the run's folder, `stages/MODULE.KERNEL.STAGE`, to be read in this order:
 
     ttir    the kernel as written: blocks, not threads        ttgir   the same with layouts: which thread has what, what
-    llir    one thread, in LLVM's IR                                  lies in shared memory, what is loaded ahead
+        llir    one thread, in LLVM's IR                                  is in shared memory, what is loaded ahead
     ptx     NVIDIA's portable assembler, endless registers    sass    the instructions, registers given out
 
 The table says what is scarce: registers, spilled bytes, shared memory, and how many programs of it
@@ -53,11 +53,11 @@ COMPILES = "import os; os.environ.pop('TRITON_INTERPRET', None)"
 
 @dataclass(frozen=True)
 class Config(Options):
-    """Which kernels, for which GPU."""
+    """Kernels to compile, and the GPU to compile for."""
 
-    kernels: tuple[str, ...] = option((), "MODULE or MODULE.KERNEL [all]", positional=True)
+    kernels: tuple[str, ...] = option((), "kernels, MODULE or MODULE.KERNEL [all]", positional=True)
     capability: int = option(90, "compute capability to compile for", choices=CAPABILITIES)
-    workers: int = option(2, "processes that compile", least=1)
+    workers: int = option(2, "number of processes that compile", least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -78,7 +78,7 @@ class Compiled:
 
 
 def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | None]:
-    """Every kernel of a module, and why there are no more of them."""
+    """Every kernel of a module, and the reason why others are missing."""
     from kernels._compile import compile_for
 
     problem = None
@@ -91,7 +91,7 @@ def compile_module(module: str, capability: int) -> tuple[list[Compiled], str | 
 
 
 def disassembled(cubin: bytes) -> str:
-    """The instructions of a binary, by the disassembler that comes with Triton or a CUDA toolkit."""
+    """Return a binary's instructions, by the disassembler of Triton or of a CUDA toolkit."""
     import triton
 
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -102,7 +102,7 @@ def disassembled(cubin: bytes) -> str:
 
 
 def described(module: str, kernel: Any, capability: int) -> Compiled:
-    """What can be said of one of Triton's compiled kernels."""
+    """Return name, constants, resources and stages of one of Triton's compiled kernels."""
     from kernels._compile import resources
 
     # Gluon has no TTIR
@@ -169,7 +169,7 @@ def stems(found: Sequence[Compiled]) -> Iterator[str]:
 
 
 def findings(records: Sequence[Record]) -> list[str]:
-    """Which kernels spill."""
+    """Name the kernels that spill."""
     spilled = [
         f"{r.variant} ({r.metrics['spill_bytes']} bytes)"
         for r in records
@@ -200,7 +200,7 @@ VIEW = View(
     ],
     headline=headline,
     reading="Registers and spilled bytes are a thread's, shared memory a program's. A multiprocessor has 65,536 "
-    "registers: at 128 threads of 255 two programs, at 32 as many warps as there are places. A kernel that "
+    "registers: two programs of 128 threads at 255 each, or all warps that have places at 32. A kernel that "
     "waits for memory wants many warps; one that multiplies by wgmma wants large tiles, and lives with few. "
     "Spilled registers are written to memory and read back. In the PTX look for ld.global.v4 (16 bytes by each "
     "thread), cp.async (loads that go to shared memory without registers), cp.async.bulk.tensor (the same by "

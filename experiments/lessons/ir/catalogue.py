@@ -1,4 +1,6 @@
-"""Every kernel of the lab, launched on tensors without data, at sizes of a benchmark: what a compiler needs to know.
+"""Every kernel of the lab, launched on tensors without data, at sizes of a benchmark.
+
+A compiler needs no more than that.
 
 MODULES: file of `kernels/`, or lesson of `experiments/lessons/`, → a function that launches all of
 its kernels, those that need Hopper last. Within `kernels._compile.compile_for` a launch compiles
@@ -108,13 +110,13 @@ def _swiglu() -> None:
 
 
 def _rope() -> None:
-    """Of queries that lie in a fused projection."""
+    """Launch rotation of queries in a fused projection."""
     q, table = e(4, 2048, 3, 32, 128).permute(2, 0, 3, 1, 4), e(2048, 128, dtype=F)
     rope.launch_rope(q, table, table, q.contiguous(), 1.0)
 
 
 def _dropout() -> None:
-    """With and without bias and GeLU."""
+    """Launch dropout with and without bias and GeLU."""
     x, w, seed = e(N, D), e(D), e(1, dtype=I)
     for gelu in (False, True):
         dropout.launch_dropout(x, w if gelu else None, seed, x, 0.1, gelu)
@@ -227,7 +229,7 @@ def _attention_steps() -> None:
 
 
 def _lesson_kernels() -> None:
-    """What `gpu_lessons` launches."""
+    """Launch the kernels of the effects in `gpu_lessons`."""
     x, f = e(2**26), e(2**20, dtype=F)
     for stages in (1, 4):
         _dispatch.launch(
@@ -242,7 +244,10 @@ def _lesson_kernels() -> None:
 
 
 def _lesson_forms() -> None:
-    """What else it launches; what is fused into a matmul, and 32 operands, serialize and spill in order to lose."""
+    """Launch the kernels of its forms.
+
+    Work fused into a matmul, and 32 operands, serialize and spill in order to lose.
+    """
     x, f = e(2**20), e(2**20, dtype=F)
     run = _dispatch.launch
     run(forms.column_sums_kernel, (8, 8), x, f, 1024, 1024, ATOMIC=True, ROWS=32, BLOCK=128)
@@ -269,7 +274,7 @@ def _lesson_forms() -> None:
 
 
 def _lesson_banks() -> None:
-    """Through shared memory without and with a swizzle."""
+    """Launch the copy through shared memory without and with a swizzle."""
     from experiments.lessons._lesson_banks import transpose_kernel
 
     for phases in (1, 32):
@@ -277,7 +282,7 @@ def _lesson_banks() -> None:
 
 
 def _average() -> None:
-    """What copy engines have brought, averaged."""
+    """Launch the average of the chunks that copy engines have brought."""
     own = e(2**20, dtype=F)
     _dispatch.launch(
         average.average_kernel,
