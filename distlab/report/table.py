@@ -13,6 +13,8 @@ from distlab.report.record import Record, Records
 from distlab.text import for_markdown, for_terminal
 
 K = TypeVar("K")
+HEADING_PADDING = 2  # which tabulate adds to a heading, and not to a cell
+BETWEEN_COLUMNS = 2
 LONGEST_CELL = 40  # in a terminal
 
 
@@ -144,11 +146,17 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
     """
     longest_words = [max(title.split() or [""], key=len)[:LONGEST_CELL] for title in titles]
     lengths = [max(1, *map(len, column)) for column in zip(longest_words, *rows, strict=True)]
-    room = width - sum(lengths) - 2 * (len(lengths) - 1)
+    cells = [max([0, *map(len, column)]) for column in zip(*rows, strict=True)] or [0] * len(titles)
 
     def lines_of(column: int, length: int) -> list[str]:
         return textwrap.wrap(titles[column], length) or [""]
 
+    def width_of(column: int, length: int) -> int:
+        heading = max(map(len, lines_of(column, length))) + HEADING_PADDING
+        return max(cells[column], heading)
+
+    widths = [width_of(column, length) for column, length in enumerate(lengths)]
+    room = width - sum(widths) - BETWEEN_COLUMNS * (len(widths) - 1)
     fixed = set()  # columns whose headings cannot lose a line in the room that is left
     while len(fixed) < len(titles):
         column = max(
@@ -156,16 +164,18 @@ def _broken_titles(titles: Sequence[str], rows: Sequence[Sequence[str]], width: 
             key=lambda each: len(lines_of(each, lengths[each])),
         )
         before = len(lines_of(column, lengths[column]))
-        wider = [
+        fewer = [
             length
-            for length in range(lengths[column] + 1, lengths[column] + room + 1)
+            for length in range(lengths[column] + 1, len(titles[column]) + 1)
             if len(lines_of(column, length)) < before
         ]
-        if before == 1 or not wider:
+        more = width_of(column, fewer[0]) - widths[column] if fewer else 0
+        if not fewer or more > room:
             fixed.add(column)
             continue
-        room -= wider[0] - lengths[column]
-        lengths[column] = wider[0]
+        room -= more
+        lengths[column] = fewer[0]
+        widths[column] += more
     broken = [lines_of(column, length) for column, length in enumerate(lengths)]
     height = max(map(len, broken))
     return ["\n".join([""] * (height - len(lines)) + lines) for lines in broken]

@@ -443,8 +443,8 @@ EXPERIMENT = Experiment(
             "compile": "blocks",
             "bucket_sizes_mb": (100.0,),
             "warmup": 2,
-            "steps": 4,
-            "rounds": 3,
+            "steps": 6,  # in two rounds: building and compiling a row takes longer than its steps
+            "rounds": 2,
             "strategies": (
                 "local",
                 "naive",

@@ -80,3 +80,16 @@ def test_how_far_a_prediction_is_off():
     rows = [replace(row, metrics=row.metrics | {"predicted_step_ms": 90.0}) for row in rows]
     column = prediction_error("predicted_step_ms", "step_p50_ms")
     assert [column.text(row) for row in rows] == ["-10", "+80", ""]
+
+
+def test_headings_are_broken_only_as_far_as_the_width_asks():
+    columns = [
+        Column("variant", "strategy"),
+        *(Column("metrics.step_ms", "a heading of words", ".1f") for _ in range(3)),
+    ]
+    rows = [record("naive", 1.5)]
+    wide = render_for_terminal(rows, columns, 100).splitlines()[0]
+    assert wide.count("a heading of words") == 3
+    lines = render_for_terminal(rows, columns, 50).splitlines()
+    assert "more column" not in lines[-1] and max(map(len, lines)) <= 50
+    assert lines[2].startswith("---"), "two lines of headings are enough here"
