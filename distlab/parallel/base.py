@@ -30,7 +30,7 @@ from distlab.parallel.full_state import (
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
 from distlab.parallel.tensor_parallel import gather_cuts
-from distlab.parallel.torch_names import check_arguments
+from distlab.parallel.torch_names import AnswersTorchNames
 from distlab.precision import autocast
 
 Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # or groups of them
@@ -353,7 +353,7 @@ class Gradients(NamedTuple):
     cut: list[Tensor]
 
 
-class LocalOptimizer(Optimizer, ABC):
+class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
     """An optimizer to its user, and another, over this rank's share, inside: what both sharded optimizers are.
 
     `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops
@@ -370,11 +370,6 @@ class LocalOptimizer(Optimizer, ABC):
         ValueError: no parameters, or one given twice. TypeError: something that is no tensor. By
             torch's checks.
     """
-
-    def __new__(cls, *given: Any, **named: Any) -> "LocalOptimizer":
-        """Refuse torch's argument names in a sentence, before Python finds one unexpected."""
-        check_arguments(cls, (), named)
-        return super().__new__(cls)
 
     def __init__(
         self,

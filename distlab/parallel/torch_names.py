@@ -4,8 +4,9 @@
 """
 
 import inspect
+import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from torch.distributed import ProcessGroup
 
@@ -43,23 +44,43 @@ INSTEAD = {
 }
 
 
-def check_arguments(cls: type, positional: Sequence[Any], named: Mapping[str, Any]) -> None:
+class AnswersTorchNames:
+    """A base class that answers arguments of torch's classes by those of the class that is constructed.
+
+    Python itself would only say that a keyword is unexpected, or count positional arguments.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # help() and editors show the arguments of __init__, not those of __new__ below.
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=[*signature.parameters.values()][1:])
+
+    def __new__(cls, *given: Any, **named: Any) -> Self:
+        """Raise TypeError for an argument of torch's that this class does not take."""
+        check_arguments(cls, given, named)
+        return super().__new__(cls)
+
+
+def check_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any]) -> None:
     """Refuse arguments that torch's classes take and `cls` does not, with what to give instead.
 
     Args:
         cls: the class that is being constructed.
-        positional: its positional arguments, without the module.
+        given: its positional arguments.
         named: its keyword arguments.
 
     Raises:
         TypeError: a keyword of torch's, a process group or a list of devices by position.
     """
-    accepted = inspect.signature(cls.__init__).parameters
+    accepted = inspect.signature(cls).parameters
     for name in named:
         if name in INSTEAD and name not in accepted:
             raise TypeError(f"{cls.__name__} does not take torch's {name}: {INSTEAD[name]}")
-    for value in positional:
-        if isinstance(value, ProcessGroup):
+    # The first argument is the module, the parameters or the wrapper.
+    names = [name for name in accepted if accepted[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    for value, name in itertools.zip_longest(given[1:], names[1 : len(given)]):
+        if isinstance(value, ProcessGroup) and name != "process_group":
             raise TypeError(
                 f"{cls.__name__} got a process group by position: give it by name, process_group=..."
             )

@@ -17,7 +17,7 @@ from distlab.comm import collectives
 from distlab.parallel.base import ParallelModel
 from distlab.parallel.guards import hooks
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
-from distlab.parallel.torch_names import check_arguments
+from distlab.parallel.torch_names import AnswersTorchNames
 
 Named = Sequence[tuple[str, nn.Parameter]]
 
@@ -180,7 +180,7 @@ class Guard:
         self._registrations = hooks.registrations
 
 
-class Guarded(ParallelModel):
+class Guarded(AnswersTorchNames, ParallelModel):
     """A model under a strategy of ours, which is watched: what all of them refuse in the same way.
 
     Attributes:
@@ -188,11 +188,6 @@ class Guarded(ParallelModel):
     """
 
     guard: Guard
-
-    def __new__(cls, *given: Any, **named: Any) -> "Guarded":
-        """Refuse torch's arguments in a sentence, before Python finds one unexpected."""
-        check_arguments(cls, given[1:], named)
-        return super().__new__(cls)
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
         """Gradients may be changed inside, after `finish_gradient_synchronization()`, on every rank alike and each
