@@ -1,4 +1,4 @@
-"""What does a collective cost a computation that runs at the same time?
+"""What does a collective cost compute that runs at the same time?
 
     distlab run contention --nproc 2
     distlab run contention --nproc 2 --ways all-reduce all-reduce-4-ctas --megabytes 256

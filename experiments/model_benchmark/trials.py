@@ -72,7 +72,7 @@ class BenchmarkConfig(OwnModel, Swept):
     profile: bool = option(False, "write traces, and kernels and kinds of work by time")
     memory: bool = option(
         False,
-        "write memory over time; on a GPU also the allocator's history",
+        "write memory over time, and a GPU's allocations",
         flag="--memory-snapshot",
     )
     saved: bool = option(False, "measure what a block saves for backward: eager, compiled, ours")
