@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 import uuid
 from collections.abc import Callable, Sequence
@@ -67,8 +68,12 @@ def start_ranks(
     options += ["--signals-to-handle", ",".join(heard)]
     # what its agent logs of signals and exit codes is said below and by ranks
     if "LOGLEVEL" not in os.environ:
-        for module in ("agent.server.api", "multiprocessing.api"):
-            logging.getLogger(f"torch.distributed.elastic.{module}").setLevel(logging.CRITICAL)
+        for module in (
+            "torch.distributed.elastic.agent.server.api",
+            "torch.distributed.elastic.multiprocessing.api",
+            "torch.multiprocessing.spawn",
+        ):
+            logging.getLogger(module).setLevel(logging.CRITICAL)
     hand_signals_over()
     try:
         # As a file: of `-m launch` Python would take a launch.py in the user's folder for ours.
@@ -82,8 +87,11 @@ def start_ranks(
                 "--rdzv-endpoint=localhost:0",
                 f"--rdzv-id={uuid.uuid4()}",
             ]
+            # A fork has only the thread that forked: a lock that another thread holds stays locked in
+            # the child, which then hangs. A spawned process starts anew, which takes seconds longer.
+            method = "fork" if threading.active_count() == 1 else "spawn"
             config, *_ = torchrun.config_from_args(
-                torchrun.parse_args([*alone, "--start-method=fork", *command])
+                torchrun.parse_args([*alone, f"--start-method={method}", *command])
             )
             elastic_launch(config, _forked)(_without_own(arguments))
     except SignalException as stopped:
