@@ -221,9 +221,9 @@ def sum_over_rows(x: Tensor) -> Tensor:
 
 @triton.jit
 def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = None):
-    """What lies at the pointers, in fp32; `other` where `inside` is false.
+    """Load what the pointers address, as fp32, and `other` where `inside` is false.
 
-    The policy is a hint for the L2.
+    The policy is a hint for the L2 cache.
     """
     return tl.load(pointers, mask=inside, other=other, eviction_policy=policy).to(tl.float32)
 

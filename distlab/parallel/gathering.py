@@ -66,9 +66,9 @@ class Gathering:
     def _in_flight_classes(
         self, number: int, parameters: Sequence[nn.Parameter]
     ) -> list[tuple[nn.Parameter, type, type | None]]:
-        """Of a buffer: (parameter, its class, its class in flight).
+        """Return (parameter, its class, its class in flight) for the parameters of a buffer.
 
-        All of one class share their class in flight.
+        Parameters of one class share their class in flight.
         """
         arrive = partial(self.wait, {number})
         one_of_each = {type(parameter): parameter for parameter in parameters}

@@ -20,7 +20,7 @@ INSTEAD = {
     "broadcast_buffers": "buffers are broadcast when you wrap; sync_buffers() does it again",
     "init_sync": f"{LEAVE_OUT}; parameters and buffers are always broadcast from rank 0",
     "find_unused_parameters": f"{LEAVE_OUT}; parameters that a rank did not use are always found",
-    "gradient_as_bucket_view": f"{LEAVE_OUT}; gradients are always views of the buckets",
+    "gradient_as_bucket_view": f"{LEAVE_OUT}; where there are buckets, gradients are views of them",
     "static_graph": f"{LEAVE_OUT}; the graph may change from step to step",
     "mixed_precision": "give compute_dtype to FSDP, or use torch.autocast with the other strategies",
     # FullyShardedDataParallel and fully_shard
@@ -28,7 +28,7 @@ INSTEAD = {
     "mp_policy": "give compute_dtype; gradients are reduced in the dtype of the fp32 masters",
     "reshard_after_forward": "keep_gathered=True is reshard_after_forward=False",
     "sharding_strategy": "give a two-dimensional mesh for hybrid sharding; otherwise all is sharded",
-    "auto_wrap_policy": f"{LEAVE_OUT}; units are planned from the module's ModuleLists",
+    "auto_wrap_policy": f"{LEAVE_OUT}; units are the children of ModuleLists, and other layers",
     "cpu_offload": "there is no offloading; use more ranks",
     "offload_policy": "there is no offloading; use more ranks",
     "device_id": MOVE_FIRST,
