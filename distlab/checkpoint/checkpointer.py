@@ -41,7 +41,8 @@ from distlab.checkpoint.files import (
 )
 from distlab.checkpoint.lock import LockLost, RunLock
 from distlab.comm import RankContext, collectives
-from distlab.parallel.base import ParallelModel, load_shards, optimizer_name
+from distlab.parallel.local_optimizer import load_shards, optimizer_name
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Shard, whole
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]

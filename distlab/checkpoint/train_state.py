@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from distlab.checkpoint.files import DTYPES
-from distlab.parallel.base import ParallelModel, stepped
+from distlab.parallel.local_optimizer import stepped
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import NOTED_RANK, Shard, local_part, plain_name, whole
 
 # How a step is computed, not what it computes: a checkpoint does not carry these over.

@@ -21,8 +21,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, ReduceScatterOptions
 from torch.distributed import ProcessGroup, Work
 
-from distlab.cli_errors import is_out_of_memory
-from distlab.comm.wait_diagnostics import wait, waiting
+from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 
 T = TypeVar("T")
 
@@ -63,6 +62,27 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):  # torch hands non-members a sentinel instead of a group
         raise ValueError(f"process_group={group!r}: this rank is not a member of the group")
     return group
+
+
+def wait(work: Work, group: ProcessGroup, what: str) -> None:
+    """Call `work.wait()`. A failure names the ranks that did not come.
+
+    Args:
+        what: activity, in the same words on every rank, such as "averaging gradients".
+
+    Raises:
+        RuntimeError: the wait failed.
+    """
+    if group.name() != "gloo" or not isinstance(work, Work):  # such as a transfer by copy engines
+        work.wait()
+        return
+    try:
+        work.wait(LONG_WAIT)
+    except RuntimeError:
+        # Either it takes longer, or it has failed, and then so does the next wait. This one tells
+        # the other ranks that this rank is waiting.
+        with waiting(group, what):
+            work.wait()
 
 
 @functools.cache
@@ -297,6 +317,8 @@ def if_it_fits(
     A rank that ran out of memory still tries the rest, because the other ranks, which hear of it at
     the end, wait for it in their collectives.
     """
+    from distlab.cli_errors import is_out_of_memory
+
     result, fits = None, True
     for number in range(times):
         try:

@@ -18,7 +18,6 @@ did not use a parameter.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,32 +25,6 @@ from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
-
-
-def all_reduce_on(groups: MeshGroups) -> "Callable[[Tensor], OneLevel | Message]":
-    """Return a function that starts to average a tensor over all ranks of the groups.
-
-    Its result has `wait()`, which waits for the mean.
-
-    It uses two levels if there are two. With one group, or groups of one rank, all ranks are one
-    level.
-    """
-    if groups.replicate is None or groups.shard.size() == 1:
-        return lambda tensor: OneLevel(
-            collectives.all_reduce_mean(tensor, groups.world), groups.world
-        )
-    return TwoLevelAllReduce(groups).start
-
-
-class OneLevel(NamedTuple):
-    """A tensor that is being averaged in one message."""
-
-    work: Work
-    group: ProcessGroup
-
-    def wait(self) -> None:
-        """Make what follows see the mean; an error names the ranks that did not come."""
-        collectives.wait(self.work, self.group, "averaging gradients")
 
 
 class TwoLevelAllReduce:

@@ -31,26 +31,6 @@ LEFT = "left"  # in place of a count, by a rank that needs the others no more
 NCCL_GRACE_S = 4.0
 
 
-def wait(work: Work, group: ProcessGroup, what: str) -> None:
-    """Call `work.wait()`. A failure names the ranks that did not come.
-
-    Args:
-        what: is being done, in the same words on every rank, such as "averaging gradients".
-
-    Raises:
-        RuntimeError: the wait failed.
-    """
-    if group.name() != "gloo" or not isinstance(work, Work):  # such as a transfer by copy engines
-        work.wait()
-        return
-    try:
-        work.wait(LONG_WAIT)
-    except RuntimeError:
-        # it lasts, if only until this moment, or it has failed, and then so does the next wait
-        with waiting(group, what):
-            work.wait()
-
-
 def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
     """Wait for a send or a receive.
 

@@ -17,17 +17,18 @@ from torch.optim import Optimizer
 
 from distlab.comm.subgroups import hybrid_mesh
 from distlab.options import unknown
-from distlab.parallel.base import LocalOptimizer, ParallelModel, stepped
 from distlab.parallel.bucketed import BucketedDDP
-from distlab.parallel.bucketed_copy_engine import CopyEngineDDP
+from distlab.parallel.checks import refuse_cut_matrices, takes_shards
 from distlab.parallel.context_parallel import Parts, share_sequences
-from distlab.parallel.data_parallel import DataParallel
+from distlab.parallel.copy_engine import CopyEngineDDP
+from distlab.parallel.ddp import DataParallel
 from distlab.parallel.flat import FlatDDP
 from distlab.parallel.fsdp import FSDP
-from distlab.parallel.guards.optimizers import refuse_cut_matrices, takes_shards
 from distlab.parallel.layout import DATA_PARALLEL, Layout
 from distlab.parallel.local import Local
+from distlab.parallel.local_optimizer import LocalOptimizer, stepped
 from distlab.parallel.meta import materialize, reset_parameters
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.pipeline import Pipeline
@@ -36,7 +37,7 @@ from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_axes import TorchPipeline, parallelize_by_torch
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
-from distlab.parallel.zero1 import ZeroOptimizer
+from distlab.parallel.zero import ZeroOptimizer
 
 __all__ = [
     "FSDP",
@@ -92,7 +93,7 @@ class Strategy:
         updates: parameters that one rank's optimizer steps: `all`, `owned` ones, which it then
             broadcasts, or `slices` of all.
         may_leave_unused: True if a rank may use parameters that others do not use
-            (`distlab.parallel.data_parallel`).
+            (`distlab.parallel.ddp`).
         trains: True if the trainer takes it: ranks stay equal, and a checkpoint finds all of its
             state.
         casts_parameters: True if `wrap` takes `compute_dtype=…`, in which parameters are then sent
@@ -261,6 +262,12 @@ def _local(module: nn.Module, *, process_group: ProcessGroup) -> Local:
     return Local(module)
 
 
+def _zero(
+    model: BucketedDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
+) -> ZeroOptimizer:
+    return ZeroOptimizer(model, optimizer_cls, params=params, overlap_gather=True, **options)
+
+
 def _sharded(
     model: BucketedDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
 ) -> ShardedOptimizer:
@@ -331,7 +338,7 @@ STRATEGIES: dict[str, Strategy] = {
             "zero1",
             BucketedDDP,
             "buckets",
-            ZeroOptimizer,
+            _zero,
             has_buckets=True,
             updates="slices",
             does="ZeRO-1: each updates 1/N of all",

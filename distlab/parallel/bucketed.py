@@ -3,39 +3,38 @@
     compute        │ forward │ backward ─────────────────── │         │ optimizer │
     communication  │         │      │ bucket 0 │ bucket 1 │ … │ last │           │
 
-Few large messages (bandwidth instead of latency) that hide behind backward. What stays exposed is
-the last bucket, which can only leave when backward ends, and whatever communication backward was
-too short to cover.
+Messages are few and large (bandwidth instead of latency), and they are hidden behind backward. Two
+parts stay exposed: the last bucket, which can only leave when backward ends, and the communication
+that backward was too short to cover.
 
-Each hook copies its gradient once into the bucket, and `.grad` becomes the view of it: letting
-autograd make the gradient and copying costs two passes over memory, a view set beforehand would
-cost four (zero it, read it, add, write). On a GPU our linear layers avoid even the copy: they write
-their weight's gradient directly into the bucket (`model.ops.gradient_target`). Buckets leave in
-plan order on every rank, whatever order the hooks fire in.
+Each hook copies its gradient once into the bucket, and `.grad` becomes the view of it. Letting
+autograd make the gradient and copying it costs two passes over memory. A view that is set
+beforehand would cost four (zero it, read it, add, write). On a GPU our linear layers avoid even the
+copy: they write their weight's gradient directly into the bucket (`model.ops.gradient_target`).
 
-torch's DistributedDataParallel differs in three things: its first bucket is small (1 MiB) so that
-communication starts early; after the first step it rebuilds the buckets in the order in which
-gradients were seen to arrive (here: reversed registration order throughout); and a parameter unused
-on some rank is an error there unless `find_unused_parameters` is given, which costs a walk through
-the graph in every step.
+torch's DistributedDataParallel differs in three ways. Its first bucket is small (1 MiB) so that
+communication starts early. After the first step it rebuilds the buckets in the order in which
+gradients were seen to arrive; here the order is reversed registration throughout. A parameter
+unused on some rank is an error there unless `find_unused_parameters` is given, which costs a walk
+through the graph in every step.
+
+`buckets.py` plans which parameter goes where. `copy_engine.py` and `zero.py` exchange the same
+buckets in other ways.
 """
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
-from distlab.parallel.base import Gradients
-from distlab.parallel.buckets import (
-    BucketPlan,
-    GradientBucket,
-    check_bucket_size,
-    plan_of,
-    withdraw_targets,
-)
-from distlab.parallel.data_parallel import DataParallel
-from distlab.parallel.exchange import AllReduce, Exchange
-from distlab.parallel.placement import Whole
+from distlab.parallel.buckets import BucketPlan, check_bucket_size, plan_of
+from distlab.parallel.ddp import DataParallel, UsedFlags
+from distlab.parallel.model import Gradients
 from distlab.parallel.shard import Shard
 
 
@@ -43,16 +42,16 @@ class BucketedDDP(DataParallel):
     """Averages gradients bucket by bucket during backward.
 
     Args:
-        module: the model to wrap; see `DataParallel` for checks and errors.
-        bucket_size_mb: MiB of gradients per bucket, as torch's `bucket_cap_mb`; a parameter larger
-            than that has a bucket of its own; None means one unbounded bucket per dtype.
+        module: model to wrap; see `DataParallel` for checks and errors.
+        bucket_size_mb: MiB of gradients per bucket, as torch's `bucket_cap_mb`. A parameter larger
+            than that has a bucket of its own. None means one unbounded bucket per dtype.
         mesh, process_group: see `DataParallel`.
 
     Attributes:
-        exchange: how means travel (`exchange.py`).
-        placement: where parameters live (`placement.py`).
-        plan: what lies in which bucket.
-        buckets: in the order in which they leave.
+        plan: layout of every bucket.
+        buckets: the buckets in the order in which they leave.
+        exchange: how buckets are averaged.
+        placement: where parameters are stored.
 
     Raises:
         ValueError: a bucket size that is not positive.
@@ -69,48 +68,56 @@ class BucketedDDP(DataParallel):
         check_bucket_size(bucket_size_mb)
         super().__init__(module, mesh=mesh, process_group=process_group)
         self.bucket_size_mb = bucket_size_mb
-        self.placement = Whole()
         self.buckets: list[GradientBucket] = []
-        self.lay_out(self._exchange())
+        self.placement = Placement()
+        self.lay_out(self._make_exchange())
 
-    def _exchange(self) -> Exchange:
-        return AllReduce(self.process_group, self.all_reduce)
+    def _make_exchange(self) -> "AllReduce":
+        return AllReduce()
 
-    def lay_out(self, exchange: Exchange) -> None:
-        """Plan the buckets as this exchange needs them, and take their memory."""
+    def lay_out(self, exchange: "AllReduce") -> None:
+        """Plan the buckets as this exchange needs them, and allocate their memory."""
         withdraw_targets(self.trainable)
-        self.buckets, self._place = [], {}  # whose memory goes before other memory comes
-        self.unsent.clear()
-        self.exchange, self.shards_gradients = exchange, exchange.shards_gradients
+        self.step.unsent.clear()
+        self.buckets, self._place = [], {}  # the memory of earlier buckets is freed first
+        self.exchange = exchange
+        self.shards_gradients = exchange.shards_gradients
         self.plan: tuple[BucketPlan, ...] = plan_of(
-            self.trainable, self.bucket_size_mb, **exchange.layout
+            self.trainable,
+            self.bucket_size_mb,
+            world_size=exchange.slices,
+            has_flags=exchange.has_flags,
         )
-        self._used = None if self.plan[0].has_flags else self._flags_apart()
-        for plan, buffer in zip(self.plan, self.exchange.buffers(self.plan), strict=True):
+        self._used = None if exchange.has_flags else self._separate_flags()
+        buffers = exchange.buffers(self.plan)
+        for plan, buffer in zip(self.plan, buffers, strict=True):
             self.buckets.append(GradientBucket(plan, self.trainable, buffer))
-        self._place = {  # parameter index → (its bucket, its position there)
-            index: (bucket, position)
-            for bucket in self.buckets
-            for position, index in enumerate(bucket.plan.indices)
-        }
-        self.unsent.extend(self.buckets)
+        # Parameter index → (its bucket, its position there).
+        self._place: dict[int, tuple[GradientBucket, int]] = {}
+        for bucket in self.buckets:
+            for position, index in enumerate(bucket.plan.indices):
+                self._place[index] = (bucket, position)
+        self.step.unsent.extend(self.buckets)
 
-    # -- a gradient's way ----------------------------------------------------------------------------------
+    # -- one gradient ------------------------------------------------------------------------------
 
     def _gradient_ready(self, index: int) -> None:
         bucket, position = self._place[index]
         bucket.add(position)  # `.grad` is a view of the bucket now
-        if self.guard.may_send(index):
-            while self.unsent and not self.unsent[0].missing:
-                self.exchange.start(self.unsent.popleft())
 
-    def _send_next(self) -> None:
-        self.exchange.start(self.unsent.popleft())
+    def _is_complete(self, message: "GradientBucket") -> bool:
+        return message.missing == 0
+
+    def _send(self, message: "GradientBucket") -> None:
+        message.work = self.exchange.start(self, message)
 
     def _synchronize(self) -> None:
-        self.unsent.extend(self.buckets)
+        self.step.unsent.extend(self.buckets)
         for bucket in self.buckets:
+            self.wait(bucket.work)
+            bucket.work = None
             self.exchange.finish(bucket)
+            bucket.unpack()
 
     def mean_of(self, index: int) -> Tensor:
         """Return the gradient's place in a bucket; see `DataParallel.mean_of`."""
@@ -118,17 +125,39 @@ class BucketedDDP(DataParallel):
         return bucket.views[position]
 
     @torch.no_grad()
-    def adopt_gradients(self) -> None:
-        """Copy gradients that were put into `.grad` by hand to their places in the buckets."""
+    def _take_edited(self) -> None:
+        # A gradient that was replaced is copied to its place in the bucket.
         for index, parameter in enumerate(self.trainable):
             view = self.mean_of(index)
             if parameter.grad is not None and parameter.grad is not view:
                 parameter.grad = view.copy_(parameter.grad)
+        super()._take_edited()
 
-    # -- parameters, wherever they live ----------------------------------------------------------------------
+    # -- parameters, wherever they are stored ------------------------------------------------------
+
+    def shard_for(
+        self,
+        optimizer: Optimizer,
+        exchange: "AllReduce",
+        place: Callable[["BucketedDDP"], "Placement"],
+    ) -> None:
+        """Hand gradients and parameters over to an optimizer that steps a slice of each bucket.
+
+        This is ZeRO's one call into the wrapper. From here on `.grad` holds the mean in this rank's
+        slice only.
+
+        Args:
+            optimizer: the only optimizer that may step the parameters.
+            exchange: averages buckets so that each rank gets its slice.
+            place: function that moves the parameters into slices, once buckets are laid out.
+        """
+        self.placement.close()  # that of an earlier optimizer
+        self.lay_out(exchange)
+        self.placement = place(self)
+        self._zero = weakref.ref(optimizer)
 
     def shards(self) -> list[Shard]:
-        """What this rank holds of every parameter."""
+        """Return the shards this rank holds, one per parameter."""
         return self.placement.shards(super().shards())
 
     def gradients(self) -> Gradients:
@@ -137,7 +166,7 @@ class BucketedDDP(DataParallel):
         return super().gradients()
 
     def shards_changed(self) -> None:
-        """Make the parameters whole again; reading one waits for it."""
+        """Start to make the parameters whole again."""
         self.placement.gather()
 
     def synchronize(self) -> None:
@@ -152,4 +181,147 @@ class BucketedDDP(DataParallel):
     def close(self, *, restore: bool = True) -> None:
         """Detach every hook; see `DataParallel.close`."""
         self.placement.close()
+        withdraw_targets(self.trainable)
         super().close()
+
+
+class AllReduce:
+    """How buckets are averaged: here every rank gets the whole mean of each.
+
+    Subclasses exchange them in other ways.
+
+    Attributes:
+        slices: number of equal slices that each bucket is padded to.
+        has_flags: True if each bucket carries its parameters' used flags.
+        shards_gradients: True if a rank gets a slice of each mean only.
+        bytes_outside_allocator: bytes of the buckets that torch's caching allocator does not count.
+    """
+
+    slices = 1
+    has_flags = True
+    shards_gradients = False
+    bytes_outside_allocator = 0
+
+    def buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
+        """Return memory for the buckets, each `(plan.numel,)` zeros, or None for ordinary memory."""
+        return [None] * len(plans)
+
+    def start(self, ddp: BucketedDDP, bucket: "GradientBucket") -> Any:
+        """Start to average a bucket of this wrapper.
+
+        All ranks start the same buckets in the same order.
+
+        Returns:
+            What `DataParallel.wait` waits for.
+        """
+        return ddp.all_reduce_mean(bucket.seal())
+
+    def finish(self, bucket: "GradientBucket") -> None:
+        """Put the mean into the bucket, if it has arrived elsewhere."""
+
+
+class Placement:
+    """Where parameters are stored: here every rank holds and steps all of them.
+
+    ZeRO places slices (`zero.py`).
+    """
+
+    def shards(self, whole: list[Shard]) -> list[Shard]:
+        """Return the shards that this rank holds and steps.
+
+        Args:
+            whole: the parameters as forward sees them.
+        """
+        return whole
+
+    def point_gradients(self) -> None:
+        """Let the `.grad` of each shard be its mean."""
+
+    def gather(self) -> None:
+        """Make parameters whole again after their shards have changed."""
+
+    def wait(self) -> None:
+        """Wait until all parameters are whole."""
+
+    def close(self) -> None:
+        """Wait, and leave ordinary parameters behind."""
+
+
+class GradientBucket:
+    """The memory of one bucket. It packs gradients, and each `.grad` becomes a view of it.
+
+        | grad of parameter 7 | grad of parameter 6 | … | used flags, one element each | padding |
+
+    The flags are part of the message, so that a parameter which some rank did not use needs none of
+    its own. After the mean, a flag above zero says that some rank used it.
+
+    Args:
+        plan: layout of the bucket.
+        parameters: all planned parameters, of which the plan picks those of this bucket.
+        buffer: `(plan.numel,)` zeros. Default: memory allocated here.
+
+    Attributes:
+        missing: number of gradients that have not arrived in this step.
+        views: each parameter's part of the buffer.
+        work: message in flight; None if there is none.
+    """
+
+    def __init__(
+        self, plan: BucketPlan, parameters: Sequence[nn.Parameter], buffer: Tensor | None = None
+    ):
+        self.plan = plan
+        self.parameters = [parameters[index] for index in plan.indices]
+        if buffer is None:
+            buffer = torch.zeros(plan.numel, dtype=plan.dtype, device=self.parameters[0].device)
+        self.buffer = buffer
+        # `.data` gives each view a version counter of its own, so that an edit of one gradient can
+        # be told from the rest.
+        self.views = [view.data for view in plan.views(self.buffer, self.parameters)]
+        flags = self.buffer[plan.payload : plan.payload + len(plan.indices)]
+        self._used = UsedFlags(self.parameters, flags) if plan.has_flags else None
+        self.work: Any = None
+        self.unpack()
+
+    def add(self, position: int) -> None:
+        """Copy the gradient at `position` of the plan to its place, and let `.grad` be that place."""
+        self.missing -= 1
+        parameter, view = self.parameters[position], self.views[position]
+        gradient = parameter.grad
+        same_memory = gradient.untyped_storage()._cdata == view.untyped_storage()._cdata
+        # No copy if the gradient was written there, or accumulated there.
+        if not same_memory or gradient.storage_offset() != view.storage_offset():
+            view.copy_(gradient)
+        parameter.grad = view
+
+    def seal(self) -> Tensor:
+        """Pack what has not arrived, and write the flags.
+
+        Returns:
+            The buffer, ready to be sent.
+        """
+        for position, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            if parameter.grad is None:
+                view.zero_()
+            elif parameter.grad is not view:
+                self.add(position)
+        if self._used is not None:
+            self._used.write()
+        return self.buffer
+
+    def unpack(self) -> None:
+        """Take the gradients of parameters that only other ranks used, and await the next step's.
+
+        Call it when the mean has arrived. Code that computes a gradient may write it directly to
+        its `gradient_target` (`model.ops.gradient_target`).
+        """
+        if self._used is not None:
+            self._used.adopt(self.views.__getitem__)
+        self.missing = len(self.views)
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            parameter.gradient_target = view
+
+
+def withdraw_targets(parameters: Sequence[nn.Parameter]) -> None:
+    """Stop offering bucket memory to the code that computes these gradients."""
+    for parameter in parameters:
+        parameter.__dict__.pop("gradient_target", None)

@@ -3,7 +3,7 @@
     compute        │ forward │ backward │ pack │                        │ optimizer │
     communication  │         │          │      │ p0 p1 p2 … flags       │           │
 
-One large message runs at the link's full bandwidth, yet all of it is still exposed: it starts after
+One large message uses the link's full bandwidth, but all of it is exposed, because it starts after
 backward.
 """
 
@@ -11,15 +11,16 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from distlab.parallel.buckets import GradientBucket, plan_of
-from distlab.parallel.data_parallel import DataParallel
+from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.buckets import plan_of
+from distlab.parallel.ddp import DataParallel
 
 
 class FlatDDP(DataParallel):
     """Averages all gradients in one message per dtype in `finish_gradient_synchronization()`.
 
     Args:
-        module: the model to wrap; see `DataParallel` for checks and errors.
+        module: model to wrap; see `DataParallel` for checks and errors.
         mesh, process_group: see `DataParallel`.
     """
 
@@ -31,13 +32,12 @@ class FlatDDP(DataParallel):
         process_group: ProcessGroup | None = None,
     ):
         super().__init__(module, mesh=mesh, process_group=process_group)
-        self._buckets = [
-            GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)
-        ]
+        plans = plan_of(self.trainable, bucket_size_mb=None)
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plans]
         self._used = None  # the buckets carry the flags
 
     def _synchronize(self) -> None:
-        started = {bucket: self.all_reduce(bucket.seal()) for bucket in self._buckets}
-        for bucket, message in started.items():
-            message.wait()
+        started = [self.all_reduce_mean(bucket.seal()) for bucket in self._buckets]
+        for bucket, work in zip(self._buckets, started, strict=True):
+            self.wait(work)
             bucket.unpack()

@@ -6,12 +6,15 @@ that were compiled.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from distlab.parallel.shard import plain_name
+from distlab.comm import collectives
+from distlab.parallel.shard import Cut, Loader, plain_name
+from distlab.parallel.tensor_parallel import gather_cuts
 
 PREFIX = "module."  # of names in the state dict of a wrapper
 EXTRA_STATE = "_extra_state"  # torch's name for what `get_extra_state()` returns
@@ -33,18 +36,64 @@ class Entry(NamedTuple):
     kind: str
 
 
-class Place(NamedTuple):
-    """Destination of a whole tensor that is loaded.
+@torch.no_grad()
+def collect(model: Any) -> dict[str, Any]:
+    """Return the whole state of a `ParallelModel`; see its `full_state_dict()`. A collective."""
+    parameters = {plain_name(name): value for name, value in model.full_parameters().items()}
+    copies: dict[int, Tensor] = {}  # by identity of the original, so that tied tensors stay tied
+    buffers: list[Tensor] = []
+    state: dict[str, Any] = {}
+    for name, owner, attribute, kind in entries_of(model.module):
+        if kind == "extra":
+            state[name] = owner.get_extra_state()
+            continue
+        tensor = parameters[name] if kind == "parameter" else owner._buffers[attribute]
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone()
+            if kind == "buffer":
+                buffers.append(copies[id(tensor)])
+        state[name] = copies[id(tensor)]
+    if buffers and model.process_group is not None:
+        collectives.broadcast_all(buffers, model.process_group)
+    if model.tensor_group is not None:
+        state = gather_cuts(state, model.cuts, model.tensor_group)
+    if model.pipeline is None:
+        return state
+    # Ranks exchange pickled objects, which must not hold tensors of one rank's GPU.
+    on_host = [(name, _to(value, torch.device("cpu"))) for name, value in state.items()]
+    return {name: _to(value, model.device) for name, value in model.of_all_stages(on_host)}
 
-    Attributes:
-        names: of the tensor; several if it is tied, of which one suffices.
-        shape: of the whole; None for extra state, which is no tensor.
-        load: takes the whole.
-    """
 
-    names: Sequence[str]
-    shape: torch.Size | None
-    load: Callable[[Any], Any]
+def _to(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def load(model: Any, state_dict: Mapping[str, Any]) -> None:
+    """Overwrite the whole state of a `ParallelModel`; see its `load_full_state_dict()`."""
+    loaders = [*_whole_loaders(model), *loaders_of_rest(model.module)]
+    needed = model.of_all_stages([(loader.names, loader.shape) for loader in loaders])
+    given = by_own_names(state_dict, {name for names, _ in needed for name in names})
+    refuse_other_state(given, needed)
+    for loader in loaders:
+        name = next(name for name in loader.names if name in given)
+        loader.load(given[name])
+
+
+def _whole_loaders(model: Any) -> list[Loader]:
+    """Return the loaders of parameters, which take this rank's part of those that ranks share."""
+    loaders = []
+    for names, shape, load_part in model.loaders():
+        cut = next((model.cuts[name] for name in names if name in model.cuts), None)
+        if cut is None:
+            loaders.append(Loader(names, shape, load_part))
+        else:
+            loaders.append(Loader(names, cut.shape, partial(_load_cut, cut, load_part)))
+    return loaders
+
+
+def _load_cut(cut: Cut, load_part: Callable[[Tensor], Any], value: Tensor) -> None:
+    load_part(cut.of(value))
 
 
 def entries_of(module: nn.Module) -> Iterator[Entry]:
@@ -61,8 +110,8 @@ def entries_of(module: nn.Module) -> Iterator[Entry]:
             yield Entry(prefix + EXTRA_STATE, owner, EXTRA_STATE, "extra")
 
 
-def places_of_rest(module: nn.Module) -> list[Place]:
-    """Return the places of buffers and extra state, which every rank has whole."""
+def loaders_of_rest(module: nn.Module) -> list[Loader]:
+    """Return the loaders of buffers and extra state, which every rank has whole."""
     names: dict[Any, list[str]] = {}
     load: dict[Any, Callable[[Any], Any]] = {}
     shapes: dict[Any, torch.Size | None] = {}
@@ -76,7 +125,7 @@ def places_of_rest(module: nn.Module) -> list[Place]:
             continue
         names.setdefault(key, []).append(entry.name)
         load[key], shapes[key] = load_it, shape
-    return [Place(names[key], shapes[key], load[key]) for key in names]
+    return [Loader(names[key], shapes[key], load[key]) for key in names]
 
 
 def by_own_names(state_dict: Mapping[str, Any], expected: set[str]) -> dict[str, Any]:

@@ -1,15 +1,14 @@
-"""No communication at all: the step time that every strategy is measured against.
+"""No communication at all: the step time that every strategy is compared with.
 
     compute        │ forward │ backward │ optimizer │
     communication  │
 
-Each rank trains its own copy, so the copies diverge. Exposed communication = a strategy's step −
-this one.
+Each rank trains its own copy, so the copies diverge. Overhead of a strategy = its step − this one.
 """
 
 from torch import nn
 
-from distlab.parallel.base import ParallelModel
+from distlab.parallel.model import ParallelModel
 
 
 class Local(ParallelModel):
@@ -23,4 +22,4 @@ class Local(ParallelModel):
         self.device = next(module.parameters()).device
 
     def sync_buffers(self) -> None:
-        """Nothing to synchronise with."""
+        """Do nothing, as there are no other ranks."""

@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel import order
-from distlab.parallel.buckets import view_like
-from distlab.parallel.shard import Spread
+from distlab.parallel.ddp import send_unfinished
+from distlab.parallel.shard import Spread, view_like
 
 Orthogonalize = Callable[[Tensor], Tensor]
 # of matrices in one call: 128 MiB in bf16, and some four times that beside it
@@ -52,7 +51,7 @@ def gather(
     parts = _flattened(updates)
     largest = max(elements(spreads, rank) for rank in range(group.size()))
     gathered = parts.new_empty(group.size() * largest)
-    order.send_begun(group)
+    send_unfinished(group)
     work = collectives.all_gather(gathered, F.pad(parts, (0, largest - parts.numel())), group)
     collectives.wait(work, group, "gathering matrices")
     by_rank = gathered.chunk(group.size())
@@ -76,7 +75,7 @@ def exchange(
     owned = shares[group.rank()]
     to_owners = [elements(share, group.rank()) for share in shares]
     from_ranks = [elements(owned, rank) for rank in range(group.size())]
-    order.send_begun(group)
+    send_unfinished(group)
     received = _send(_flattened(updates), to_owners, from_ranks, group)
     _orthogonalize_in_place(received.split(from_ranks), owned, orthogonalize)
     return _unflattened(_send(received, from_ranks, to_owners, group), updates)

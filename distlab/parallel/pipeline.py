@@ -37,7 +37,7 @@ from distlab.comm.wait_diagnostics import wait_for_message
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, check
 
 if TYPE_CHECKING:
-    from distlab.parallel.base import ParallelModel
+    from distlab.parallel.model import ParallelModel
 
 PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # a weight, and what makes its gradient
 

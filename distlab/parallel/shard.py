@@ -7,9 +7,9 @@ and world size can be read by another at another world size, without gathering.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -240,6 +240,20 @@ class Shard:
         return replace(self, start=start, tensor=tensor, replicated=False, copies=(0, 1))
 
 
+class Loader(NamedTuple):
+    """Destination of a whole tensor that is loaded.
+
+    Attributes:
+        names: names of the tensor; several if it is tied, of which one suffices.
+        shape: shape of the whole; None for extra state, which is not a tensor.
+        load: function that takes the whole.
+    """
+
+    names: Sequence[str]
+    shape: torch.Size | None
+    load: Callable[[Any], Any]
+
+
 def plain_name(name: str) -> str:
     """Return the parameter's name without what `torch.compile` of a block puts into it."""
     return name.replace("_orig_mod.", "")
@@ -253,3 +267,14 @@ def whole(name: str, tensor: Tensor) -> Shard:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor is its own."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def view_like(flat: Tensor, parameter: Tensor) -> Tensor:
+    """View `flat` with the parameter's shape and strides.
+
+    If the parameter's strides leave holes in memory, the view has the order of its dimensions, and
+    no holes. autograd accumulates in place only into a gradient that is laid out like its
+    parameter.
+    """
+    dense = torch.empty_like(parameter, device="meta")
+    return flat.as_strided(dense.shape, dense.stride())

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from distlab.parallel.buckets import view_like
-from distlab.parallel.shard import NOTED_RANK, spread_of, whole_shape
+from distlab.parallel.shard import NOTED_RANK, spread_of, view_like, whole_shape
 
 # Module state, as torch has no way to ask an optimizer for its hooks.
 _watched: weakref.WeakSet[Optimizer] = weakref.WeakSet()

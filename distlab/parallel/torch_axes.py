@@ -20,8 +20,8 @@ from distlab.parallel.schedules import CHUNKS
 from distlab.parallel.tensor_parallel import find_cuts
 
 if TYPE_CHECKING:
-    from distlab.parallel.base import ParallelModel
     from distlab.parallel.layout import Axes
+    from distlab.parallel.model import ParallelModel
 
 
 def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:

@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
-from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
 from distlab.parallel.fsdp.entry import list_entries
 from distlab.parallel.fsdp.units import plan_units
-from distlab.parallel.full_state import Place
-from distlab.parallel.shard import Shard, local_part, plain_name, whole
+from distlab.parallel.model import ParallelModel
+from distlab.parallel.shard import Loader, Shard, local_part, plain_name, whole
 
 UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
 
@@ -195,12 +194,12 @@ class TorchFSDP2(ParallelModel):
             name: found[name][rows.to(self.device)] for name, rows in self._moved.items()
         }
 
-    def _own_places(self) -> list[Place]:
+    def loaders(self) -> list[Loader]:
         return [
             place._replace(
                 load=partial(self._load, self.module.get_parameter(place.names[0]), place.names)
             )
-            for place in super()._own_places()
+            for place in super().loaders()
         ]
 
     def _load(self, parameter: nn.Parameter, names: Sequence[str], whole: Tensor) -> None:

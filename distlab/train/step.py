@@ -6,7 +6,6 @@ zero_grad ─ [micro-batch]×k ─ finish_gradient_synchronization ─ (clip, ch
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from itertools import chain
 from typing import Any
 
 import torch
@@ -185,5 +184,5 @@ class TrainStep:
         if self.max_grad_norm is not None:
             factor *= min(1.0, self.max_grad_norm / (self.grad_norm.item() + 1e-6))
         with self.model.elementwise_gradient_edits():
-            for gradient in chain(*self.model.gradients()):
+            for gradient in self.model.gradients().every():
                 gradient.mul_(factor)

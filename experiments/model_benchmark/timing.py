@@ -155,7 +155,7 @@ def time_mode(
     # From here on nothing is communicated, so a rank may raise.
     covered = check_clock([sample["step"] for sample in samples], wall_ms, context.device)
     there = mode in ("forward_backward", "step")
-    check_work(trial.last_loss, itertools.chain(*trial.model.gradients()) if there else None)
+    check_work(trial.last_loss, trial.model.gradients().every() if there else None)
     shared = {"peak_alloc_bytes": int(peak) or None, "clock_covered_pct": 100 * covered}
     rows = {
         warmup: _metrics(trial, mode, phases, warmup, config.repeats) | shared

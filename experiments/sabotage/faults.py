@@ -7,6 +7,7 @@ ranks share a model replace a function of the layout or of the pipeline while th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -28,8 +29,7 @@ from distlab.parallel import (
     context_parallel,
     tensor_parallel,
 )
-from distlab.parallel.buckets import GradientBucket
-from distlab.parallel.exchange import AllReduce
+from distlab.parallel.bucketed import AllReduce, GradientBucket
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.regions import Share
 from distlab.parallel.schedules import Action, gpipe, zero_bubble
@@ -56,20 +56,18 @@ class SumInsteadOfMean(FlatDDP):
 class AllButTheLast(AllReduce):
     """All-reduce of full buckets, but not of the last one, which holds the first layers."""
 
-    def start(self, bucket: GradientBucket) -> None:
+    def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Any:
         if bucket.plan.indices[-1] == 0:
             bucket.seal()
-            self._works[bucket] = _NothingToWaitFor()
-        else:
-            super().start(bucket)
+            return _NothingToWaitFor()
+        return super().start(ddp, bucket)
 
 
 class LastBucketStays(BucketedDDP):
     """Strategy `BucketedDDP` with that exchange."""
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, **options)
-        self.lay_out(AllButTheLast(self.process_group, self.all_reduce))
+    def _make_exchange(self) -> AllReduce:
+        return AllButTheLast()
 
 
 class _NothingToWaitFor:
@@ -104,7 +102,10 @@ class NeverWaits(OverlapDDP):
         sent = self.trainable[index].grad.clone()
         self._late = (*self._late, (sent, collectives.all_reduce_mean(sent, self.process_group)))
 
-    def send_rest(self) -> None:
+    def _is_complete(self, message: int) -> bool:
+        return False
+
+    def _send_rest(self) -> None:
         pass
 
     def _synchronize(self) -> None:
@@ -128,9 +129,8 @@ class HookOrder(OverlapDDP):
     """
 
     def _gradient_ready(self, index: int) -> None:
-        self.unsent.remove(index)
-        self.unsent.appendleft(index)
-        self._send_next()
+        self.step.unsent.remove(index)
+        self._send(index)
 
 
 class KeepsItsShard(ShardedOptimizer):
@@ -186,12 +186,18 @@ class WaitsInOwnersForward(ZeroOptimizer):
     all-gather are held back until the wait, as on a slow network.
     """
 
+    def __init__(self, ddp: BucketedDDP, *args: Any, **options: Any):
+        super().__init__(ddp, *args, overlap_gather=True, **options)
+        self._slices._overlap.close()
+        for module in ddp.module.modules():
+            own = set(module.parameters(recurse=False))
+            needed = [n for n, bucket in enumerate(ddp.buckets) if own & set(bucket.parameters)]
+            module.register_forward_pre_hook(lambda *_, needed=needed: self._slices.wait(needed))
+
     def step(self, *args: Any, **kwargs: Any) -> None:
         gather = collectives.all_gather
         with patch.object(collectives, "all_gather", lambda *sent: _SlowGather(gather, *sent)):
             super().step(*args, **kwargs)
-        for parameter in self._ddp.trainable:
-            parameter.__class__ = nn.Parameter  # reading one, from whatever place, waits no more
 
 
 class _SlowGather:
@@ -236,7 +242,7 @@ class CountsNormsTwice(BucketedDDP):
 
     def _norm_of(self, gradients: Any) -> Tensor:
         return super()._norm_of(
-            gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut])
+            replace(gradients, replicated=[], cut=[*gradients.replicated, *gradients.cut])
         )
 
 

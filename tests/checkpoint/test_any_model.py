@@ -17,7 +17,7 @@ from distlab.checkpoint.checkpointer import Checkpointer
 from distlab.checkpoint.files import MARKER, CheckpointFolder, digest_of
 from distlab.optim import Muon
 from distlab.parallel import STRATEGIES, get_strategy
-from distlab.parallel.base import stepped
+from distlab.parallel.local_optimizer import stepped
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train import loop
 from tests.parallel.test_contract import on_two_ranks

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from distlab.parallel.buckets import MIB, GradientBucket, plan_buckets
+from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.buckets import MIB, plan_buckets
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 parameters = st.lists(

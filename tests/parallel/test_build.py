@@ -13,7 +13,7 @@ from distlab.parallel import (
     stepped,
     strategies_on,
 )
-from distlab.parallel.base import square_sum
+from distlab.parallel.model import square_sum
 from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
 from distlab.testing import run_ranks

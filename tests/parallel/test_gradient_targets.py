@@ -10,7 +10,8 @@ from distlab.model.config import preset
 from distlab.model.ops import gradient_target
 from distlab.model.transformer import TransformerLM
 from distlab.parallel import get_strategy
-from distlab.parallel.buckets import GradientBucket, plan_buckets
+from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.buckets import plan_buckets
 from distlab.testing import run_ranks
 from distlab.train.data import SyntheticTokens
 from distlab.train.step import next_token_loss

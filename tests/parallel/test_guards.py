@@ -12,8 +12,7 @@ from torch.amp import GradScaler
 from torch.nn.modules import module as of_modules
 from torch.optim import optimizer as of_optimizers
 
-from distlab.parallel import STRATEGIES
-from distlab.parallel.guards import hooks
+from distlab.parallel import STRATEGIES, checks
 from tests.parallel.test_contract import on_one_rank
 
 IMPORTS = """
@@ -52,8 +51,8 @@ def test_importing_changes_nothing():
 
 def let_go_of_others():
     """Wrappers of earlier tests, which a rank's process may still hold."""
-    for guard in list(hooks._watched):
-        guard.close()
+    for wrapper in list(checks._watched):
+        checks.release(wrapper)
 
 
 @pytest.mark.parametrize("strategy", ["naive", "zero1", "fsdp"])

@@ -21,7 +21,7 @@ from distlab.parallel import (
     ShardedOptimizer,
     ZeroOptimizer,
 )
-from distlab.parallel.guards.shared_memory import refuse_shared_memory
+from distlab.parallel.checks import refuse_shared_memory
 from tests.parallel.cases import OneProcess, by_op, drawn
 from tests.parallel.test_contract import STRATEGIES, on_one_rank, on_two_ranks
 

@@ -194,6 +194,7 @@ def sharded(context, kind, seed, lr):
 def save(context, kind):
     wrapper, optimizer = sharded(context, kind, 0, 0.01)
     train_alike(wrapper, optimizer, range(3))
+    wrapper.synchronize()  # ZeRO gathers under the next forward
     plain = copy.deepcopy(wrapper.module)
     unsharded = torch.optim.AdamW(groups(plain), lr=0.5)
     # it takes the state as it is; names serve torch as ids

@@ -16,10 +16,12 @@ from tests.parallel.test_contract import assert_same_on_all_ranks, on_two_ranks
 
 
 @contextmanager
-def unchanged(module):
-    before = [parameter.detach().clone() for parameter in module.parameters()]
+def unchanged(wrapper):
+    """Check that nothing inside changes a parameter."""
+    wrapper.synchronize()  # ZeRO gathers under the next forward
+    before = [parameter.detach().clone() for parameter in wrapper.parameters()]
     yield
-    for parameter, value in zip(module.parameters(), before, strict=True):
+    for parameter, value in zip(wrapper.parameters(), before, strict=True):
         assert torch.equal(parameter, value)
 
 

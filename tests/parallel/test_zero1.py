@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from distlab.parallel import BucketedDDP, NaiveDDP, ZeroOptimizer
-from distlab.parallel.guards.optimizers import ELEMENTWISE, is_elementwise
+from distlab.parallel.checks import ELEMENTWISE, is_elementwise
 from kernels.adamw import AdamW as FusedAdamW
 from tests.parallel.cases import CASES, build
 from tests.parallel.test_contract import on_two_ranks

@@ -1,7 +1,8 @@
-"""ZeroOptimizer's parameters while they are being gathered: whoever reads one, wherever, gets the new values.
+"""ZeroOptimizer's parameters while they are being gathered, in both modes: a reader gets the new values.
 
-The all-gathers here are late: what they bring is put in place by `wait()` and not before, so that a
-reader that does not wait is wrong in every run.
+By default `step()` waits. With `overlap_gather=True` the next forward waits, block by block, and
+`synchronize()` and state dicts wait for all. The all-gathers here are late: their results are put
+in place by `wait()` and not before, so that a reader that does not wait is wrong in every run.
 """
 
 import copy
@@ -16,6 +17,7 @@ import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from distlab.comm import collectives
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.fuzz import Late, late_arrivals
 from tests.parallel.cases import drawn
@@ -28,14 +30,29 @@ late_gathers = partial(late_arrivals, "all_gather")
 
 
 class Blocks(nn.Module):
-    def __init__(self):
+    """Three blocks in a list, or the same layers in a sequence, where no child is a block."""
+
+    def __init__(self, in_list=True):
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3))
+        blocks = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        self.blocks = nn.ModuleList(blocks) if in_list else nn.Sequential(*blocks)
 
     def forward(self, x):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class ReadsItsHead(nn.Module):
+    """Blocks, then a head whose weight is read without calling the head, as a fused loss does."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = Blocks()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return F.linear(self.body(x), self.head.weight, self.head.bias)
 
 
 def make():
@@ -63,14 +80,6 @@ def square(wrapper, x):
     return wrapper(x).square().mean()
 
 
-class Logged(nn.Parameter):
-    """A parameter of a class that handles operators itself."""
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        return torch._C._disabled_torch_function_impl(function, types, args, kwargs or {})
-
-
 def _pointed_to(parameter):
     """As a kernel reads it: by its address."""
     import ctypes
@@ -93,13 +102,13 @@ READERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def stepped(context, module):
-    """A module one step on, its parameters in flight, and what they will be."""
+def stepped(context, module, overlap):
+    """Return the wrapper and optimizer of a module one step on, and what its parameters must be."""
     plain = copy.deepcopy(module)
     square(plain, batch(0, 0)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.5).step()
     wrapper = BucketedDDP(module, SMALL, process_group=context.group)
-    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, overlap_gather=overlap, lr=0.5)
     with late_gathers():
         square(wrapper, batch(0, 0)).backward()
         wrapper.finish_gradient_synchronization()
@@ -107,57 +116,92 @@ def stepped(context, module):
     return wrapper, optimizer, [parameter.detach() for parameter in plain.parameters()]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @on_one_rank
-def test_every_way_to_read_a_parameter_in_python_waits_for_it(context):
-    """At one rank, whose all-gather is as late; what is read is what an ordinary SGD step gives."""
+def test_every_way_to_read_a_parameter_gets_its_new_value(context, overlap):
+    """After `step()`, or with overlap after `synchronize()`: what an ordinary SGD step gives.
+
+    Also through an alias that was taken before the step.
+    """
     for name, read in READERS.items():
         model = make()
-        _, _, expected = stepped(context, model)
         weight = model.blocks[1][0].weight
-        torch.testing.assert_close(
-            read(weight), expected[2], rtol=0, atol=1e-4 if name == "print" else 0, msg=name
-        )
+        _, optimizer, expected = stepped(context, model, overlap)
+        if overlap:
+            optimizer.synchronize()
+        tolerance = 1e-4 if name == "print" else 0
+        torch.testing.assert_close(read(weight), expected[2], rtol=0, atol=tolerance, msg=name)
         assert type(weight) is nn.Parameter and type(copy.deepcopy(weight)) is nn.Parameter
-    model = make()
-    linear = model.blocks[1][0]
-    linear.weight = Logged(linear.weight.detach())
-    _, _, expected = stepped(context, model)
-    assert torch.equal(linear.weight.data, expected[2]) and type(linear.weight) is Logged
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @on_one_rank
-def test_values_are_loaded_when_they_have_arrived_and_two_calls_wait_for_what_reads_unseen(context):
-    """`load_state_dict`; `synchronize()` and `close()`."""
+def test_state_dicts_synchronize_and_close_wait_for_all_parameters(context, overlap):
     model = make()
-    _, _, expected = stepped(context, model)
+    wrapper, _, expected = stepped(context, model, overlap)
+    for state in (model.state_dict(), wrapper.state_dict()):
+        assert all(map(torch.equal, state.values(), expected))
+
+    model = make()
+    stepped(context, model, overlap)
+    block = model.blocks[2].state_dict()  # of a part
+    assert torch.equal(block["0.weight"], expected[4])
+
+    model = make()
+    stepped(context, model, overlap)
     loaded = {name: torch.full_like(value, 3.0) for name, value in make().state_dict().items()}
-    model.load_state_dict(loaded)  # nothing that was on its way may come over it later
+    model.load_state_dict(loaded)  # a gather that arrives later must not overwrite it
+    model.blocks[0](batch(0, 0))
     assert all(torch.equal(p, loaded[name]) for name, p in model.named_parameters())
 
     for wait in (ZeroOptimizer.synchronize, ZeroOptimizer.close):
         model = make()
-        wrapper = BucketedDDP(model, SMALL, process_group=context.group)
-        optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
-        aliases = [parameter.detach() for parameter in model.parameters()]  # below Python's sight
-        with late_gathers():
-            square(wrapper, batch(0, 0)).backward()
-            wrapper.finish_gradient_synchronization()
-            optimizer.step()
+        aliases = [parameter.detach() for parameter in model.parameters()]
+        _, optimizer, _ = stepped(context, model, overlap)
         wait(optimizer)
-        for alias, value in zip(aliases, expected, strict=True):
-            assert torch.equal(alias, value), wait
-        assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
+        now = [parameter.detach() for parameter in model.parameters()]
+        assert all(map(torch.equal, now, expected)), wait
+        assert len(aliases) == len(now)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@on_one_rank
+def test_a_forward_reads_the_new_values_wherever_they_are(context, overlap):
+    """Of blocks, of layers outside of blocks, of a weight that only the root reads, of the module alone."""
+    for build in (Blocks, partial(Blocks, in_list=False), ReadsItsHead):
+        for through_wrapper in (True, False):
+            for gradients in (True, False):
+                torch.manual_seed(0)
+                model = build()
+                plain = copy.deepcopy(model)
+                wrapper, _, _ = stepped(context, model, overlap)
+                square(plain, batch(0, 0)).backward()
+                torch.optim.SGD(plain.parameters(), lr=0.5).step()
+                with torch.set_grad_enabled(gradients):
+                    mine = (wrapper if through_wrapper else model)(batch(0, 1))
+                    assert torch.equal(mine, plain(batch(0, 1))), (build, through_wrapper)
+
+
+@on_one_rank
+def test_a_copy_of_the_module_waits_for_nothing(context):
+    """It takes the hooks along, which hold the process group."""
+    model = make()
+    _, optimizer, expected = stepped(context, model, True)
+    optimizer.synchronize()
+    other = copy.deepcopy(model)
+    other(batch(0, 0))
+    assert all(map(torch.equal, other.state_dict().values(), expected))
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])
 @on_one_rank
-def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks):
+def test_gathers_stay_under_the_forward_block_by_block(context, compile_blocks):
     model = make()
     if compile_blocks:
         for index, block in enumerate(model.blocks):
             model.blocks[index] = torch.compile(block, backend="eager")
     wrapper = BucketedDDP(model, SMALL, process_group=context.group)
-    optimizer = ZeroOptimizer(wrapper, torch.optim.AdamW)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.AdamW, overlap_gather=True)
     waited: list[int] = []
     wait = Late.wait
 
@@ -171,23 +215,40 @@ def test_gathers_stay_under_the_forward_module_by_module(context, compile_blocks
         optimizer.zero_grad()
         optimizer.zero_grad(set_to_none=False)
         wrapper.zero_grad()
-        for parameter in model.parameters():
-            assert parameter.grad is None and parameter.is_leaf
         model.train()
-        assert not waited  # nothing of this reads a value
+        assert not waited  # none of these reads a value
         before = []
         for block in model.blocks:
             block.register_forward_pre_hook(lambda *_: before.append(len(waited)))
         wrapper(batch(0, 0))
-        # An ordinary container has no parameters of its own; a compiled one waits for all that is
-        # in it.
-        assert before == ([1, 2, 3] if compile_blocks else [0, 1, 2]) and len(waited) == 3
+        assert before == [1, 2, 3] and len(waited) == 3
 
         train(wrapper, optimizer, square, context.rank, range(1))
         waited.clear()
         with torch.no_grad():
             model.blocks[0](batch(0, 0))
         assert len(waited) == 3  # torch's modules take shortcuts without autograd
+
+
+@on_one_rank
+def test_parameters_outside_of_blocks_are_gathered_first(context):
+    """The wrapper's forward waits for them, so the gathers of blocks must not come before theirs."""
+    model = ReadsItsHead()
+    wrapper = BucketedDDP(model, SMALL, process_group=context.group)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, overlap_gather=True, lr=0.5)
+    order = []
+
+    def noted(output, own, group):
+        order.append(output.data_ptr())
+        return gather(output, own, group)
+
+    gather = collectives.all_gather
+    square(wrapper, batch(0, 0)).backward()
+    wrapper.finish_gradient_synchronization()
+    with mock.patch.object(collectives, "all_gather", noted):
+        optimizer.step()
+    assert order[0] == model.head.weight.untyped_storage().data_ptr()
+    assert len(order) == len(wrapper.buckets)
 
 
 # the frames are the same under every backend
@@ -211,6 +272,14 @@ def _wrapper_compiled():
     return make(), loss_of
 
 
+def _compiled_in_place():
+    """Blocks whose hooks are part of their graphs."""
+    model = make()
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+    return model, square
+
+
 def _function_compiled():
     """A compiled function reads a weight before the wrapper's forward."""
     model = make()
@@ -223,18 +292,20 @@ def _function_compiled():
 COMPILED = {
     "before-wrapping": _compiled_before_wrapping,
     "wrapper": _wrapper_compiled,
+    "in-place": _compiled_in_place,
     "function-before-forward": _function_compiled,
 }
 
 
-def frames_compiled(context, how, in_flight):
-    """Train beside averaging of whole gradients, bit for bit.
+def frames_compiled(context, how, overlap, in_flight):
+    """Train next to averaging of whole gradients, bit for bit.
 
     Args:
         in_flight: False waits for the parameters after every step.
 
     Returns:
-        How many frames Dynamo compiled in the first three steps under ZeRO, and in the three after.
+        Number of frames that Dynamo compiled in the first three steps under ZeRO, and in the three
+        after.
     """
     torch._dynamo.reset()
     model, loss_of = COMPILED[how]()
@@ -245,7 +316,7 @@ def frames_compiled(context, how, in_flight):
 
     model, loss_of = COMPILED[how]()  # Dynamo has met this code
     wrapper = BucketedDDP(model, SMALL, process_group=context.group)
-    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, lr=0.5)
+    optimizer = ZeroOptimizer(wrapper, torch.optim.SGD, overlap_gather=overlap, lr=0.5)
     torch._dynamo.utils.counters.clear()
     frames = torch._dynamo.utils.counters["frames"]
     losses, totals = [], []
@@ -256,18 +327,19 @@ def frames_compiled(context, how, in_flight):
             if not in_flight:
                 optimizer.synchronize()
     assert torch.equal(torch.stack(losses), torch.stack(expected))
-    for mine, theirs in zip(wrapper.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(mine, theirs)
+    optimizer.synchronize()
+    for mine, other in zip(wrapper.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, other)
     return totals[2], totals[-1] - totals[2]
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", COMPILED)
 @on_two_ranks
-def test_compiled_code_reads_what_has_arrived_and_is_not_compiled_again_and_again(context, how):
-    """Where the wrapper's forward can wait before, parameters in flight cost no compilation; where it cannot, one."""
-    early_settled, _ = frames_compiled(context, how, False)
-    early, late = frames_compiled(context, how, True)
-    assert late == 0
-    assert early == early_settled or (
-        how == "function-before-forward" and early <= early_settled + 2
-    )
+def test_compiled_code_reads_new_values_and_is_not_compiled_again(context, how, overlap):
+    """A read before the forward needs `synchronize()` after the step, if gathers overlap."""
+    early_waited, _ = frames_compiled(context, how, overlap, False)
+    if overlap and how == "function-before-forward":
+        return
+    early, late = frames_compiled(context, how, overlap, True)
+    assert late == 0 and early == early_waited

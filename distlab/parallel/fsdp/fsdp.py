@@ -15,6 +15,7 @@ Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbha
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -23,28 +24,32 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
+from torch.optim import Optimizer
 
 from distlab.comm import collectives
+from distlab.comm.agreement import agree_on_call, prepare
 from distlab.comm.subgroups import resolve_mesh
-from distlab.parallel import order
-from distlab.parallel.agreement import agree_on_call, prepare
+from distlab.parallel.checks import (
+    StaysAsWrapped,
+    check_ranks_agree,
+    refuse_assigned,
+    refuse_shared_memory,
+    refuse_uninitialized,
+)
+from distlab.parallel.ddp import send_unfinished
+from distlab.parallel.fsdp import checks
 from distlab.parallel.fsdp.casts import hook_casts, plan_casts
 from distlab.parallel.fsdp.entry import Entry, list_entries
 from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
 from distlab.parallel.fsdp.unit import Unit
 from distlab.parallel.fsdp.units import is_called, plan_units
-from distlab.parallel.full_state import Place
-from distlab.parallel.guards import shards as shard_guard
-from distlab.parallel.guards.assignments import refuse_assigned
-from distlab.parallel.guards.module import Guarded, check_ranks_agree, refuse_uninitialized
-from distlab.parallel.guards.shards import ShardGuard
-from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
-from distlab.parallel.shard import Shard, plain_name, whole
+from distlab.parallel.model import ParallelModel
+from distlab.parallel.shard import Loader, Shard, plain_name, whole
 
 
-class FSDP(Guarded):
+class FSDP(StaysAsWrapped, ParallelModel):
     """Shards a module's matrices over the ranks and replicates its vectors.
 
     `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's
@@ -97,7 +102,7 @@ class FSDP(Guarded):
         keep_gathered: bool = False,
     ):
         super().__init__()
-        shard_guard.check_compute_dtype(compute_dtype)
+        checks.check_compute_dtype(compute_dtype)
         self.module = module
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
@@ -106,12 +111,12 @@ class FSDP(Guarded):
         refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        self.device = shard_guard.find_device(entries, init_fn, device)
+        self.device = checks.find_device(entries, init_fn, device)
         plans = plan_units(module, entries)
         if not is_called(module):
-            shard_guard.refuse_uncallable(module)
-        shard_guard.refuse_parameters(entries)
-        shard_guard.refuse_compiled(module, plans)
+            checks.refuse_uncallable(module)
+        checks.refuse_parameters(entries)
+        checks.refuse_compiled(module, plans)
         check_ranks_agree(module, self.process_group)
         refuse_shared_memory(module)
         owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
@@ -120,7 +125,7 @@ class FSDP(Guarded):
         if not deferred:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         for entry in entries:
-            # what holds it steps nothing that is in use: see guards/hooks.py
+            # what holds it steps nothing that is in use: see the hook in distlab/parallel/checks.py
             entry.parameter.replaced = True
         self._units = [Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)]
         self.flat_params = [param for unit in self._units for param in unit.params]
@@ -141,12 +146,12 @@ class FSDP(Guarded):
         trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         sharded = [(name, p) for name, p in trainable if p.ndim >= 2]
         replicated = [(name, p) for name, p in trainable if p.ndim < 2]
-        self.guard = ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
+        self.guard = checks.ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
         self._runtime = Runtime(self._units, self.guard, type(module).__name__, keep_gathered)
         self._held = list(self._find_shards())
         self._handles = [
             *hook_casts(casts),
-            *shard_guard.refuse_state_dicts(module, self._sharded_owners()),
+            *checks.refuse_state_dicts(module, self._sharded_owners()),
         ]
 
     # -- the public face -----------------------------------------------------------------------------------
@@ -168,8 +173,7 @@ class FSDP(Guarded):
         self.guard.check_module()
         if self._replicated.cast:
             self._replicated.refresh()
-        if order.begun:
-            order.send_begun(self.process_group)
+        send_unfinished(self.process_group)
         with self._runtime.forward_pass(self.module.training):
             return self.module(*args, **kwargs)
 
@@ -201,12 +205,31 @@ class FSDP(Guarded):
         """
         if not self.guard.begin_finish():
             return
-        if order.begun:
-            order.send_begun(self.process_group)
+        send_unfinished(self.process_group)
         self._runtime.finish()
         if self._replicated.trainable:
             self._replicated.average()
         self.guard.note(finished=True)
+
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients may be changed, each element by itself.
+
+        Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
+        `torch.nn.utils.clip_grad_value_`, a factor. The optimizer's next step raises for edits
+        outside of it, because most edits compute something of all elements, such as a norm.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or have been edited already.
+        """
+        return self.guard.elementwise_edits()
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
+        self.guard.check_step()
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Check the gradients before they are used, and the optimizer that is about to step."""
+        self.guard.check_step(optimizer)
 
     def _note_scaled(self) -> None:
         self.guard.note()
@@ -219,6 +242,7 @@ class FSDP(Guarded):
         the memory of the whole model in fp32.
         """
         agree_on_call(self.process_group, "FSDP.gather_full_params()")
+        send_unfinished(self.process_group)
         refuse_assigned(self.guard.placed)
         found = {}
         for param in self.flat_params:
@@ -268,10 +292,11 @@ class FSDP(Guarded):
         self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
-    def _own_places(self) -> list[Place]:
+    def loaders(self) -> list[Loader]:
+        """Return where whole parameters are loaded to; see `ParallelModel.loaders`."""
         refuse_assigned(self.guard.placed)  # else values would go where nothing is gathered from
         return [
-            Place([plain_name(name) for name in entry.names], entry.parameter.shape, load)
+            Loader([plain_name(name) for name in entry.names], entry.parameter.shape, load)
             for entry, load in self._loaders()
         ]
 

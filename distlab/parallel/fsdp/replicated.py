@@ -8,8 +8,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
-from distlab.parallel.buckets import GradientBucket, plan_of
-from distlab.parallel.exchange import AllReduce
+from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.buckets import plan_of
 from distlab.parallel.fsdp.entry import Entry
 
 
@@ -45,7 +45,7 @@ class Replicated:
         self._buckets = [
             GradientBucket(plan, self.trainable) for plan in plan_of(self.trainable, None)
         ]
-        self._exchange = AllReduce(group, lambda flat: collectives.all_reduce_mean(flat, group))
+        self._group = group
 
     @torch.no_grad()
     def refresh(self) -> None:
@@ -63,9 +63,10 @@ class Replicated:
         Blocks.
         """
         for bucket in self._buckets:
-            self._exchange.start(bucket)
+            bucket.work = collectives.all_reduce_mean(bucket.seal(), self._group)
         for bucket in self._buckets:
-            self._exchange.finish(bucket)
+            collectives.wait(bucket.work, self._group, "averaging gradients")
+            bucket.unpack()
 
 
 def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:

@@ -21,12 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from distlab.parallel import order
-from distlab.parallel.agreement import agree, agree_on_call
-from distlab.parallel.fsdp.order import UnitOrder
-from distlab.parallel.fsdp.outputs import copied, tensors_in
-from distlab.parallel.fsdp.unit import State, Unit
-from distlab.parallel.guards.shards import (
+from distlab.comm.agreement import agree, agree_on_call
+from distlab.parallel.ddp import send_unfinished
+from distlab.parallel.fsdp.checks import (
     ShardGuard,
     refuse_copy_of_shards,
     refuse_graph_of_backward,
@@ -36,6 +33,9 @@ from distlab.parallel.guards.shards import (
     refuse_reentrant_checkpoint,
     refuse_written,
 )
+from distlab.parallel.fsdp.order import UnitOrder
+from distlab.parallel.fsdp.outputs import copied, tensors_in
+from distlab.parallel.fsdp.unit import State, Unit
 
 NO_BACKWARD = -1  # torch's number of the running backward, if there is none
 
@@ -246,8 +246,7 @@ class Runtime:
             if self.guard.unfinished and self.backward_task is None:
                 self.guard.refuse_edited_shards()
             self.backward_task, self.guard.unfinished = task, True
-            if order.begun:
-                order.send_begun(self._group)
+            send_unfinished(self._group)
             agree(
                 self._group,
                 f"at the start of a backward of {self._name}{'' if self.synchronize else ' inside no_sync()'}",
@@ -258,8 +257,7 @@ class Runtime:
 
     def _backward_ended(self) -> None:
         """Called by autograd at the end of a backward that raised nothing."""
-        if order.begun:
-            order.send_begun(self._group)
+        send_unfinished(self._group)
         self.reshard()
         self._backward_order.end()
         for unit in self.units:

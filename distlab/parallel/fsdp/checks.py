@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -13,11 +14,19 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from distlab.parallel.guards import hooks
-from distlab.parallel.guards.assignments import place_of, refuse_assigned
-from distlab.parallel.guards.gradients import find_edited
-from distlab.parallel.guards.module import Attached, Guard, Named, the_device
-from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
+from distlab.parallel.checks import (
+    Attached,
+    Named,
+    check_nothing_joined,
+    is_elementwise,
+    place_of,
+    refuse_assigned,
+    release,
+    takes_shards,
+    the_device,
+    watch,
+)
+from distlab.parallel.model import find_edited, mark_finished
 from distlab.parallel.shard_states import take_parts, watch_states
 
 if TYPE_CHECKING:
@@ -118,7 +127,7 @@ def refuse_compiled(module: nn.Module, plans: Sequence[UnitPlan]) -> None:
 # -- in every step ---------------------------------------------------------------------------------------------
 
 
-class ShardGuard(Guard):
+class ShardGuard:
     """What an FSDP asks once per event.
 
     Args:
@@ -134,12 +143,15 @@ class ShardGuard(Guard):
         placed: shards and where they lie.
     """
 
-    shards_gradients = True
-
     def __init__(
         self, fsdp: FSDP, entries: Sequence[Entry], sharded: Named, replicated: Named, cast: Named
     ):
-        super().__init__(fsdp, [*sharded, *replicated])
+        self._fsdp = weakref.ref(fsdp)
+        self.process_group = fsdp.process_group
+        self.named = [*sharded, *replicated]
+        self._watched = {id(parameter) for _, parameter in self.named}
+        self._editing = False  # inside elementwise_edits()
+        watch(fsdp, self.named)
         self._sharded, self._replicated = sharded, replicated
         self._without_hooks = [*sharded, *cast]
         self._owned = [
@@ -162,7 +174,30 @@ class ShardGuard(Guard):
         """Watch nothing any more."""
         for handle in chain(*self._of_steps.values()):
             handle.remove()
-        super().close()
+        fsdp = self._fsdp()
+        if fsdp is not None:
+            release(fsdp)
+
+    @contextmanager
+    def elementwise_edits(self) -> Iterator[None]:
+        """Changes inside are right element by element.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or were edited before.
+        """
+        self.check_step()
+        for _, parameter in self.named:
+            if parameter.grad is not None:
+                parameter.grad.finished_version = None  # if the block raises, it is half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        self.note()
+
+    def _check_nothing_joined(self) -> None:
+        check_nothing_joined(self._fsdp().module, self._watched, ())
 
     def check_module(self) -> None:
         """Called before forward.
@@ -172,8 +207,7 @@ class ShardGuard(Guard):
                 construction.
             RuntimeError: an attribute is another parameter now, or a shard has other memory.
         """
-        if self._registrations != hooks.registrations:
-            self.check_unchanged()
+        self._check_nothing_joined()
         for name, module, attribute, parameter in self._owned:
             if module._parameters.get(attribute) is not parameter:
                 raise RuntimeError(
@@ -194,10 +228,8 @@ class ShardGuard(Guard):
         """Note that the gradients are as they should be now; if `finished`, also that the wrapper has finished."""
         # Without a backward the shards' gradients are those of before, and an edit of them is one
         # still.
-        for _, parameter in self._replicated if finished and not self.unfinished else self.named:
-            if parameter.grad is not None:
-                # operations in place count it up
-                parameter.grad.synchronized_version = parameter.grad._version
+        named = self._replicated if finished and not self.unfinished else self.named
+        mark_finished(parameter for _, parameter in named)
         if finished:
             self.pending = self.unfinished = False
 
@@ -209,8 +241,7 @@ class ShardGuard(Guard):
                 wrapping.
             RuntimeError: a gradient was changed after backward.
         """
-        if self._registrations != hooks.registrations:
-            self.check_unchanged()
+        self._check_nothing_joined()
         # vectors alone
         if not (self.pending or (not self.unfinished and find_edited(self._replicated))):
             return False

@@ -1,0 +1,525 @@
+"""The life of one training step under data parallelism, shared by all our DDPs.
+
+    forward ─ backward ─────────────────────── finish_gradient_synchronization() ─ optimizer.step()
+              │ hook per parameter                │
+              │  └ _gradient_ready(index)         └ _synchronize()
+              └ messages leave in plan order
+
+    IDLE ──► FORWARD ──► BACKWARD ──► ENDED ──► IDLE        print(ddp.step) says where a step is
+
+Equality. Afterwards each trainable parameter's `.grad` is the mean over ranks of the local
+gradients. A missing gradient (None) counts as zero. A parameter that no rank used keeps
+`.grad = None`.
+
+Order. All ranks send the same messages in one order, that of the plan, whatever order their hooks
+fire in (`DataParallel._send_complete`).
+
+A strategy is a subclass. `naive.py` is the shortest one. `checks.py` has the refusals.
+"""
+
+import weakref
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from distlab.comm import agreement, collectives
+from distlab.parallel import checks
+from distlab.parallel.model import ParallelModel, find_edited, mark_finished
+from distlab.parallel.shard import Shard, whole
+
+NO_BACKWARD = -1  # torch's number of the running backward, if none is running
+
+
+class Phase(Enum):
+    """Phase of a step."""
+
+    IDLE = "idle"  # nothing to average
+    FORWARD = "forward"  # a synchronised forward has run, so every rank will average
+    BACKWARD = "backward"  # autograd is running, or has raised
+    ENDED = "backward ended"  # messages that were complete have left; finish sends the rest
+
+
+@dataclass
+class Step:
+    """State of one wrapper's step; one gradient or message is named by its place in the plan.
+
+    Attributes:
+        phase: phase of the step.
+        ready: gradients that backward has made since the last finish, by parameter index, each with
+            its count of in-place changes at that moment.
+        accumulated: indices of the parameters that a backward inside no_sync() has reached since
+            the last finish.
+        unsent: messages that may leave before finish and have not left, in plan order.
+        sent_early: True if messages have left before their gradients arrived, because another
+            wrapper on the same ranks had to send (`send_unfinished`).
+    """
+
+    phase: Phase = Phase.IDLE
+    ready: dict[int, checks.Version] = field(default_factory=dict)
+    accumulated: set[int] = field(default_factory=set)
+    unsent: deque[Any] = field(default_factory=deque)
+    sent_early: bool = False
+
+    def __repr__(self) -> str:
+        return (
+            f"Step({self.phase.value}: {len(self.ready)} gradients ready, {len(self.unsent)} messages "
+            f"unsent, {len(self.accumulated)} gradients accumulated inside no_sync())"
+        )
+
+
+class DataParallel(checks.StaysAsWrapped, ParallelModel):
+    """Base class of our DDPs.
+
+    Construction compares the model across ranks, then broadcasts parameters and buffers from rank
+    0. Buffers are not synchronised in forward: call `sync_buffers()` before evaluating or saving.
+
+    Args:
+        module: any `nn.Module` whose trainable parameters are on one device.
+        mesh: (replicas, ranks of a shard group), such as hosts and their GPUs: gradients are
+            averaged in two levels (`distlab.comm.two_level`). Default: in one.
+        process_group: all ranks. Default: the default group.
+
+    Attributes:
+        named: trainable parameters with names, in registration order; a tied one once.
+        trainable: the same parameters without names. Their positions are the indices of the plan.
+        frozen: the other parameters, with names.
+        step: state of the step.
+
+    Raises:
+        TypeError: a mesh that is not a DeviceMesh.
+        ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), nothing to train,
+            parameters on several devices, an uninitialized parameter, two parameters that share
+            memory, a model that is wrapped already, or ranks that disagree on names, shapes,
+            dtypes, strides or `requires_grad` (then on every rank).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        mesh: DeviceMesh | None = None,
+        process_group: ProcessGroup | None = None,
+    ):
+        super().__init__()
+        self.module, self.mesh = module, mesh
+        self._two_level = None
+        if mesh is None:
+            self.process_group = collectives.resolve_group(process_group)
+        else:
+            from distlab.comm.subgroups import resolve_mesh
+            from distlab.comm.two_level import TwoLevelAllReduce
+
+            groups = resolve_mesh(mesh, process_group)
+            self.process_group = groups.world
+            if groups.replicate is not None and groups.shard.size() > 1:
+                self._two_level = TwoLevelAllReduce(groups)
+        agreement.prepare(self.process_group)
+        checks.check_module(module, type(self).__name__, self.process_group)
+        self.named: list[tuple[str, nn.Parameter]] = []
+        self.frozen: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                self.named.append((name, parameter))
+            else:
+                self.frozen.append((name, parameter))
+        self.trainable = [parameter for _, parameter in self.named]
+        self.device = self.trainable[0].device
+        collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
+
+        self.step = Step()
+        # None if the flags are part of the messages
+        self._used: UsedFlags | None = self._separate_flags()
+        # The mean of each gradient, until finish; also of those that this rank does not have.
+        self._means: dict[int, Tensor] = {}
+        self._editing = False  # inside elementwise_gradient_edits()
+        self._zero: weakref.ref[Optimizer] | None = None  # set by `shard_gradients`
+        self._trained_ids = {id(parameter) for parameter in self.trainable}
+        checks.watch(self, self.named)
+        # Hooks hold the wrapper weakly, so that dropping the wrapper ends its communication.
+        wrapper = weakref.ref(self)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, wrapper, index))
+            for index, parameter in enumerate(self.trainable)
+        ]
+
+    # -- what a strategy decides -------------------------------------------------------------------
+
+    def _gradient_ready(self, index: int) -> None:
+        """Take the gradient of `trainable[index]`, which is complete in this backward."""
+
+    def _is_complete(self, message: Any) -> bool:
+        """Return whether all gradients of a message of `step.unsent` are ready."""
+        return False
+
+    def _send(self, message: Any) -> None:
+        """Send a message of `step.unsent`; a gradient that is missing here counts as zero."""
+
+    @abstractmethod
+    def _synchronize(self) -> None:
+        """Send what finish has not sent, wait for all, and leave the means in `.grad`.
+
+        A strategy that sends during backward puts the messages of the next step into `step.unsent`.
+        """
+
+    # -- forward and backward ----------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module; any arguments, any result."""
+        if torch.is_grad_enabled():
+            if self._backward_was_lost():
+                self._recover()
+            if self._synchronizes and self.step.phase is Phase.IDLE:
+                self.step.phase = Phase.FORWARD
+        return self.module(*args, **kwargs)
+
+    def _on_gradient(self, index: int) -> None:
+        """Autograd calls this as soon as the gradient of `trainable[index]` is complete."""
+        step, parameter, name = self.step, self.trainable[index], self.named[index][0]
+        if self.shards_gradients:
+            checks.check_not_accumulated(name, parameter.grad)
+        if not self._synchronizes or parameter.grad is None:
+            step.accumulated.add(index)
+            return  # inside no_sync(): the next backward outside it sends the sum
+        checks.check_gradient(
+            name, parameter.grad, is_ready=index in step.ready, has_left=step.sent_early
+        )
+        if step.phase is not Phase.BACKWARD:
+            self._begin_backward()
+        self._gradient_ready(index)  # from here on, `.grad` may be a view of a bucket
+        step.ready[index] = parameter.grad, parameter.grad._version
+        self._send_complete()
+
+    def _send_complete(self) -> None:
+        """Send the next messages of the plan, as far as their gradients are ready."""
+        if len(_unfinished) > 1 and self._waits_for_another():
+            return
+        # In plan order and not in hook order: NCCL and gloo match collectives by position, so two
+        # ranks whose hooks fire in different orders would otherwise average different parameters
+        # with each other. A message that is complete waits here until those before it have left.
+        unsent = self.step.unsent
+        while unsent and self._is_complete(unsent[0]):
+            self._send(unsent.popleft())
+
+    def _begin_backward(self) -> None:
+        self.step.phase = Phase.BACKWARD
+        _unfinished[self] = None
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+
+    def _backward_ended(self) -> None:
+        """Autograd calls this when a backward ends, unless it raises."""
+        self.step.phase = Phase.ENDED
+        # A reentrant checkpoint runs a backward inside the backward. Then the outer one goes on,
+        # and the operation that it runs next brings us back into its phase.
+        outer = torch._C._current_autograd_node()
+        if outer is None:
+            return
+        for node, _ in outer.next_functions:
+            if node is not None and node.next_functions:
+                self.step.phase = Phase.BACKWARD
+                node.register_prehook(self._enter_outer_backward)
+
+    def _enter_outer_backward(self, _: Any) -> None:
+        self._begin_backward()
+
+    def _backward_was_lost(self) -> bool:
+        """Return whether a backward has raised, or its gradients were dropped to skip a step."""
+        step = self.step
+        lost = step.phase is Phase.BACKWARD
+        if step.phase is Phase.ENDED:
+            gradients = [self.trainable[index].grad for index in step.ready]
+            lost = all(gradient is None for gradient in gradients)
+        # A forward inside of a backward recomputes activations.
+        return lost and torch._C._current_graph_task_id() == NO_BACKWARD
+
+    def _recover(self) -> None:
+        """Complete the collectives of a lost backward and drop its gradients.
+
+        All ranks have then issued the same messages again.
+        """
+        for parameter in self.trainable:
+            parameter.grad = None
+        self.step.ready.clear()
+        self.finish_gradient_synchronization()
+        for parameter in self.trainable:  # those of other ranks have arrived
+            parameter.grad = None
+
+    # -- finish and step ---------------------------------------------------------------------------
+
+    def finish_gradient_synchronization(self) -> None:
+        """Wait until every `.grad` is the mean over ranks.
+
+        Call it on every rank after backward, before step. Gradients that backward did not make
+        (`parameter.grad = …`) are averaged as well. Without any gradient, and without a
+        synchronised forward, since the last call it does nothing.
+
+        Raises:
+            ValueError: the module trains a parameter now that was frozen, or not there, at
+                construction.
+            RuntimeError: a gradient was changed after backward, when it may have been sent.
+        """
+        step = self.step
+        checks.check_nothing_joined(self.module, self._trained_ids, self.frozen)
+        if step.phase is Phase.IDLE and not self._gradients_were_set():
+            return
+        checks.check_unedited(self.named, step.ready)
+        if len(_unfinished) > 1:
+            send_unfinished(self.process_group)
+        if self.shards_gradients and len(step.ready) < len(self.trainable):
+            checks.check_zeroed(self.named, step.ready)
+        try:
+            with torch.no_grad():
+                self._send_rest()
+                flags = None
+                if self._used is not None:
+                    flags = self.all_reduce_mean(self._used.write())
+                self._synchronize()
+                if flags is not None:
+                    self.wait(flags)
+                    self._used.adopt(self.mean_of)
+        finally:
+            self._means.clear()
+            self._end_step()
+
+    def _gradients_were_set(self) -> bool:
+        """Return whether there are gradients that no backward has made.
+
+        Those of passes inside no_sync() wait for a backward outside it.
+        """
+        if self.step.accumulated or self.shards_gradients:
+            return False
+        return find_edited(self.named) is not None
+
+    def _send_rest(self) -> None:
+        """Send, in plan order, the messages that backward has not completed."""
+        while self.step.unsent:
+            self._send(self.step.unsent.popleft())
+
+    def _end_step(self) -> None:
+        step = self.step
+        mark_finished(self.trainable)
+        step.phase, step.sent_early = Phase.IDLE, False
+        step.ready.clear()
+        step.accumulated.clear()
+        _unfinished.pop(self, None)
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Check the gradients before they are used.
+
+        Args:
+            optimizer: optimizer that is about to step.
+
+        Raises:
+            RuntimeError: gradients that are not finished. Under ZeRO, also another optimizer, or an
+                edit since finish.
+        """
+        step = self.step
+        unsent = any(self.trainable[index].grad is not None for index in step.accumulated)
+        checks.check_finished(type(self).__name__, bool(step.ready) or unsent)
+        if self.shards_gradients:
+            checks.check_optimizer_of_parts(optimizer, self._zero())
+            if not self._editing:
+                checks.check_parts_unedited(self.named)
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
+        self.check_step()
+
+    # -- messages ----------------------------------------------------------------------------------
+
+    def all_reduce_mean(self, tensor: Tensor) -> Any:
+        """Start to replace a contiguous tensor by its mean over the ranks; `wait` for the result."""
+        if self._two_level is not None:
+            return self._two_level.start(tensor)
+        return collectives.all_reduce_mean(tensor, self.process_group)
+
+    def wait(self, work: Any) -> None:
+        """Wait for a message. An error names the ranks that did not come."""
+        collectives.wait(work, self.process_group, "averaging gradients")
+
+    def average(self, index: int) -> Callable[[], None]:
+        """Start to replace the gradient of `trainable[index]` by its mean over the ranks.
+
+        A gradient that is missing here counts as zeros.
+
+        Returns:
+            Function that waits for the mean.
+        """
+        parameter = self.trainable[index]
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self._means[index] = gradient
+        sent = gradient.contiguous()  # a copy only of a gradient that has holes in memory
+        work = self.all_reduce_mean(sent)
+
+        def wait_for_mean() -> None:
+            self.wait(work)
+            if sent is not gradient:
+                gradient.copy_(sent)
+
+        return wait_for_mean
+
+    def mean_of(self, index: int) -> Tensor:
+        """Return where the mean of the gradient of `trainable[index]` arrives.
+
+        Also for a gradient that only other ranks have.
+        """
+        return self._means[index]
+
+    def _separate_flags(self) -> "UsedFlags":
+        """Return used flags that have a message of their own."""
+        return UsedFlags(self.trainable, torch.empty(len(self.trainable), device=self.device))
+
+    # -- several wrappers on the same ranks --------------------------------------------------------
+
+    def _waits_for_another(self) -> bool:
+        """Return whether a wrapper that backward reached earlier still has messages to send.
+
+        Another rank, which used all parameters of that wrapper, has sent them already.
+        """
+        for earlier in _unfinished:
+            if earlier is self:
+                return False
+            if earlier.process_group is self.process_group and earlier.step.unsent:
+                return True
+        return False
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the whole state; see `ParallelModel.full_state_dict`."""
+        send_unfinished(self.process_group)
+        return super().full_state_dict()
+
+    # -- the rest of the interface -----------------------------------------------------------------
+
+    @contextmanager
+    def elementwise_gradient_edits(self) -> Iterator[None]:
+        """Return a context in which gradients may be changed, each element by itself.
+
+        Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
+        `torch.nn.utils.clip_grad_value_`, a factor. Where a rank has the mean of a part only, the
+        optimizer's next step raises for edits outside of it, because most edits compute something
+        of all elements, such as a norm.
+
+        Raises:
+            RuntimeError: gradients that are not synchronized, or have been edited already.
+        """
+        self.check_step()
+        if self.shards_gradients:
+            for parameter in self.trainable:
+                if parameter.grad is not None:
+                    parameter.grad.finished_version = None  # if the block raises, it is half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        if self.shards_gradients:
+            self._take_edited()
+
+    def _take_edited(self) -> None:
+        """Take sharded gradients as they are now for the means."""
+        self._end_step()
+
+    def shards(self) -> list[Shard]:
+        """Return all parameters, whole."""
+        return [whole(name, parameter) for name, parameter in (*self.named, *self.frozen)]
+
+    def close(self, *, restore: bool = True) -> None:
+        """Detach every hook.
+
+        The module is as before, except that gradients may still be views of a bucket's memory.
+        """
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        _unfinished.pop(self, None)
+        checks.release(self)
+
+
+def _on_gradient(reference: "weakref.ref[DataParallel]", index: int, _: nn.Parameter) -> None:
+    """Hook of a parameter."""
+    wrapper = reference()
+    if wrapper is not None:
+        wrapper._on_gradient(index)
+
+
+# Wrappers that backward has reached and that have not finished, in this order (a dictionary used as
+# an ordered set). It is module state, as one backward runs through any number of wrappers.
+_unfinished: "weakref.WeakKeyDictionary[DataParallel, None]" = weakref.WeakKeyDictionary()
+
+
+def send_unfinished(group: ProcessGroup) -> None:
+    """Let every wrapper of these ranks that backward has reached send all of its step.
+
+    Call it before a collective of another kind on the same ranks. A rank that used all parameters
+    has sent these messages during backward, so they come first on all ranks.
+
+    Raises:
+        RuntimeError: a sharded gradient was not zeroed since the last finish.
+    """
+    for wrapper in list(_unfinished):
+        if wrapper.process_group is not group:
+            continue
+        step = wrapper.step
+        if wrapper.shards_gradients:
+            checks.check_zeroed(wrapper.named, step.ready)
+        step.sent_early = step.sent_early or bool(step.unsent)
+        with torch.no_grad():
+            wrapper._send_rest()
+
+
+class UsedFlags:
+    """One flag per parameter, averaged along with the gradients: whether any rank has used it.
+
+    A parameter that this rank did not use is sent as zeros. After the mean, its flag is above zero
+    if another rank used it. Then it has a gradient here as well. One that no rank used keeps
+    `.grad = None`, and optimizers leave it alone.
+
+    Args:
+        parameters: P of them.
+        flags: `(P,)`, of any floating-point dtype.
+
+    Attributes:
+        unused: positions of the parameters that this rank did not use in this step.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], flags: Tensor):
+        self.flags = flags
+        self.unused: list[int] = []
+        self._parameters = parameters
+
+    def write(self) -> Tensor:
+        """Write 1 for every parameter that has a gradient here, else 0.
+
+        Returns:
+            The flags, to be averaged.
+        """
+        self.unused = []
+        self.flags.fill_(1.0)
+        for index, parameter in enumerate(self._parameters):
+            if parameter.grad is None:
+                self.unused.append(index)
+                self.flags[index] = 0
+        return self.flags
+
+    def adopt(self, mean_of: Callable[[int], Tensor]) -> None:
+        """Give parameters that other ranks used the mean of their gradients, after it has arrived.
+
+        The host reads a flag only on a rank with an unused parameter, so the usual step does not
+        block.
+
+        Args:
+            mean_of: returns the mean gradient of the parameter at a position.
+        """
+        for index in self.unused:
+            if self.flags[index].item() > 0:
+                self._parameters[index].grad = mean_of(index)

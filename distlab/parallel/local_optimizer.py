@@ -1,0 +1,173 @@
+"""Optimizers that step this rank's share of the parameters, and how checkpoints see any optimizer.
+
+`LocalOptimizer` is the base class of `ShardedOptimizer` and `ZeroOptimizer`. To its user it is an
+ordinary optimizer over the whole model. Inside, another optimizer steps this rank's share.
+`stepped` and `load_shards` work for every optimizer, also torch's own.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from distlab.parallel.checks import AnswersTorchNames
+from distlab.parallel.model import ParallelModel
+from distlab.parallel.shard import Shard
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]  # parameters, or groups of them
+
+
+class LocalOptimizer(AnswersTorchNames, Optimizer, ABC):
+    """An optimizer over the whole model, around one that steps this rank's share.
+
+    `param_groups` holds the model's parameters, so LR schedulers, `zero_grad` and the user's loops
+    see an ordinary optimizer. `local` holds the same groups with this rank's share of them. A
+    subclass returns that share in `_share(group)`, and may note new parameters in
+    `_register(parameters)`.
+
+    Args:
+        params: parameters or groups of them.
+        optimizer_cls: class of the local optimizer.
+        options: keyword arguments of that class.
+
+    Raises:
+        ValueError: no parameters, or one given twice. TypeError: an entry that is not a tensor. By
+            torch's checks.
+    """
+
+    def __init__(self, params: Params, optimizer_cls: type[Optimizer], options: dict[str, Any]):
+        # torch's constructor calls add_param_group before the local optimizer exists.
+        self.local: Optimizer | None = None
+        super().__init__(params, dict(options))
+        self._register([parameter for group in self.param_groups for parameter in group["params"]])
+        self.local = optimizer_cls([self._share(group) for group in self.param_groups], **options)
+        self.defaults = self.local.defaults
+        self._complete_groups()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, also during training. Call it on every rank with the same group."""
+        super().add_param_group(param_group)
+        if self.local is not None:
+            group = self.param_groups[-1]
+            self._register(group["params"])
+            self.local.add_param_group(self._share(group))
+            self._complete_groups()
+
+    @property
+    def state(self) -> Any:
+        """State of the local optimizer, keyed by the tensors that it steps."""
+        return {} if self.local is None else self.local.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self.local is not None:  # torch's constructor assigns one as well
+            raise ValueError(
+                f"{type(self).__name__}.state is this rank's share and cannot be assigned: call "
+                "load_state_dict(), or state.clear() to start anew"
+            )
+
+    @abstractmethod
+    def shards(self, held: Iterable[Shard]) -> list[Shard]:
+        """Return those of the model's trainable shards that this rank steps.
+
+        `state` has their entries, keyed by `Shard.tensor`.
+        """
+
+    def _register(self, parameters: list[nn.Parameter]) -> None:
+        """Note new parameters, before their share is asked for."""
+
+    @abstractmethod
+    def _share(self, group: dict[str, Any]) -> dict[str, Any]:
+        """Return the group with this rank's share of its parameters, which may be empty."""
+
+    def _complete_groups(self) -> None:
+        """Give groups the options that only the local optimizer's defaults hold."""
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        self._held_before = self._held()
+
+    def _copy_options_inwards(self) -> None:
+        """Copy hyperparameters (lr, weight decay, …) from our groups to the local optimizer's.
+
+        Schedulers and users change ours.
+
+        Raises:
+            ValueError: a group holds other parameters than it was given.
+        """
+        if self._held() != self._held_before:
+            raise ValueError(
+                f"param_groups of this {type(self).__name__} hold other parameters than it was "
+                "given: build another optimizer, or add parameters by add_param_group()"
+            )
+        for outer, local in zip(self.param_groups, self.local.param_groups, strict=True):
+            local.update(options_of(outer))
+
+    def _held(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for group in self.param_groups]
+
+
+def stepped(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
+    """Return the shards that this rank's optimizer steps, for every strategy."""
+    trainable = []
+    for shard in model.shards():
+        if not shard.tensor.requires_grad:
+            continue
+        if shard.shape.numel() == 0:
+            # All ranks hold all of a parameter without elements. One of them stores its step.
+            shard = replace(shard, replicated=True)
+        trainable.append(shard)
+    if isinstance(optimizer, LocalOptimizer):
+        return optimizer.shards(trainable)
+    return trainable
+
+
+def load_shards(
+    optimizer: Optimizer,
+    groups: Sequence[Mapping[str, Any]],
+    state: Mapping[Tensor, Mapping[str, Any]],
+) -> None:
+    """Give an optimizer the options of each group, and the state of the shards that it steps.
+
+    No communication. torch casts states to the dtype and device of the parameter they belong to.
+
+    Args:
+        groups: options of each group of `optimizer`.
+        state: state of each parameter, keyed by `Shard.tensor`.
+    """
+    if isinstance(optimizer, LocalOptimizer):
+        for group, changed in zip(optimizer.param_groups, groups, strict=True):
+            group.update(options_of(changed))
+        optimizer, groups = optimizer.local, optimizer.param_groups
+    # torch loads by number: its own state dict says which parameter has which number.
+    packed = optimizer.state_dict()
+    numbers = [number for group in packed["param_groups"] for number in group["params"]]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    packed["state"] = {}
+    for number, parameter in zip(numbers, parameters, strict=True):
+        if parameter in state:
+            packed["state"][number] = state[parameter]
+    for group, changed in zip(packed["param_groups"], groups, strict=True):
+        group.update(options_of(changed))
+    optimizer.load_state_dict(packed)
+
+
+def optimizer_name(optimizer: Optimizer) -> str:
+    """Return the name of the class that does the arithmetic, also inside a `LocalOptimizer`."""
+    return type(optimizer.local if isinstance(optimizer, LocalOptimizer) else optimizer).__name__
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a group's options, without its parameters."""
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def to_cpu(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a parameter's optimizer state with its tensors on the CPU."""
+    found = {}
+    for key, value in state.items():
+        found[key] = value.detach().cpu() if isinstance(value, Tensor) else value
+    return found

@@ -1,0 +1,592 @@
+"""ZeRO stage 1: gradients are reduce-scattered, each rank steps its slice, parameters are all-gathered.
+
+    compute        │ forward ─────── │ backward ───────────────── │   │ step 1/N │            │ forward …
+    communication  │                 │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather │
+
+    reduce   during backward, each bucket as soon as it is full   `ReduceScatter`
+    step     this rank's slice of every bucket                    `ZeroOptimizer.step`
+    gather   all slices of all buckets                            `Slices.gather`
+
+The optimizer's state, and the work of its step, are divided by the number of ranks N, and nothing
+is sent twice: a reduce-scatter and an all-gather are the two halves of the all-reduce they replace
+(Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+sec. 5.1 and 7.1).
+
+With `overlap_gather=True` the all-gather runs under the next forward:
+
+    compute        │ step 1/N │ forward: block 0 │ block 1 │ … │
+    communication         │ all-gather bn │ … │ b1 │ b0 │
+
+Parameters are stored in flat buffers laid out like the gradient buckets. A rank has the same slice
+of both:
+
+    bucket b    │ parameter 7 │ parameter 6        │ parameter 5 │ padding │
+    slices      │ rank 0          │ rank 1          │ rank 2              │
+
+Slices end inside parameters: rank 1 above has a shard of parameter 6 and nothing else, rank 2 the
+rest of it and all of parameter 5. The local optimizer sees 1-D shards, which is why it must be
+element-wise, or know what to do with shards (`muon.py`).
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup, Work
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from distlab.comm import collectives
+from distlab.comm.agreement import agree_on_call, collective
+from distlab.parallel import checks
+from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Placement
+from distlab.parallel.ddp import send_unfinished
+from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
+from distlab.parallel.shard import Shard, plain_name, view_like
+from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
+
+
+class ZeroOptimizer(LocalOptimizer):
+    """An element-wise optimizer, or `distlab.optim.Muon`, over this rank's slices of a model.
+
+    Gradients. After `finish_gradient_synchronization()` a `.grad` holds the mean in this rank's
+    shard and leftovers elsewhere. So it must be zeroed before every step's first backward, the norm
+    is clipped by `clip_grad_norm_` here, and other edits belong inside
+    `elementwise_gradient_edits()`. Everything else raises.
+
+    Parameters. By default `step()` waits until they are whole. With `overlap_gather=True` it
+    returns while they are being gathered. Then each child of an `nn.ModuleList` waits before its
+    forward for every parameter in it, and the wrapper's forward waits for all other parameters
+    before it begins. Without autograd, and where it runs code that was compiled or scripted other
+    than by `torch.compile(block)`, it waits for all. `state_dict()`, `load_state_dict()` and
+    `synchronize()` also wait for all. Any other read of a parameter between `step()` and the next
+    forward needs a call of `synchronize()` first, and a forward that reads a parameter of another
+    block is not seen (`docs/learn/limits.md`).
+
+    Args:
+        ddp: wrapper whose buckets and parameters it takes over (`BucketedDDP.shard_for`).
+        optimizer_cls: class such as `torch.optim.AdamW`. If its body says `takes_shards = True`, it
+            is given this rank's shards of all parameters, also empty ones, and finds in their
+            attribute `spread` which ranks have the rest.
+        params: parameters or groups of the wrapped module. Default: all that are trainable, in one
+            group.
+        elementwise: True if a class that is not torch's treats every element by itself. A class can
+            also say so with `elementwise = True` in its body.
+        overlap_gather: True gathers parameters under the next forward.
+        kwargs: keyword arguments of `optimizer_cls`.
+
+    Raises:
+        TypeError: `ddp` is not a `BucketedDDP`.
+        ValueError: an optimizer that is not known to be element-wise, a wrapper on a mesh or of
+            copy engines, a parameter that the wrapper does not train, or one given twice.
+    """
+
+    def __init__(
+        self,
+        ddp: BucketedDDP,
+        optimizer_cls: type[Optimizer],
+        *,
+        params: Params | None = None,
+        elementwise: bool = False,
+        overlap_gather: bool = False,
+        **kwargs: Any,
+    ):
+        _check_wrapper(ddp)
+        checks.check_zero(ddp.module, optimizer_cls, elementwise)
+        self._takes_shards = checks.takes_shards(optimizer_cls)
+        self._ddp = ddp
+        exchange = ReduceScatter(ddp.process_group, ddp.device)
+        ddp.shard_for(self, exchange, lambda wrapper: Slices(wrapper, overlap_gather))
+        self._slices: Slices = ddp.placement
+        super().__init__(ddp.trainable if params is None else params, optimizer_cls, kwargs)
+
+    @torch._disable_dynamo  # its checks read versions, which a compiled step would trace once
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Step this rank's shards and all-gather the parameters.
+
+        Args:
+            closure: evaluated once, before the step, with gradients enabled; it must finish the
+                synchronisation.
+            kwargs: keyword arguments of the local optimizer's `step`.
+
+        Returns:
+            The closure's value, or None.
+
+        Raises:
+            RuntimeError: gradients were not finished, or edited since outside of
+                `elementwise_gradient_edits()`.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        # Again, although torch's hook has checked: a closure or a hook of this step has run since.
+        self._ddp.check_step(self)
+        self._copy_options_inwards()
+        self._slices.point_gradients()
+        # The slices are written through memory of their own, so autograd must be told which
+        # parameters change: a graph that has saved one raises in its backward.
+        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.autograd.graph.increment_version(stepped)
+        self.local.step(**kwargs)
+        self._slices.gather()
+        return loss
+
+    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+        """Return a context in which gradients may be edited element by element.
+
+        Use it between `finish_gradient_synchronization()` and `step()`, for example for
+        `torch.nn.utils.clip_grad_value_` or a multiplication. An edit that needs all of a gradient
+        at once gets another answer on each rank, as only this rank's part is the mean. For the norm
+        there is `clip_grad_norm_`.
+
+        Raises:
+            RuntimeError: a gradient was edited before.
+        """
+        return self._ddp.elementwise_gradient_edits()
+
+    def synchronize(self) -> None:
+        """Wait until all parameters are whole. Call it before reading them, see the class."""
+        self._ddp.synchronize()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients by their norm over all ranks; see the wrapper's `clip_grad_norm_`."""
+        return self._ddp.clip_grad_norm_(max_norm, norm_type)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state, unpadded and by parameter name.
+
+        An unsharded optimizer over the same parameters can load it. A collective: call it on every
+        rank. Every rank gets all of it, on the CPU.
+        """
+        call = "ZeroOptimizer.state_dict()"
+        agree_on_call(self._ddp.process_group, call)
+        self._copy_options_inwards()
+        mine = {}
+        for name, parameter in self._ddp.named:
+            tensor = self._slices.shard_of[parameter].tensor
+            if tensor in self.state:
+                mine[name] = to_cpu(self.state[tensor])
+        # Parts come in the order of ranks, which is that of the parameter's elements.
+        parts: dict[str, list[dict[str, Any]]] = {}
+        for states in collectives.gather_objects(mine, self._ddp.process_group, collective(call)):
+            for name, state in states.items():
+                parts.setdefault(name, []).append(state)
+        whole = {}
+        for name, parameter in self._ddp.named:
+            if name in parts:
+                whole[name] = _join(parts[name], parameter)
+        return {"state": whole, "param_groups": self._groups_by_name()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a whole state that was saved at any world size.
+
+        It is by name, or numbered as an unsharded optimizer's, which numbers its parameters in the
+        order of its groups. That optimizer had the same groups as this one, or a single one of all
+        parameters of the module, frozen ones among them.
+
+        Raises:
+            ValueError: groups that hold other parameters, or state in another shape than its
+                parameter's.
+        """
+        refuse_shards(state_dict)
+        saved, state_of = self._by_name(state_dict)
+        checks.refuse_other_groups(saved, [group["params"] for group in self._groups_by_name()])
+        state = {}
+        for name, parameter in self._ddp.named:
+            if name in state_of:
+                refuse_other_shapes(state_of[name], name, parameter)
+                tensor = self._slices.shard_of[parameter].tensor
+                start = self._slices.starts[parameter]
+                part = slice(start, start + tensor.numel())
+                state[tensor] = _cut(state_of[name], parameter, part)
+        load_shards(self, saved, state)
+
+    def shards(self, held: Iterable[Shard]) -> list[Shard]:
+        """Return the shards with elements, and parameters that have none on any rank.
+
+        The optimizer counts steps of those as well.
+        """
+        return [shard for shard in held if shard.tensor.numel() > 0 or shard.shape.numel() == 0]
+
+    def close(self) -> None:
+        """Wait for the parameters and detach the hooks; the wrapper has its own `close()`."""
+        self._slices.close()
+
+    def _share(self, group: dict[str, Any]) -> dict[str, Any]:
+        shard_of = self._slices.shard_of
+        if any(parameter not in shard_of for parameter in group["params"]):
+            raise ValueError("a parameter is not among those that the wrapped module trains")
+        held = [shard_of[parameter] for parameter in group["params"]]
+        if not self._takes_shards:
+            held = self.shards(held)
+        return group | {"params": [shard.tensor for shard in held]}
+
+    def _by_name(self, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+        """Return the groups and the state of a state dict, with names in place of numbers.
+
+        Raises:
+            ValueError: other numbers of parameters than this optimizer's.
+        """
+        saved, state = state_dict["param_groups"], state_dict["state"]
+        numbers = [group["params"] for group in saved]
+        if any(isinstance(number, str) for group in numbers for number in group):
+            return saved, state
+        names = [group["params"] for group in self._groups_by_name()]
+        everything = [name for name, _ in self._ddp.module.named_parameters()]
+        sizes = [len(group) for group in numbers]
+        name_of: dict[int, str] = {}
+        if sizes == [len(group) for group in names]:
+            for numbered, named in zip(numbers, names, strict=True):
+                name_of |= dict(zip(numbered, named, strict=True))
+        elif sizes == [len(everything)] and len(names) == 1:
+            name_of = dict(zip(numbers[0], everything, strict=True))
+        else:
+            raise ValueError(
+                f"the saved groups hold {sizes} parameters by number, and this optimizer's groups "
+                f"{[len(group) for group in names]} of a module that has {len(everything)}: load a state whose "
+                "optimizer had the same groups"
+            )
+        mine = {name for group in names for name in group}
+        groups = []
+        for group in saved:
+            held = [name_of[number] for number in group["params"]]
+            groups.append(group | {"params": [name for name in held if name in mine]})
+        return groups, {name_of[number]: value for number, value in state.items()}
+
+    def _groups_by_name(self) -> list[dict[str, Any]]:
+        name_of = {parameter: name for name, parameter in self._ddp.named}
+        groups = []
+        for group in self.param_groups:
+            names = [name_of[parameter] for parameter in group["params"]]
+            groups.append(options_of(group) | {"params": names})
+        return groups
+
+
+def _check_wrapper(ddp: Any) -> None:
+    """Check that ZeRO stage 1 can take this wrapper over.
+
+    Raises:
+        TypeError: it is not a `BucketedDDP`.
+        ValueError: it is on a mesh, or copy engines move its buckets.
+    """
+    if not isinstance(ddp, BucketedDDP):
+        raise TypeError(
+            f"ZeroOptimizer takes over a BucketedDDP's buckets; got {type(ddp).__name__}"
+        )
+    if type(ddp.exchange) not in (AllReduce, ReduceScatter):
+        raise ValueError("CopyEngineDDP only all-reduces: give ZeroOptimizer a BucketedDDP")
+    if ddp.mesh is not None:
+        raise ValueError(
+            "ZeroOptimizer shards over all ranks, and this BucketedDDP has a mesh: leave its mesh "
+            "out, or take FSDP(module, mesh=…), which shards inside a group"
+        )
+
+
+# -- reduce ----------------------------------------------------------------------------------------
+
+
+class ReduceScatter(AllReduce):
+    """Exchange of buckets in which every rank gets its slice of the mean.
+
+    The rest of a bucket holds leftovers. The used flags are sent separately, because every rank
+    needs all of them.
+    """
+
+    shards_gradients = True
+    has_flags = False
+
+    def __init__(self, group: ProcessGroup, device: torch.device):
+        self._group = group
+        self.slices = group.size()
+        self._in_place = collectives.shards_in_place(device, group)
+        self._arriving: dict[GradientBucket, Tensor] = {}  # memory for means that arrive elsewhere
+
+    def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
+        """See `AllReduce.start`."""
+        mean = self._slice_of(bucket)
+        if not self._in_place:
+            if bucket not in self._arriving:
+                self._arriving[bucket] = torch.empty_like(mean)
+            mean = self._arriving[bucket]
+        return collectives.reduce_scatter_mean(mean, bucket.seal(), self._group)
+
+    def finish(self, bucket: GradientBucket) -> None:
+        """Put this rank's slice of the mean into the bucket."""
+        if not self._in_place:
+            self._slice_of(bucket).copy_(self._arriving[bucket])
+
+    def _slice_of(self, bucket: GradientBucket) -> Tensor:
+        return bucket.buffer[bucket.plan.slice_of(self._group.rank())]
+
+
+# -- step and gather -------------------------------------------------------------------------------
+
+
+class Slices(Placement):
+    """Parameters moved into flat buffers laid out like the gradient buckets.
+
+    A rank steps the same slice of both.
+
+    Args:
+        ddp: wrapper whose buckets are padded to equal slices.
+        overlap: True gathers under the next forward; see `ZeroOptimizer`.
+
+    Attributes:
+        shard_of: this rank's shard of each parameter: 1-D (0-D of a scalar, as its optimizer's
+            state must be), a view of the flat buffer, perhaps empty, and a parameter to the
+            optimizer.
+        starts: first element of each parameter's shard, in the order of the parameter's memory.
+    """
+
+    def __init__(self, ddp: BucketedDDP, overlap: bool):
+        self._group = ddp.process_group
+        self._in_place = collectives.shards_in_place(ddp.device, self._group)
+        self.shard_of: dict[nn.Parameter, Shard] = {}
+        self.starts: dict[nn.Parameter, int] = {}
+        # (parameter, its shard, the mean of that shard's gradient)
+        self._means: list[tuple[nn.Parameter, nn.Parameter, Tensor]] = []
+        names = {parameter: plain_name(name) for name, parameter in ddp.named}
+        # Parameters of each bucket, `(plan.numel,)`, and this rank's slice of them.
+        self._flat = [self._move(bucket, names) for bucket in ddp.buckets]
+        self._placed = [(name, p, checks.place_of(p)) for name, p in ddp.named]
+        self._works: dict[int, Work] = {}  # all-gathers in flight, by number of the bucket
+
+        # The first layers' parameters are in the last bucket, and forward needs them first.
+        self._order = list(reversed(range(len(ddp.buckets))))
+        self._overlap = None
+        if overlap:
+            held = [bucket.parameters for bucket in ddp.buckets]
+            self._overlap = GatherUnderForward(ddp, held, self._works, self.wait)
+            # What the wrapper's forward waits for before it begins comes before the blocks.
+            self._order.sort(key=lambda number: number not in self._overlap.outside_blocks)
+
+    @torch.no_grad()
+    def _move(
+        self, bucket: GradientBucket, names: dict[nn.Parameter, str]
+    ) -> tuple[Tensor, Tensor]:
+        """Move the parameters of a bucket into one buffer, and note this rank's shards of them.
+
+        Returns:
+            The buffer, and this rank's slice of it.
+        """
+        plan, rank = bucket.plan, self._group.rank()
+        flat = torch.zeros(plan.numel, dtype=plan.dtype, device=bucket.buffer.device)
+        for position, view in enumerate(plan.views(flat, bucket.parameters)):
+            parameter = bucket.parameters[position]
+            parameter.data = view.copy_(parameter)
+            self._note_shard(bucket, position, flat, names[parameter], rank)
+        return flat, flat[plan.slice_of(rank)]
+
+    def _note_shard(
+        self, bucket: GradientBucket, position: int, flat: Tensor, name: str, rank: int
+    ) -> None:
+        plan, parameter = bucket.plan, bucket.parameters[position]
+        start, stop = plan.shard_range(position, rank)
+        here = slice(plan.offsets[position] + start, plan.offsets[position] + stop)
+        shape = parameter.shape if parameter.ndim == 0 and start < stop else (-1,)
+        value = nn.Parameter(flat[here].view(shape))
+        value.spread = plan.spread(position, parameter, self._group)
+        # Muon also asks for the matrices of other ranks. A parameter without elements has a step to
+        # count.
+        if start < stop or parameter.ndim == 2 or parameter.numel() == 0:
+            self._means.append((parameter, value, bucket.buffer[here].view(shape)))
+        self.starts[parameter] = start
+        first = start if parameter.is_contiguous() else None
+        self.shard_of[parameter] = Shard(name, parameter.shape, first, value)
+
+    def shards(self, whole: list[Shard]) -> list[Shard]:
+        """Return this rank's shards of the trained parameters, and the others whole.
+
+        Raises:
+            RuntimeError: a parameter was given other memory.
+        """
+        checks.refuse_assigned(self._placed)
+        return [self.shard_of.get(shard.tensor, shard) for shard in whole]
+
+    def point_gradients(self) -> None:
+        """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter.
+
+        Waits for the parameters of the last step.
+
+        Raises:
+            RuntimeError: a parameter was given other memory.
+        """
+        if self._works:
+            self.wait()
+        checks.refuse_assigned(self._placed)
+        for parameter, shard, mean in self._means:
+            shard.grad = None if parameter.grad is None else mean
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """All-gather the slices of all ranks; wait unless the gather may overlap the next forward."""
+        send_unfinished(self._group)  # another wrapper's messages come before ours on every rank
+        for number in self._order:
+            flat, own = self._flat[number]
+            if not self._in_place:
+                own = own.clone()
+            self._works[number] = collectives.all_gather(flat, own, self._group)
+        if self._overlap is None:
+            self.wait()
+
+    def wait(self, numbers: Iterable[int] | None = None) -> None:
+        """Wait until the parameters of these buckets are whole. Default: those of all buckets."""
+        for number in tuple(self._works) if numbers is None else numbers:
+            work = self._works.get(number)
+            if work is not None:
+                collectives.wait(work, self._group, "gathering parameters")
+                # Forgotten after the wait: another thread that reads meanwhile, or a reader after
+                # an error, must find what to wait for.
+                self._works.pop(number, None)
+
+    def close(self) -> None:
+        """Wait for the parameters and detach the hooks."""
+        self.wait()
+        if self._overlap is not None:
+            self._overlap.close()
+
+
+class GatherUnderForward:
+    """Hooks that wait for all-gathers during the next forward, block by block.
+
+    - A block is a child of an `nn.ModuleList`. It waits for the parameters in it.
+    - The wrapper's forward waits for all other parameters before it begins.
+    - Without autograd, each of these waits for all, because torch's modules then take shortcuts
+      that read the parameters of their children.
+    - The wrapper also waits for all before a forward that runs compiled code or TorchScript, whose
+      graph has no hooks, and after every forward, because the code that follows may read anything.
+      A block that is the result of `torch.compile(block)` is called from Python, so its own hook is
+      enough.
+
+    Args:
+        ddp: the wrapper.
+        buckets: parameters of each bucket.
+        works: all-gathers in flight, by number of the bucket.
+        wait: function that waits for the buckets of these numbers; None for all.
+
+    Attributes:
+        outside_blocks: numbers of the buckets with a parameter outside of all blocks.
+    """
+
+    def __init__(
+        self,
+        ddp: BucketedDDP,
+        buckets: Sequence[Sequence[nn.Parameter]],
+        works: dict[int, Work],
+        wait: Callable[[Iterable[int] | None], None],
+    ):
+        self._works, self._wait = works, wait
+        self._wait_outside_graph = torch.compiler.disable(wait)
+        bucket_of = {}
+        for number, parameters in enumerate(buckets):
+            bucket_of |= dict.fromkeys(parameters, number)
+
+        self._needed: dict[nn.Module, set[int]] = {}  # buckets that a module waits for
+        in_blocks: set[nn.Parameter] = set()
+        for block in _blocks_of(ddp.module):
+            held = [parameter for parameter in block.parameters() if parameter in bucket_of]
+            self._needed[block] = {bucket_of[parameter] for parameter in held}
+            in_blocks.update(held)
+        outside = [parameter for parameter in bucket_of if parameter not in in_blocks]
+        self.outside_blocks = {bucket_of[parameter] for parameter in outside}
+        self._needed[ddp.module] = self.outside_blocks
+        self._compiled_blocks = {block for block in self._needed if "_orig_mod" in block._modules}
+        if ddp.module in self._compiled_blocks:
+            self._needed[ddp.module] = set(range(len(buckets)))
+        self._handles = list(self._hook(ddp))
+
+    def _hook(self, ddp: BucketedDDP) -> Iterator[RemovableHandle]:
+        yield ddp.register_forward_pre_hook(self._before_wrapper)
+        yield ddp.register_forward_hook(self._after_wrapper)
+        # One object for all modules: Dynamo guards on a hook's constants, so different ones would
+        # make it compile every block anew, and give up at the ninth. A copy of the module, which
+        # takes its hooks along, has nothing to wait for.
+        before_block = checks.Attached(self._before_block)
+        for block in self._needed:
+            yield block.register_forward_pre_hook(before_block)
+        before_state_dict = checks.Attached(self._before_state_dict)
+        for module in ddp.module.modules():
+            yield module.register_state_dict_pre_hook(before_state_dict)
+            yield module.register_load_state_dict_pre_hook(before_state_dict)
+
+    def close(self) -> None:
+        """Detach the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_block(self, block: nn.Module, args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return  # the wrapper has waited; and no graph may depend on what is in flight
+        if self._works:
+            self._wait(self._needed[block] if torch.is_grad_enabled() else None)
+
+    def _before_wrapper(self, wrapper: BucketedDDP, args: Any) -> None:
+        if torch.compiler.is_compiling():  # the wrapper itself is being compiled
+            self._wait_outside_graph(None)
+        elif self._works and self._runs_below_python(wrapper.module):
+            self._wait(None)
+
+    def _after_wrapper(self, wrapper: BucketedDDP, args: Any, output: Any) -> None:
+        if self._works and not torch.compiler.is_compiling():
+            self._wait(None)
+
+    def _before_state_dict(self, *args: Any) -> None:
+        if self._works:
+            self._wait(None)
+
+    def _runs_below_python(self, root: nn.Module) -> bool:
+        """Return whether a module reads parameters without calling hooks.
+
+        It may have been compiled since the last forward.
+        """
+        waiting: list[nn.Module | None] = [root]
+        while waiting:
+            module = waiting.pop()
+            if module is None or module in self._compiled_blocks:
+                continue
+            if module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                return True
+            if isinstance(module, torch.jit.ScriptModule):
+                return True
+            waiting += module._modules.values()
+        return False
+
+
+def _blocks_of(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of every `nn.ModuleList`; of one that is inside a block, too."""
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList):
+            yield from module.children()
+
+
+# -- state of a parameter's shards -----------------------------------------------------------------
+
+
+def _join(parts: list[dict[str, Any]], parameter: nn.Parameter) -> dict[str, Any]:
+    """Join the optimizer states of a parameter's shards to the state of the whole."""
+    joined = {}
+    for key, value in parts[0].items():
+        if isinstance(value, Tensor) and value.ndim > 0:
+            value = view_like(torch.cat([state[key] for state in parts]), parameter)
+        joined[key] = value
+    return joined
+
+
+def _cut(state: dict[str, Any], parameter: nn.Parameter, part: slice) -> dict[str, Any]:
+    """Return a shard's part of a whole parameter's state.
+
+    A value that is not one number per element is kept as it is.
+    """
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.ndim > 0 and value.numel() == parameter.numel():
+            in_memory = value.new_empty(value.numel())
+            view_like(in_memory, parameter).copy_(value.view(parameter.shape))
+            value = in_memory[part]
+        found[key] = value
+    return found
