@@ -58,6 +58,34 @@ def test_build_loads_neither_the_registry_nor_the_strategies():
     assert not loaded & ({"registry", *STRATEGY_MODULES} - {"bucketed"})
 
 
+def registry_imports(source):
+    """Return the imports of a module that load the registry: its own name, or a name of the package."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names if each.name.endswith(".registry")]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            names = [f"{package}.{each.name}" for each in node.names]
+            if package.endswith(".registry"):
+                found += names
+            elif package == "distlab.parallel":
+                exported = {"registry", "*", *distlab.parallel._DEFINED_IN}
+                found += [name for name in names if name.rpartition(".")[2] in exported]
+    return found
+
+
+def test_no_file_of_the_package_imports_the_registry():
+    """Also not under TYPE_CHECKING or inside a function, where it would be a circle later."""
+    folder = Path(distlab.parallel.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        assert not registry_imports(path.read_text(encoding="utf-8")), path
+    assert registry_imports("from distlab.parallel import get_strategy")
+    assert registry_imports("from distlab.parallel.registry import STRATEGIES")
+    assert registry_imports("def f():\n    import distlab.parallel.registry")
+    assert not registry_imports("from distlab.parallel import agreement, order")
+
+
 def test_every_exported_name_is_what_its_module_defines():
     for name in distlab.parallel.__all__:
         module = importlib.import_module(distlab.parallel._DEFINED_IN[name])
