@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distlab import check as signatures
 from distlab.bench.task import own_task
-from distlab.bench.wrappers import UserWrapper
+from distlab.bench.wrappers import as_strategy
 from distlab.check import check
 from distlab.parallel import Strategy, get_strategy
 from distlab.testing import run_ranks
@@ -685,9 +685,7 @@ def strategy_of(case: Case) -> Strategy:
     """Return the wrapper as a strategy."""
     if isinstance(case.wrap, str):
         return get_strategy(case.wrap)
-    return Strategy(
-        case.name, lambda module, process_group: UserWrapper(module, case.wrap, process_group)
-    )
+    return as_strategy(case.name, case.wrap)
 
 
 FACTORIES = {

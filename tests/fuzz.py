@@ -58,7 +58,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distlab.comm import RankContext, collectives
 from distlab.comm.subgroups import hybrid_mesh
-from distlab.parallel import FSDP, ZeroOptimizer, get_strategy
+from distlab.parallel import FSDP, Wrapping, ZeroOptimizer, get_strategy
 from distlab.testing import RanksFailed, run_ranks
 
 STRATEGIES = (
@@ -644,16 +644,16 @@ class OneProcess:
         if not trainable:
             raise Invalid("nothing to train")
         cls, options = OPTIMIZERS[self.case.regime.optimizer]
-        self.optimizer = self.make_optimizer(
-            cls, params=grouped(self.case.regime, trainable), **options
-        )
+        self.optimizer = self.make_optimizer(cls, grouped(self.case.regime, trainable), options)
         schedule = self.case.regime.schedule
         self.scheduler = (
             torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5) if schedule else None
         )
 
-    def make_optimizer(self, cls: type[Optimizer], **options: Any) -> Optimizer:
-        return cls(**options)
+    def make_optimizer(
+        self, cls: type[Optimizer], params: list[dict[str, Any]], options: dict[str, Any]
+    ) -> Optimizer:
+        return cls(params, **options)
 
     def train(self) -> None:
         """The script that both sides follow."""
@@ -843,12 +843,11 @@ class OnRanks(OneProcess):
         self.prepare()
 
     def prepare(self) -> None:
-        group, ranks, options = self.context.group, self.context.world_size, {}
-        if self.strategy.has_buckets:
-            options["bucket_size_mb"] = self.case.regime.bucket_mb
+        group, ranks, mesh = self.context.group, self.context.world_size, None
         if self.strategy.takes_mesh:  # of two shard groups, where the ranks are even in number
-            options["mesh"] = hybrid_mesh(group, 1 if ranks % 2 else ranks // 2)
-        self.wrapper = self.strategy.wrap(self.first, process_group=group, **options)
+            mesh = hybrid_mesh(group, 1 if ranks % 2 else ranks // 2)
+        how = Wrapping(process_group=group, mesh=mesh, bucket_size_mb=self.case.regime.bucket_mb)
+        self.wrapper = self.strategy.wrap(self.first, how)
         self.models = {self.rank: self.wrapper}
         super().prepare()
         # The memory itself: reading a parameter of ZeRO-1's would wait for it, whoever forgot to.
@@ -862,8 +861,10 @@ class OnRanks(OneProcess):
         own = {name: value.clone() for name, value in self.first.named_buffers() if name in state}
         return state | own
 
-    def make_optimizer(self, cls: type[Optimizer], **options: Any) -> Optimizer:
-        return self.strategy.optimizer(self.wrapper, cls, **options)
+    def make_optimizer(
+        self, cls: type[Optimizer], params: list[dict[str, Any]], options: dict[str, Any]
+    ) -> Optimizer:
+        return self.strategy.optimizer(self.wrapper, cls, params, options)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

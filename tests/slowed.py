@@ -16,9 +16,11 @@ import time
 from dataclasses import replace
 from unittest import mock
 
+from torch import nn
+
 from distlab.compare import SavedRun, compared, failures, findings
 from distlab.experiment import RankContext, run_folder
-from distlab.parallel import STRATEGIES, BucketedDDP
+from distlab.parallel import STRATEGIES, BucketedDDP, Wrapping
 from distlab.testing import run_ranks
 from experiments.ddp_bench import EXPERIMENT
 
@@ -39,8 +41,13 @@ class Slowed(BucketedDDP):
 
 def measure(context: RankContext, out: str, name: str, sleep_s: float) -> None:
     """One run, on this rank."""
-    slowed = type("Slowed", (Slowed,), {"sleep_s": sleep_s})
-    changed = {"bucketed": replace(STRATEGIES["bucketed"], wrap=slowed)} if sleep_s else {}
+
+    def wrap_slowed(module: nn.Module, how: Wrapping) -> Slowed:
+        model = Slowed(module, how.bucket_size_mb, process_group=how.process_group)
+        model.sleep_s = sleep_s
+        return model
+
+    changed = {"bucketed": replace(STRATEGIES["bucketed"], wrap=wrap_slowed)} if sleep_s else {}
     config = EXPERIMENT.config(
         **EXPERIMENT.preset("smoke", on_gpu=False)
         | {

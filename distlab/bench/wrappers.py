@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from distlab.bench.task import factory_of
-from distlab.parallel import ParallelModel, Strategy
+from distlab.parallel import ParallelModel, Strategy, Wrapping
 
 # the method that the trainer calls after the last backward
 FINISH = "finish_gradient_synchronization"
@@ -68,8 +68,16 @@ def wrapped_by(name: str) -> Strategy:
     Raises:
         ValueError: there is no such function.
     """
-    wrap = factory_of(name, "--wrap")
-    return Strategy(name, lambda module, process_group: UserWrapper(module, wrap, process_group))
+    return as_strategy(name, factory_of(name, "--wrap"))
+
+
+def as_strategy(name: str, wrap: Callable[..., Any]) -> Strategy:
+    """Return a user's function `wrap(module, group)` as a strategy."""
+
+    def wrap_by_user(module: nn.Module, how: Wrapping) -> UserWrapper:
+        return UserWrapper(module, wrap, how.process_group)
+
+    return Strategy(name=name, wrap=wrap_by_user)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:

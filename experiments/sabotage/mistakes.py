@@ -5,25 +5,31 @@ How each is made is in `faults`; those in the data or in the task need no code o
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from distlab.parallel.base import Params
+from distlab.parallel.data_parallel import DataParallel
 from torch import Tensor, nn
 
 from distlab.bench.reference import Task
 from distlab.model import ModelConfig, TransformerLM
 from distlab.model.ops import Attention, naive_attention
 from distlab.parallel import (
+    FSDP,
     STRATEGIES,
+    BucketedDDP,
     Layout,
     ParallelModel,
     Strategy,
+    Wrapping,
     context_parallel,
     tensor_parallel,
 )
+from distlab.parallel.build import MakeOptimizer, Wrap
 from distlab.parallel.layout import DATA_PARALLEL
 from distlab.parallel.pipeline import Pipeline
 from distlab.train.data import SyntheticTokens
@@ -147,7 +153,7 @@ class Mistake:
         check: name of the check that should catch it (it may not be the only one).
         symptom: symptom that a person without a check sees.
         healthy: name of the strategy that is right.
-        wrap, optimizer: replacements of the strategy's own. None keeps it.
+        wrap, optimizer: replacements of the strategy's own functions. None keeps it.
         task: task to train.
         candidate: task to train by mistake. None: `task`.
         learner: optimizer of the loss curve, and its learning rate.
@@ -160,8 +166,8 @@ class Mistake:
     check: str
     symptom: str
     healthy: str
-    wrap: Callable[..., ParallelModel] | None = None
-    optimizer: Callable[..., torch.optim.Optimizer] | None = None
+    wrap: Wrap | None = None
+    optimizer: MakeOptimizer | None = None
     task: Task = _LM
     candidate: Task | None = None
     attention: Attention | None = None
@@ -190,6 +196,54 @@ class Mistake:
         )
 
 
+def _averaging_by(cls: Callable[..., DataParallel]) -> Wrap:
+    """Return a function that wraps by this class, which has no options."""
+
+    def wrap(module: nn.Module, how: Wrapping) -> DataParallel:
+        return cls(module, process_group=how.process_group)
+
+    return wrap
+
+
+def _bucketing_by(cls: type[BucketedDDP]) -> Wrap:
+    """Return a function that wraps by this class with buckets."""
+
+    def wrap(module: nn.Module, how: Wrapping) -> BucketedDDP:
+        return cls(module, bucket_size_mb=how.bucket_size_mb, process_group=how.process_group)
+
+    return wrap
+
+
+def _sharding_by(cls: type[FSDP]) -> Wrap:
+    """Return a function that wraps by this class, which shards parameters."""
+
+    def wrap(module: nn.Module, how: Wrapping) -> FSDP:
+        return cls(module, compute_dtype=how.compute_dtype, process_group=how.process_group)
+
+    return wrap
+
+
+def _keeps_its_shard(
+    model: ParallelModel,
+    optimizer_cls: type[torch.optim.Optimizer],
+    params: Params | None,
+    options: Mapping[str, Any],
+) -> faults.KeepsItsShard:
+    """Make a sharded optimizer that sends no parameters."""
+    stepped_params = model.parameters() if params is None else params
+    return faults.KeepsItsShard(stepped_params, optimizer_cls, model.process_group, **options)
+
+
+def _waits_in_owners_forward(
+    model: BucketedDDP,
+    optimizer_cls: type[torch.optim.Optimizer],
+    params: Params | None,
+    options: Mapping[str, Any],
+) -> faults.WaitsInOwnersForward:
+    """Make ZeRO-1's optimizer, whose all-gather only the owning module's forward waits for."""
+    return faults.WaitsInOwnersForward(model, optimizer_cls, params=params, **options)
+
+
 _ADAMW = (torch.optim.AdamW, 3e-3)
 
 
@@ -207,14 +261,14 @@ MISTAKES: dict[str, Mistake] = {
             EQUALITY,
             "none in the loss; two different models, and one is saved",
             "flat",
-            faults.without_broadcast,
+            _averaging_by(faults.without_broadcast),
         ),
         Mistake(
             "sum, not mean",
             EQUALITY,
             "the rate is N times too high: spikes, a loss that stays high",
             "flat",
-            faults.SumInsteadOfMean,
+            _averaging_by(faults.SumInsteadOfMean),
             learner=(torch.optim.SGD, 2.0),
         ),
         Mistake(
@@ -222,28 +276,28 @@ MISTAKES: dict[str, Mistake] = {
             VOLUME,
             "hardly any in the loss; first layers drift apart",
             "bucketed",
-            faults.LastBucketStays,
+            _bucketing_by(faults.LastBucketStays),
         ),
         Mistake(
             "reduces the parameter",
             EQUALITY,
             "a slower start: gradients are never averaged",
             "naive",
-            faults.ReducesTheParameter,
+            _averaging_by(faults.ReducesTheParameter),
         ),
         Mistake(
             "missing wait",
             EQUALITY,
             "a slower start, now and then; ranks drift apart",
             "overlap",
-            faults.NeverWaits,
+            _averaging_by(faults.NeverWaits),
         ),
         Mistake(
             "tied weight twice",
             VOLUME,
             "the tied matrix learns N times too fast",
             "naive",
-            faults.SumsTiedTwice,
+            _averaging_by(faults.SumsTiedTwice),
             task=language_model(tied=True),
             learner=(torch.optim.SGD, 1.2),
         ),
@@ -261,7 +315,7 @@ MISTAKES: dict[str, Mistake] = {
             EQUALITY,
             "hardly any in the loss; layers get each other's gradients",
             "overlap",
-            faults.HookOrder,
+            _averaging_by(faults.HookOrder),
             task=Task(partial(_seeded, TwoExperts), tokens),
         ),
         Mistake(
@@ -269,9 +323,7 @@ MISTAKES: dict[str, Mistake] = {
             VOLUME,
             "each rank trains half a model",
             "sharded-optimizer",
-            optimizer=lambda ddp, cls, **rest: faults.KeepsItsShard(
-                ddp.parameters(), cls, ddp.process_group, **rest
-            ),
+            optimizer=_keeps_its_shard,
         ),
         Mistake(
             "softmax without maximum",
@@ -298,7 +350,7 @@ MISTAKES: dict[str, Mistake] = {
             EQUALITY,
             "slower: later micro-batches are lost",
             "flat",
-            faults.StaleSums,
+            _averaging_by(faults.StaleSums),
             task=dataclasses.replace(_LM, batches=_FOUR),
         ),
         Mistake(
@@ -306,7 +358,7 @@ MISTAKES: dict[str, Mistake] = {
             VOLUME,
             "none but time: every bucket is sent once a micro-batch",
             "bucketed",
-            faults.SendsEachMicroBatch,
+            _bucketing_by(faults.SendsEachMicroBatch),
             task=_PIPED,
             learner=_ADAMW,
         ),
@@ -315,7 +367,7 @@ MISTAKES: dict[str, Mistake] = {
             EQUALITY,
             "hardly any in the loss; some layers are a step behind",
             "zero1",
-            optimizer=faults.WaitsInOwnersForward,
+            optimizer=_waits_in_owners_forward,
             task=Task(partial(_seeded, ReadsTheHead), tokens),
         ),
         Mistake(
@@ -323,14 +375,14 @@ MISTAKES: dict[str, Mistake] = {
             ERROR,
             "the step raises; else vectors would drift apart",
             "fsdp",
-            faults.ForgetsToFinish,
+            _sharding_by(faults.ForgetsToFinish),
         ),
         Mistake(
             "torch's clipping",
             ERROR,
             "the step raises; else each rank would clip by a norm of its own",
             "zero1",
-            faults.ClipsItsOwnPart,
+            _bucketing_by(faults.ClipsItsOwnPart),
         ),
         _shared(
             "norms not summed",
@@ -348,7 +400,7 @@ MISTAKES: dict[str, Mistake] = {
             "norms counted twice",
             "tp2",
             "hardly any in the loss; clipping begins too early",
-            wrap=faults.CountsNormsTwice,
+            wrap=_bucketing_by(faults.CountsNormsTwice),
             max_grad_norm=0.1,
         ),
         _shared(

@@ -16,7 +16,7 @@ from torch import nn
 from distlab.checkpoint.checkpointer import Checkpointer
 from distlab.checkpoint.files import MARKER, CheckpointFolder, digest_of
 from distlab.optim import Muon
-from distlab.parallel import STRATEGIES, get_strategy
+from distlab.parallel import Wrapping, get_strategy
 from distlab.parallel.local_optimizer import stepped
 from distlab.testing import RanksFailed, run_ranks
 from distlab.train import loop
@@ -94,6 +94,10 @@ def step(model, optimizer, number):
 
 def built(context, name, optimizer_cls, module, options=None):
     return get_strategy(name).build(module, context.group, optimizer_cls, options or {"lr": 0.05})
+
+
+def wrapped_by(name, module, context):
+    return get_strategy(name).wrap(module, Wrapping(process_group=context.group))
 
 
 def run_all_pairs(context, folder, optimizer_cls, odd, names, readers):
@@ -231,7 +235,7 @@ def save_groups(model, context, folder, *names, options=None):
 @on_two_ranks
 def test_groups_of_other_parameters_are_named_with_the_cause(context, tmp_path):
     def wrapped(frozen=()):
-        return STRATEGIES["bucketed"].wrap(Odd(frozen=frozen), process_group=context.group)
+        return wrapped_by("bucketed", Odd(frozen=frozen), context)
 
     model = wrapped(frozen=["first"])
     saver = save_groups(model, context, tmp_path, "second", "blocks")
@@ -272,7 +276,7 @@ def test_groups_of_other_parameters_are_named_with_the_cause(context, tmp_path):
 
 @on_two_ranks
 def test_a_tensor_of_no_module_cannot_be_stored_and_is_refused_on_every_rank(context, tmp_path):
-    model = STRATEGIES["bucketed"].wrap(Odd(), process_group=context.group)
+    model = wrapped_by("bucketed", Odd(), context)
     optimizer = torch.optim.AdamW([*model.parameters(), nn.Parameter(torch.zeros(2))], lr=0.05)
     with pytest.raises(
         ValueError, match="group 0 of the optimizer holds a tensor that is not a parameter of"
@@ -371,7 +375,7 @@ def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(
     """Not after the first fifty steps; a buffer that is not stored may be of any dtype."""
     for dtype in OTHER_DTYPES:
         odd = Odd()
-        model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+        model = wrapped_by(name, odd, one_rank)
         # Only now: gloo does not broadcast all of these, and NCCL does.
         odd.blocks[0].register_buffer("freqs", torch.zeros(3, dtype=getattr(torch, dtype)))
         with pytest.raises(
@@ -381,7 +385,7 @@ def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(
         model.close()
     for view in (torch.zeros(3, 2).t(), torch.zeros(3).expand(2, 3), torch.zeros(8)[::2]):
         odd = Odd()
-        model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+        model = wrapped_by(name, odd, one_rank)
         odd.register_buffer("view", view)
         with pytest.raises(ValueError, match="'model/view' is not contiguous in memory"):
             Checkpointer(tmp_path, one_rank, model=model)
@@ -390,11 +394,11 @@ def test_a_buffer_or_parameter_that_cannot_be_stored_is_refused_at_the_start(
     odd.first.register_parameter(
         "turn", nn.Parameter(torch.zeros(3, dtype=torch.complex64), requires_grad=False)
     )
-    model = get_strategy(name).wrap(odd, process_group=one_rank.group)
+    model = wrapped_by(name, odd, one_rank)
     with pytest.raises(ValueError, match=r"'first\.turn' has dtype complex64"):
         Checkpointer(tmp_path, one_rank, model=model)
     model.close()
-    model = get_strategy(name).wrap(Odd(buffers=True), process_group=one_rank.group)
+    model = wrapped_by(name, Odd(buffers=True), one_rank)
     Checkpointer(tmp_path, one_rank, model=model)
 
 

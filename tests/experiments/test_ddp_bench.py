@@ -78,8 +78,8 @@ def out_of_memory_on_one_rank(context, where):
         ):
             raise RuntimeError(DRIVER)
 
-    def wrap(module, **options):
-        model = OverlapDDP(module, **options)
+    def wrap(module, how):
+        model = OverlapDDP(module, process_group=how.process_group)
         if context.rank == 1:
             reached() if where == "construction" else module.norm.weight.register_hook(reached)
         return model

@@ -1,5 +1,8 @@
 """`Strategy.build` and what every strategy offers: models on meta, the norm of the whole gradient, shards."""
 
+import inspect
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
@@ -9,10 +12,14 @@ from distlab.model.transformer import TransformerLM
 from distlab.parallel import (
     STRATEGIES,
     LocalOptimizer,
+    Strategy,
+    Wrapping,
     get_strategy,
+    registry,
     stepped,
     strategies_on,
 )
+from distlab.parallel.build import BUCKET_SIZE_MB
 from distlab.parallel.model import square_sum
 from distlab.parallel.shard import Shard, whole
 from distlab.simulate.events import EventLog
@@ -188,3 +195,76 @@ def test_half_precision_gradients_are_in_the_norm_and_unrounded():
     assert square_sum(gradients, torch.device("cpu")).item() == pytest.approx(
         3 * 300.0**2 + 4**2, rel=1e-6
     )
+
+
+def test_wrap_gives_its_class_every_argument_that_the_class_takes(monkeypatch):
+    """By name and each its own: no field of `Wrapping` is forgotten or confused with another."""
+    given = Wrapping(**{field.name: object() for field in fields(Wrapping)})
+    received = []
+
+    def recorder(signature):
+        def record(*args, **kwargs):
+            received.append(signature.bind(*args, **kwargs).arguments)
+
+        return record
+
+    wrappers = {strategy.wrap for strategy in STRATEGIES.values()}
+    used = {name for wrap in wrappers for name in wrap.__code__.co_names}
+    for name in used & vars(registry).keys():
+        monkeypatch.setattr(registry, name, recorder(inspect.signature(getattr(registry, name))))
+    for name, strategy in STRATEGIES.items():
+        received.clear()
+        strategy.wrap("module", given)
+        (arguments,) = received
+        assert arguments.pop("module") == "module", name
+        for argument, value in arguments.items():
+            assert value is getattr(given, argument), (name, argument)
+        assert "process_group" in arguments or not strategy.synchronizes, name
+        assert "bucket_size_mb" in arguments or not strategy.has_buckets, name
+        assert "mesh" in arguments or not strategy.takes_mesh, name
+        assert "compute_dtype" in arguments or not strategy.casts_parameters, name
+        assert {"init_fn", "device"} <= arguments.keys() or not strategy.materializes, name
+        assert "keep_gathered" in arguments or not strategy.may_keep_gathered, name
+        torch_axes = {"data_mesh", "moved", "contexts"} <= arguments.keys()
+        assert torch_axes == (strategy.is_peer and strategy.casts_parameters), name
+
+
+def test_the_default_bucket_size_is_that_of_every_class():
+    classes = (registry.BucketedDDP, registry.CopyEngineDDP, registry.tuned_torch_ddp)
+    for each in (*classes, Strategy.build, Wrapping):
+        default = inspect.signature(each).parameters["bucket_size_mb"].default
+        assert default == BUCKET_SIZE_MB, each
+
+
+def test_build_takes_no_option_that_is_not_written_out(one_rank):
+    kinds = {argument.kind for argument in inspect.signature(Strategy.build).parameters.values()}
+    assert not kinds & {inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL}
+    with pytest.raises(TypeError, match="bucket_cap_mb"):
+        get_strategy("naive").build(layers(), one_rank.group, torch.optim.SGD, bucket_cap_mb=1.0)
+
+
+def train_with_every_option(context, names):
+    """One step, with options of which each strategy takes some."""
+    for name in names:
+        model, optimizer = get_strategy(name).build(
+            nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)),
+            context.group,
+            torch.optim.SGD,
+            {"lr": 0.1},
+            bucket_size_mb=1e-4,
+            shard_size=2,
+            keep_gathered=True,
+            compute_dtype=torch.bfloat16,
+        )
+        with model.autocast():
+            loss = model(torch.randn(8, 4)).float().square().mean()
+        loss.backward()
+        model.finish_gradient_synchronization()
+        optimizer.step()
+        model.close(restore=False)
+        if STRATEGIES[name].has_buckets and hasattr(model, "buckets"):
+            assert len(model.buckets) > 1, name
+
+
+def test_a_strategy_ignores_options_that_it_does_not_take():
+    run_ranks(train_with_every_option, 2, strategies_on("cpu"))

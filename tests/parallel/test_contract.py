@@ -17,10 +17,19 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import hybrid_mesh
-from distlab.parallel import FSDP, BucketedDDP, CopyEngineDDP, FlatDDP, NaiveDDP, OverlapDDP
+from distlab.parallel import (
+    FSDP,
+    BucketedDDP,
+    CopyEngineDDP,
+    FlatDDP,
+    NaiveDDP,
+    OverlapDDP,
+    registry,
+)
 from distlab.testing import run_ranks
 from tests.commands import ROOT
 from tests.parallel.cases import CASES, Reference, build
@@ -209,19 +218,27 @@ def test_gradients_are_the_mean_over_a_mesh(strategy, backend, world_size, shard
     run(every_row, world_size, train_beside_reference, rows, backend=backend)
 
 
-def run_recipe(context, recipe):
+def run_recipe(context, recipe, registration):
+    """The class, and the entry of the table, whose expression is the block's last line."""
     names = {"__name__": "late"}
     exec(recipe, names)
     with patch.dict(WITH_FSDP, late=names["LateDDP"]):
         every_row(context, train_beside_reference, rows_of("late", context.world_size))
+    function, entry = registration.split("\n\n")
+    names = vars(registry) | names
+    exec(function, names)
+    strategy = eval(entry.strip(), names)
+    model, _ = strategy.build(nn.Linear(2, 2), context.group, torch.optim.SGD, {"lr": 0.1})
+    assert type(model) is names["LateDDP"] and model.process_group is context.group
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_late_ddp_is_right_as_the_page_has_it(backend):
     """The recipe of CONTRIBUTING.md, on every kind of model."""
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    recipe = re.search(r"## Add a strategy.*?```python\n(.*?)```", page, re.DOTALL)[1]
-    run(run_recipe, 2, dedent(recipe), backend=backend)
+    section = re.search(r"## Add a strategy.*?(?=\n## )", page, re.DOTALL)[0]
+    recipe, registration = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    run(run_recipe, 2, dedent(recipe), dedent(registration), backend=backend)
 
 
 @pytest.mark.multigpu

@@ -188,7 +188,8 @@ def train_alike(model, optimizer, steps):
 def sharded(context, kind, seed, lr):
     wrapper = BucketedDDP(with_scale(seed), 1e-4, process_group=context.group)
     params = groups(wrapper.module)
-    return wrapper, get_strategy(kind).optimizer(wrapper, torch.optim.AdamW, params=params, lr=lr)
+    optimizer = get_strategy(kind).optimizer(wrapper, torch.optim.AdamW, params, {"lr": lr})
+    return wrapper, optimizer
 
 
 def save(context, kind):

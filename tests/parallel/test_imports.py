@@ -1,0 +1,121 @@
+"""The package `distlab.parallel` imports a strategy when its name is used, and nothing before."""
+
+import ast
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import distlab.parallel
+from tests.commands import python
+
+STRATEGY_MODULES = {
+    "naive",
+    "flat",
+    "overlap",
+    "bucketed",
+    "copy_engine",
+    "local",
+    "sharded_optimizer",
+    "torch_peers",
+    "zero",
+    "fsdp",
+    "fsdp.fsdp",
+}
+PRINT_LOADED = "\nimport sys; print(*(m for m in sys.modules if m.startswith('distlab.parallel')))"
+
+
+def loaded_by(statement):
+    """Return the modules of distlab.parallel that a new interpreter has after this statement."""
+    done = python("-c", statement + PRINT_LOADED)
+    assert done.returncode == 0, done.stderr
+    return {module.removeprefix("distlab.parallel.") for module in done.stdout.split()}
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "import distlab.parallel.naive",
+        "from distlab.parallel.naive import NaiveDDP",
+        "from distlab.parallel import NaiveDDP",
+        "import distlab.parallel; distlab.parallel.NaiveDDP",
+    ],
+)
+def test_one_strategy_loads_neither_the_registry_nor_another_strategy(statement):
+    loaded = loaded_by(statement)
+    assert "naive" in loaded
+    assert not loaded & ({"registry", "build", *STRATEGY_MODULES} - {"naive"})
+
+
+def test_the_package_alone_loads_nothing_of_it():
+    assert loaded_by("import distlab.parallel; dir(distlab.parallel)") == {"distlab.parallel"}
+
+
+def test_build_loads_neither_the_registry_nor_the_strategies():
+    loaded = loaded_by("import distlab.parallel.build")
+    assert not loaded & {"registry", *STRATEGY_MODULES}
+
+
+def registry_imports(source):
+    """Return the imports of a module that load the registry: its own name, or a name of the package."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [each.name for each in node.names if each.name.endswith(".registry")]
+        elif isinstance(node, ast.ImportFrom):
+            package = node.module or ""
+            names = [f"{package}.{each.name}" for each in node.names]
+            if package.endswith(".registry"):
+                found += names
+            elif package == "distlab.parallel":
+                exported = {"registry", "*", *distlab.parallel._DEFINED_IN}
+                found += [name for name in names if name.rpartition(".")[2] in exported]
+    return found
+
+
+def test_no_file_of_the_package_imports_the_registry():
+    """Also not under TYPE_CHECKING or inside a function, where it would be a circle later."""
+    folder = Path(distlab.parallel.__file__).parent
+    for path in sorted(folder.rglob("*.py")):
+        assert not registry_imports(path.read_text(encoding="utf-8")), path
+    assert registry_imports("from distlab.parallel import get_strategy")
+    assert registry_imports("from distlab.parallel.registry import STRATEGIES")
+    assert registry_imports("def f():\n    import distlab.parallel.registry")
+    assert not registry_imports("from distlab.parallel import agreement, order")
+
+
+def test_every_exported_name_is_what_its_module_defines():
+    for name in distlab.parallel.__all__:
+        module = importlib.import_module(distlab.parallel._DEFINED_IN[name])
+        value = getattr(module, name)
+        assert getattr(distlab.parallel, name) is value, name
+        if name != "STRATEGIES":  # a dictionary does not know its module
+            assert value.__module__ == module.__name__, name
+
+
+def test_editors_and_the_site_read_the_same_names():
+    """The stub, which is Python's own text, against the table."""
+    stub = Path(distlab.parallel.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
+    names = {alias.asname: node.module for node in imports for alias in node.names}
+    assert names == distlab.parallel._DEFINED_IN
+
+
+def test_a_star_import_gives_every_exported_name():
+    names = {}
+    exec("from distlab.parallel import *", names)
+    assert {*distlab.parallel.__all__} <= names.keys()
+
+
+def test_dir_lists_the_exported_names():
+    assert {*distlab.parallel.__all__, "__all__", "__getattr__"} <= {*dir(distlab.parallel)}
+
+
+def test_another_name_is_an_attribute_error_and_a_submodule_can_be_imported():
+    with pytest.raises(AttributeError, match=r"'distlab\.parallel' has no attribute 'NaiveDPP'"):
+        _ = distlab.parallel.NaiveDPP
+    with pytest.raises(ImportError, match="NaiveDPP"):
+        exec("from distlab.parallel import NaiveDPP")
+    for module in pkgutil.iter_modules(distlab.parallel.__path__):
+        exec(f"from distlab.parallel import {module.name}")
