@@ -216,7 +216,7 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
 
 
 def idle_share(timeline: Sequence[Sequence[Step]]) -> float:
-    """Return the bubble: the fraction of all ranks' time, until the last one ends, spent waiting."""
+    """Return the bubble: the fraction of time that ranks wait, until the last one ends."""
     end = max(steps[-1].end for steps in timeline)
     busy = sum(step.end - step.start for steps in timeline for step in steps)
     return 1 - busy / (end * len(timeline))
