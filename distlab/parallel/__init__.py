@@ -31,8 +31,8 @@ from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.naive import NaiveDDP
 from distlab.parallel.overlap import OverlapDDP
 from distlab.parallel.pipeline import Pipeline
-from distlab.parallel.shard_states import watch_states
 from distlab.parallel.sharded_optimizer import ShardedOptimizer
+from distlab.parallel.state_dicts import watch_states
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_axes import TorchPipeline, parallelize_by_torch
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp

@@ -20,15 +20,15 @@ from torch.optim import Optimizer
 from distlab.comm import collectives
 from distlab.parallel import order
 from distlab.parallel.agreement import agree_on_call
-from distlab.parallel.full_state import (
+from distlab.parallel.pipeline import Pipeline
+from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
+from distlab.parallel.state_dicts import (
     Place,
     by_own_names,
     entries_of,
     places_of_rest,
     refuse_other_state,
 )
-from distlab.parallel.pipeline import Pipeline
-from distlab.parallel.shard import Cut, Shard, local_part, plain_name, whole
 from distlab.parallel.tensor_parallel import gather_cuts
 from distlab.parallel.torch_names import AnswersTorchNames
 from distlab.precision import autocast

@@ -26,7 +26,7 @@ from distlab.parallel.agreement import agree_on_call, collective, prepare
 from distlab.parallel.base import LocalOptimizer, Params, load_shards, to_cpu
 from distlab.parallel.guards.optimizers import group_of, is_elementwise, refuse_lbfgs
 from distlab.parallel.shard import Shard
-from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
+from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 
 
 class ShardedOptimizer(LocalOptimizer):

@@ -19,8 +19,8 @@ from distlab.parallel.base import ParallelModel
 from distlab.parallel.buckets import check_bucket_size
 from distlab.parallel.fsdp.entry import list_entries
 from distlab.parallel.fsdp.units import plan_units
-from distlab.parallel.full_state import Place
 from distlab.parallel.shard import Shard, local_part, plain_name, whole
+from distlab.parallel.state_dicts import Place
 
 UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
 

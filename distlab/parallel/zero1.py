@@ -31,7 +31,7 @@ from distlab.parallel.exchange import ReduceScatter
 from distlab.parallel.guards.optimizers import check_zero, refuse_other_groups, takes_shards
 from distlab.parallel.placement import Slices
 from distlab.parallel.shard import Shard
-from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
+from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 
 
 class ZeroOptimizer(LocalOptimizer):

@@ -34,7 +34,6 @@ from distlab.parallel.fsdp.replicated import Replicated
 from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
 from distlab.parallel.fsdp.unit import Unit
 from distlab.parallel.fsdp.units import is_called, plan_units
-from distlab.parallel.full_state import Place
 from distlab.parallel.guards import shards as shard_guard
 from distlab.parallel.guards.assignments import refuse_assigned
 from distlab.parallel.guards.module import Guarded, check_ranks_agree, refuse_uninitialized
@@ -42,6 +41,7 @@ from distlab.parallel.guards.shards import ShardGuard
 from distlab.parallel.guards.shared_memory import refuse_shared_memory
 from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
 from distlab.parallel.shard import Shard, plain_name, whole
+from distlab.parallel.state_dicts import Place
 
 
 class FSDP(Guarded):

@@ -24,7 +24,7 @@ from torch.nn.modules.module import (
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from distlab.parallel.shard_states import check_loaded
+from distlab.parallel.state_dicts import check_loaded
 
 if TYPE_CHECKING:
     from distlab.parallel.guards.module import Guard

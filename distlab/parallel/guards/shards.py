@@ -18,7 +18,7 @@ from distlab.parallel.guards.assignments import place_of, refuse_assigned
 from distlab.parallel.guards.gradients import find_edited
 from distlab.parallel.guards.module import Attached, Guard, Named, the_device
 from distlab.parallel.guards.optimizers import is_elementwise, takes_shards
-from distlab.parallel.shard_states import take_parts, watch_states
+from distlab.parallel.state_dicts import take_parts, watch_states
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
