@@ -15,8 +15,8 @@ each stage synchronizes them.
 
 Each direction between two ranks has its own process group. On a GPU the messages of one group run
 in the order in which they were started, and a send waits until it is received. Nothing is received
-before its action: a GPU that loads a kernel waits for all running work, and an early receive could
-depend on a send behind that kernel.
+before its action. A GPU that loads a kernel first waits for all running work, and an early receive
+among it may wait for a message that needs that kernel.
 
 Sources: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubble (Qi et al. 2023).
 """

@@ -3,13 +3,13 @@
     S  sharded: each rank has its part          R  replicated: every rank has the same values
     P  partial: the value is the sum over ranks
 
-    function    forward           backward          forward; backward
-    Enter       S → R             P → S             all-gather; reduce-scatter
-    Leave       P → S             S → R             reduce-scatter; all-gather
-    Share       R → R             P → R             nothing; all-reduce
-    Total       P → R             R → R             all-reduce; nothing
-    Gather      S → R             R → S             all-gather; takes this rank's part
-    SwapHeads   sequence ↔ heads  heads ↔ sequence  all-to-all; all-to-all
+                forward                              backward
+    Enter       S → R, all-gather                    P → S, reduce-scatter
+    Leave       P → S, reduce-scatter                S → R, all-gather
+    Share       R → R, sends nothing                 P → R, all-reduce
+    Total       P → R, all-reduce                    R → R, sends nothing
+    Gather      S → R, all-gather                    R → S, sends nothing
+    SwapHeads   sequence ↔ heads, all-to-all         heads ↔ sequence, all-to-all
 
 `Share` is for a weight that ranks apply to different parts of a sequence. `Total` is for a sum from
 which every rank computes the same loss. `Gather` is for a result that every rank uses in the same

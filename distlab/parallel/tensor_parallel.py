@@ -6,8 +6,8 @@
     matrix            a rank keeps            its result
     qkv, w1, w3       rows                    its heads, its columns
     output, w2        columns                 partial sums: `Leave` sums them and keeps a part of T
-    embedding, head   rows of the vocabulary  partial sums; logits of its words, which the loss does
-                                              not gather
+    embedding         rows of the vocabulary  partial sums: likewise
+    head              rows of the vocabulary  logits of its words, which the loss does not gather
 
 Norms run on a part of the sequence with a weight that all ranks have: `Share` sums its gradients.
 Each block has 4 collectives of B·T·d elements in forward and 4 in backward (Enter and Leave,
