@@ -157,8 +157,7 @@ def gathered_attention(zigzag: ZigZag, parts: Parts) -> Attention:
 
     @torch._disable_dynamo
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv_local = torch.cat((k, v.to(k.dtype)), 1)
-        kv_by_rank = Enter.apply(kv_local, zigzag.group, 2)
+        kv_by_rank = Enter.apply(torch.cat((k, v.to(k.dtype)), 1), zigzag.group, 2)
         k, v = zigzag.in_order(kv_by_rank, 2).chunk(2, 1)
         chunk_size = q.shape[2] // 2
         outs = []

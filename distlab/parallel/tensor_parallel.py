@@ -138,11 +138,9 @@ def gather_cuts(
     found = {}
     for name, value in parameters.items():
         cut = cuts.get(plain_name(name))
-        if cut is None:
-            found[name] = value
-        else:
-            parts = gathered(value.detach()[None], group, 0)
-            found[name] = cut.joined(parts)
+        if cut is not None:
+            value = cut.joined(gathered(value.detach()[None], group, 0))
+        found[name] = value
     return found
 
 
@@ -226,8 +224,7 @@ def whole_logits(
         local: function that returns the logits of this rank's words.
         group: ranks that share the vocabulary.
     """
-    whole_x = Enter.apply(x, group, SEQUENCE)
-    own_logits = local(whole_x, weight)
+    own_logits = local(Enter.apply(x, group, SEQUENCE), weight)
     return Gather.apply(own_logits, group, 2)
 
 

@@ -168,9 +168,13 @@ class TorchFSDP2(ParallelModel):
         self.replicas = groups.replicas
         self._moved = moved or {}
         self._contexts = contexts or ExitStack()
-        held = [local_part(tensor) for tensor in (*module.parameters(), *module.buffers())]
-        collectives.broadcast_all(held, self.process_group)
-        plans = plan_units(module, list_entries(module, compute_dtype))
+        collectives.broadcast_all(
+            [local_part(tensor) for tensor in (*module.parameters(), *module.buffers())],
+            self.process_group,
+        )
+        # Keep the modules and not the plans, which refer to the whole parameters: `fully_shard`
+        # frees these only if nothing else does.
+        units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
         if data_mesh is not None:
             mesh = data_mesh
@@ -180,9 +184,9 @@ class TorchFSDP2(ParallelModel):
         # does.
         reduce_dtype = None if compute_dtype is None else torch.float32
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
-        for plan in plans:
-            if plan.module is not module:
-                fully_shard(plan.module, mesh=mesh, mp_policy=policy)
+        for unit in units:
+            if unit is not module:
+                fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)  # the root last, as torch requires
 
     def _set_synchronizes(self, synchronizes: bool) -> None:
@@ -205,12 +209,9 @@ class TorchFSDP2(ParallelModel):
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
         """Return copies of the whole parameters, see `FSDP.full_parameters`. A collective."""
-        from torch.distributed.tensor import DTensor
-
         found = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            found[name] = full.detach().clone()
+            found[name] = _full_copy(parameter)
         for name, rows in self._moved.items():
             found[name] = found[name][rows.to(self.device)]
         return found
@@ -242,6 +243,12 @@ class TorchFSDP2(ParallelModel):
     def close(self, *, restore: bool = True) -> None:
         """Exit the contexts of torch's tensor parallelism. The module stays sharded."""
         self._contexts.close()
+
+
+def _full_copy(parameter: Tensor) -> Tensor:
+    """Return a copy of the whole parameter. A collective for a DTensor."""
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().clone()
 
 
 def _shard_of(name: str, parameter: Tensor) -> Shard:
