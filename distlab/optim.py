@@ -24,7 +24,7 @@ from torch.optim.adamw import adamw
 
 from distlab.parallel.muon import PLACEMENTS, batches
 from distlab.parallel.shard import local_part, spread_of, whole_shape
-from distlab.parallel.shard_states import own_part, watch_states
+from distlab.parallel.state_dicts import own_part, watch_states
 
 # What the learning rate is multiplied by, for a matrix of so many rows and columns.
 LR_FACTORS = {

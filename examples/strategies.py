@@ -12,13 +12,12 @@ A parameter that only some ranks use is averaged with zeros of the others. Apart
 parameters are contiguous, of one dtype, on one device and all trained, and a synchronization and a
 step follow every backward. The lab adds:
 
-    base.py, data_parallel.py      no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
-    buckets.py, bucketed.py        any strides and dtypes; flags inside the buckets: what no rank used is not stepped
-    exchange.py                    also GPUs' copy engines instead of NCCL's kernels; meshes: see ../comm/two_level.py
-    zero1.py, placement.py         parameter groups, checkpoints; parameters are gathered under the next forward,
-    gathering.py, in_flight.py     and reading one that has not arrived yet waits for it
-    fsdp/, meta.py                 casts, fp32 masters, units in any order, weights tied across units, recomputation
-    guards/                        refusals: unfinished or edited gradients, modules that have changed
+    model.py, ddp.py       no_sync() for micro-batches, norms over all ranks, recovery after a failed backward
+    bucketed.py            any strides and dtypes; flags inside the buckets: what no rank used is not stepped
+    copy_engine.py         GPUs' copy engines instead of NCCL's kernels; for meshes see ../comm/two_level.py
+    zero.py                parameter groups, checkpoints; parameters are gathered under the next forward
+    fsdp/, meta.py         casts, fp32 masters, units in any order, weights tied across units, recomputation
+    checks.py              refusals: unfinished or edited gradients, modules that have changed
 """
 
 from functools import partial

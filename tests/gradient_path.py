@@ -2,8 +2,8 @@
 
 Counts, for one weight and the second step on two gloo ranks (backward, finish, step, next forward):
 the functions of ours that are entered, how often the next one lies in another file, and the code
-tokens of these functions. What `distlab.comm` does within is one function and all of it one file;
-`distlab.parallel.guards` is counted apart.
+tokens of these functions, and the files they are in. `distlab.comm` is one file, and a call into it
+one function. Checks, which only read and raise, are counted apart.
 """
 
 import ast
@@ -42,7 +42,8 @@ class Count(NamedTuple):
     functions: int
     changes_of_file: int
     tokens: int
-    in_guards: int
+    in_checks: int
+    files: int
 
 
 def walk(context: RankContext, strategy: str) -> list[Function]:
@@ -85,12 +86,22 @@ def walk(context: RankContext, strategy: str) -> list[Function]:
 def count(strategy: str) -> Count:
     """Count on rank 0 of two."""
     entered = run_ranks(walk, 2, strategy)[0]
-    outside = [function for function in entered if not function.file.startswith("parallel/guards/")]
+    outside = [function for function in entered if not is_check(function)]
     files = ["comm" if function.file.startswith("comm/") else function.file for function in outside]
     changes = sum(one != other for one, other in pairwise(files))
+    all_files = {"comm" if each.file.startswith("comm/") else each.file for each in entered}
     return Count(
-        len({*outside}), changes, sum(map(tokens, {*outside})), len({*entered}) - len({*outside})
+        functions=len({*outside}),
+        changes_of_file=changes,
+        tokens=sum(map(tokens, {*outside})),
+        in_checks=len({*entered}) - len({*outside}),
+        files=len(all_files),
     )
+
+
+def is_check(function: Function) -> bool:
+    """Return whether a function is in a file of checks."""
+    return function.file.endswith("checks.py")
 
 
 @cache
@@ -122,9 +133,9 @@ def main(strategies: Sequence[str]) -> None:
 
 
 def shown(function: Function) -> str:
-    """Return a line of the walk; functions of guards are indented, since they check and do no work."""
+    """Return a line of the walk. Checks are indented, since they do no work."""
     file = function.file.removeprefix("parallel/")
-    indent = "    " if file.startswith("guards/") else ""
+    indent = "    " if is_check(function) else ""
     return f"{indent}{file}:{function.line}  {function.name}"
 
 

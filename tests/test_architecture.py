@@ -34,7 +34,7 @@ ALLOWED = {
     "measure": "comm",
     "theory": "",
     "optim": "parallel",
-    "checkpoint": "comm parallel.shard parallel.base",
+    "checkpoint": "comm parallel.shard parallel.model parallel.local_optimizer",
     "train": "checkpoint optim parallel model measure comm",
     "bench": "train checkpoint parallel model measure comm",
     "simulate": "train parallel model measure theory comm",

@@ -28,7 +28,8 @@ SIGNATURES = {  # argument names, their order and their defaults
     "OverlapDDP": WRAPPED,
     "BucketedDDP": "(module, bucket_size_mb=25.0, *, mesh=None, process_group=None)",
     "ShardedOptimizer": "(params, optimizer_cls, process_group=None, **kwargs)",
-    "ZeroOptimizer": "(ddp, optimizer_cls, *, params=None, elementwise=False, **kwargs)",
+    "ZeroOptimizer": "(ddp, optimizer_cls, *, params=None, elementwise=False, "
+    "overlap_gather=False, **kwargs)",
     "FSDP": "(module, compute_dtype=None, *, mesh=None, process_group=None, init_fn=None, "
     "device=None, keep_gathered=False)",
 }

@@ -28,7 +28,7 @@ from distlab.parallel.meta import materialize, reset_parameters
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.pipeline import Pipeline
 from distlab.parallel.shard import Cut
-from distlab.parallel.shard_states import watch_states
+from distlab.parallel.state_dicts import watch_states
 from distlab.parallel.tensor_parallel import initialize_cut, parallelize
 from distlab.parallel.torch_axes import TorchPipeline, parallelize_by_torch
 

@@ -584,7 +584,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "wrap first, then build the optimizer over fsdp.parameters()"
         )
     if any(NOTED_RANK in group for group in optimizer.param_groups):
-        from distlab.parallel.shard_states import check_loaded
+        from distlab.parallel.state_dicts import check_loaded
 
         check_loaded(optimizer)
     for wrapper in wrappers_of(held):

@@ -1,31 +1,35 @@
-"""Context parallelism: each of P ranks has a part of every sequence, and keys and values travel.
+"""Context parallelism: each of P ranks has a part of every sequence, and gets the others' keys.
 
-    chunk     0  1  2  3  4  5  6  7        2P chunks of t/2 tokens; rank r has the r-th and the r-th from the end, so
-    rank      0  1  2  3  3  2  1  0        that all ranks see as many pairs of query and key (zig-zag)
+A sequence has 2P chunks of t/2 tokens. Rank r has the r-th chunk from either end (zig-zag). So all
+ranks compute the same number of (query, key) pairs:
 
-With B batch, H heads, K heads of keys, D head dim, t = T/P tokens of a rank:
+    chunk     0  1  2  3  4  5  6  7
+    rank      0  1  2  3  3  2  1  0
 
-    gathered   every rank gathers K and V (2·K·(P − 1)·t·D elements come), and each chunk sees the keys up to its end
-    ulysses    all-to-all to whole sequences of H/P heads and back ((2H + 2K)·(P − 1)/P·t·D elements each way)
-    ring       K and V go round, one rank further a step, beside the attention over those that are here; partial
-               results are merged in fp32 by their log-sum-exp, and gradients of K and V travel
-               along on the way back
+With batch B, H heads, K key heads, head dim D and t = T/P tokens per rank:
 
-The mean of a rank's gradients over data × context is that of the whole sequences' mean loss, so a
-data strategy needs to know nothing of this: the backward of a gathering sums over ranks.
+    gathered   Every rank gathers K and V, 2·K·(P − 1)·t·D elements received. Each chunk of queries
+               sees the keys up to its end.
+    ulysses    An all-to-all gives each rank whole sequences of H/P heads, another returns them,
+               (2H + 2K)·(P − 1)/P·t·D elements in each direction.
+    ring       K and V move to the next rank in each step, while the attention over the present ones
+               is computed. Partial results are merged in fp32 by their log-sum-exp. In backward the
+               gradients of K and V move with them.
 
-Source: DeepSpeed Ulysses (Jacobs et al. 2023), Ring Attention (Liu et al. 2023); zig-zag as in
-striped and Llama 3's context parallelism.
+The mean of the ranks' gradients over data × context is the gradient of the whole sequences' mean
+loss, because the backward of a gather sums over ranks. A data strategy therefore needs no change.
+
+Sources: DeepSpeed Ulysses (Jacobs et al. 2023), Ring Attention (Liu et al. 2023). Zig-zag is as in
+Striped Attention and Llama 3.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
 from distlab.parallel.regions import Enter, SwapHeads
@@ -35,12 +39,14 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Parts(NamedTuple):
-    """Attention over some of the keys, `(B, H, Tq, D)` and `(B, K, Tk, D)`; the last query sees all of them.
+    """Attention of queries `(B, H, Tq, D)` over some of the keys `(B, K, Tk, D)`.
+
+    The last query sees all of these keys.
 
     Args:
         forward: `(q, k, v, causal) -> (o, lse)`, without autograd.
-        backward: `(q, k, v, o, lse, do, causal) -> (dq, dk, dv)`, where o and lse are those over
-            all keys.
+        backward: `(q, k, v, o, lse, do, causal) -> (dq, dk, dv)`. Here o and lse are the results
+            over all keys.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor]]
@@ -49,23 +55,63 @@ class Parts(NamedTuple):
     ]
 
 
+def share_sequences(
+    model: nn.Module, group: ProcessGroup, parts: Parts, how: str = "gathered"
+) -> None:
+    """Replace a model's attention and positions, for ranks that have a part of every sequence.
+
+    Args:
+        model: exports `replace_ops(attention=…, positions=…)`, as `distlab.model.TransformerLM`
+            does.
+        group: ranks that share sequences.
+        parts: attention over some of the keys.
+        how: transport of keys and values, one of `HOW`.
+
+    Raises:
+        TypeError: a model that cannot replace them.
+        ValueError: an unknown `how`.
+    """
+    if not hasattr(model, "replace_ops"):
+        raise TypeError(
+            f"context parallelism: {type(model).__name__} has no "
+            "replace_ops(attention=…, positions=…)"
+        )
+    if how not in HOW:
+        raise ValueError(f"context attention {how!r}: choose one of {', '.join(HOW)}")
+    zigzag = ZigZag(group)
+    if how == "gathered":
+        attention = gathered_attention(zigzag, parts)
+    elif how == "ulysses":
+        attention = ulysses_attention(zigzag, parts)
+    else:
+        attention = ring_attention(zigzag, parts)
+    model.replace_ops(attention=attention, positions=zigzag.positions)
+
+
+# -- the chunks of a rank -------------------------------------------------------------------------
+
+
 def zigzag_chunks(ranks: int) -> list[tuple[int, int]]:
-    """Which two of 2P chunks each of P ranks has."""
+    """Return the numbers of the two chunks, of 2P, that each of P ranks has."""
     return [(rank, 2 * ranks - 1 - rank) for rank in range(ranks)]
 
 
 class ZigZag:
-    """Which chunks of a sequence lie on which rank of a group.
+    """Assignment of the chunks of a sequence to the ranks of a group.
 
     Attributes:
-        chunks: this rank's two.
+        chunks: numbers of this rank's two chunks.
     """
 
     def __init__(self, group: ProcessGroup):
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        pairs = zigzag_chunks(self.ranks)
-        self.chunks = pairs[self.rank]
-        self._held = [chunk for pair in pairs for chunk in pair]  # in the order of ranks
+        self.group = group
+        self.ranks = group.size()
+        self.rank = group.rank()
+        chunks_of_ranks = zigzag_chunks(self.ranks)
+        self.chunks = chunks_of_ranks[self.rank]
+        # The chunks in the order in which a gather concatenates them, and the inverse permutation.
+        self._gathered = [chunk for chunks in chunks_of_ranks for chunk in chunks]
+        self._inverse = [self._gathered.index(chunk) for chunk in range(2 * self.ranks)]
 
     def local(self, x: Tensor, dim: int) -> Tensor:
         """Return this rank's two chunks of whole sequences along `dim`.
@@ -73,102 +119,78 @@ class ZigZag:
         Raises:
             ValueError: a length that 2P does not divide.
         """
-        if x.shape[dim] % (2 * self.ranks):
+        chunks = 2 * self.ranks
+        if x.shape[dim] % chunks:
             raise ValueError(
-                f"sequences of {x.shape[dim]} tokens: {self.ranks} ranks share each in {2 * self.ranks} chunks, so "
-                f"give a multiple of {2 * self.ranks}"
+                f"sequences of {x.shape[dim]} tokens: {self.ranks} ranks share each in {chunks} "
+                f"chunks, so give a multiple of {chunks}"
             )
         return self._picked(x, dim, self.chunks)
 
     def in_order(self, x: Tensor, dim: int) -> Tensor:
-        """Sequences in order, from all ranks' chunks in the order of ranks."""
-        return self._picked(x, dim, [self._held.index(chunk) for chunk in range(2 * self.ranks)])
+        """Return whole sequences in order, from the chunks of all ranks in rank order."""
+        return self._picked(x, dim, self._inverse)
 
     def by_rank(self, x: Tensor, dim: int) -> Tensor:
-        """Invert `in_order`."""
-        return self._picked(x, dim, self._held)
+        """Return the chunks of all ranks in rank order, from whole sequences. Invert `in_order`."""
+        return self._picked(x, dim, self._gathered)
 
     def positions(self, tokens: int, device: torch.device) -> Tensor:
-        """Where this rank's tokens stand in their sequence, `(t,)` in fp32."""
-        return self.local(torch.arange(tokens * self.ranks, device=device, dtype=torch.float32), 0)
+        """Return the positions of this rank's tokens in their sequence, `(t,)` in fp32."""
+        whole = torch.arange(tokens * self.ranks, device=device, dtype=torch.float32)
+        return self.local(whole, 0)
 
     def _picked(self, x: Tensor, dim: int, order: Sequence[int]) -> Tensor:
+        """Return these chunks of `x`, of 2P, concatenated in this order."""
         chunks = x.chunk(2 * self.ranks, dim)
         return torch.cat([chunks[number] for number in order], dim)
 
 
-class SequenceParallel(Protocol):
-    """What a model must export: `replace_ops(attention=…, positions=…)`, as `distlab.model.TransformerLM` does."""
-
-    def replace_ops(self, **operations: Callable) -> None: ...
-
-
-def share_sequences(
-    model: nn.Module, group: ProcessGroup, parts: Parts, how: str = "gathered"
-) -> None:
-    """Let a model's attention and positions be those of a rank that has a part of every sequence.
-
-    Args:
-        parts: attention over some of the keys.
-        how: one of `HOW`.
-
-    Raises:
-        TypeError: a model that cannot replace them.
-        ValueError: another `how`.
-    """
-    if not hasattr(model, "replace_ops"):
-        raise TypeError(
-            f"context parallelism: {type(model).__name__} has no replace_ops(attention=…, positions=…)"
-        )
-    if how not in HOW:
-        raise ValueError(f"context attention {how!r}: choose one of {', '.join(HOW)}")
-    zigzag = ZigZag(group)
-    attention = {
-        "gathered": gathered_attention,
-        "ulysses": ulysses_attention,
-        "ring": ring_attention,
-    }[how]
-    model.replace_ops(attention=attention(zigzag, parts), positions=zigzag.positions)
+# -- gathered, ulysses ----------------------------------------------------------------------------
 
 
 def gathered_attention(zigzag: ZigZag, parts: Parts) -> Attention:
-    """Every rank gathers K and V in one message; each of its two chunks of queries sees the keys up to its end."""
+    """Return attention that gathers K and V in one message.
+
+    Each of the rank's two chunks of queries sees the keys up to its end.
+    """
 
     @torch._disable_dynamo
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        kv = Enter.apply(torch.cat((k, v.to(k.dtype)), 1), zigzag.group, 2)
-        k, v = zigzag.in_order(kv, 2).chunk(2, 1)
-        size = q.shape[2] // 2
-        ends = [(chunk + 1) * size for chunk in zigzag.chunks]
-        outs = [
-            CausalPart.apply(q_part, k[:, :, :end], v[:, :, :end], parts)
-            for q_part, end in zip(q.chunk(2, 2), ends, strict=True)
-        ]
+        kv_by_rank = Enter.apply(torch.cat((k, v.to(k.dtype)), 1), zigzag.group, 2)
+        k, v = zigzag.in_order(kv_by_rank, 2).chunk(2, 1)
+        chunk_size = q.shape[2] // 2
+        outs = []
+        for chunk, q_chunk in zip(zigzag.chunks, q.chunk(2, 2), strict=True):
+            end = (chunk + 1) * chunk_size
+            outs.append(CausalPart.apply(q_chunk, k[:, :, :end], v[:, :, :end], parts))
         return torch.cat(outs, 2)
 
     return attention
 
 
 def ulysses_attention(zigzag: ZigZag, parts: Parts) -> Attention:
-    """Attention over whole sequences for a share of the heads; fewer heads of keys than ranks are refused."""
+    """Return attention over whole sequences for a part of the heads.
+
+    The number of ranks must divide the numbers of query heads and of key heads.
+    """
+
+    def whole_sequences(x: Tensor) -> Tensor:
+        """Exchange `(B, H, t, D)` for `(B, H/P, T, D)`."""
+        return zigzag.in_order(SwapHeads.apply(x, zigzag.group, True), 2)
 
     @torch._disable_dynamo
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         for heads in (q.shape[1], k.shape[1]):
             if heads % zigzag.ranks:
                 raise ValueError(
-                    f"Ulysses: {zigzag.ranks} ranks cannot share {heads} heads evenly: take gathered or ring, or "
-                    "fewer ranks"
+                    f"Ulysses: {zigzag.ranks} ranks cannot share {heads} heads evenly: take "
+                    "gathered or ring, or fewer ranks"
                 )
-        swap = partial(_swapped, zigzag=zigzag)
-        out = CausalPart.apply(swap(q), swap(k), swap(v), parts)
+        out = CausalPart.apply(whole_sequences(q), whole_sequences(k), whole_sequences(v), parts)
         return SwapHeads.apply(zigzag.by_rank(out, 2), zigzag.group, False)
 
     return attention
-
-
-def _swapped(x: Tensor, zigzag: ZigZag) -> Tensor:
-    return zigzag.in_order(SwapHeads.apply(x, zigzag.group, True), 2)
 
 
 class CausalPart(Function):
@@ -183,11 +205,16 @@ class CausalPart(Function):
 
     @staticmethod
     def backward(ctx: Any, do: Tensor) -> Any:
-        return *ctx.parts.backward(*ctx.saved_tensors, do, True), None
+        q, k, v, o, lse = ctx.saved_tensors
+        dq, dk, dv = ctx.parts.backward(q, k, v, o, lse, do, True)
+        return dq, dk, dv, None
+
+
+# -- ring -----------------------------------------------------------------------------------------
 
 
 def ring_attention(zigzag: ZigZag, parts: Parts) -> Attention:
-    """K and V go round the ranks; see `Ring`."""
+    """Return attention for which K and V move from rank to rank, see `Ring`."""
 
     @torch._disable_dynamo
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -197,15 +224,15 @@ def ring_attention(zigzag: ZigZag, parts: Parts) -> Attention:
 
 
 class Ring(Function):
-    """Attention over keys that go round: in step s this rank has those of rank r − s.
+    """Attention over keys that move from rank to rank. In step s this rank has those of rank r − s.
 
-        keys of    queries that see them      pairs, in chunks²
-        itself     both chunks, causal        2
-        before     both see the first chunk   2
-        behind     the second sees both       2
+        keys of         queries that see them           pairs, in chunks²
+        this rank       both chunks, causal             2
+        a lower rank    both chunks see the first one   2
+        a higher rank   the second chunk sees both      2
 
-    The next keys are on their way while the present ones are used. What is kept for backward is
-    this rank's own.
+    The next keys are sent while the present ones are used. Backward keeps only this rank's own keys
+    and receives the others again.
     """
 
     @staticmethod
@@ -215,11 +242,13 @@ class Ring(Function):
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
         for source, kv in _travelling(torch.stack((k, v)), zigzag):
             rows, keys, causal = _seen(source, zigzag.rank, q.shape[2])
-            o, part_lse = parts.forward(q[:, :, rows], *kv[:, :, :, keys], causal)
+            k_part, v_part = kv[:, :, :, keys]
+            o, part_lse = parts.forward(q[:, :, rows], k_part, v_part, causal)
             _merge(out[:, :, rows], lse[:, :, rows], o, part_lse)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.zigzag, ctx.parts = zigzag, parts
+        ctx.zigzag = zigzag
+        ctx.parts = parts
         return out
 
     @staticmethod
@@ -227,60 +256,102 @@ class Ring(Function):
         q, k, v, out, lse = ctx.saved_tensors
         zigzag = ctx.zigzag
         dq = torch.zeros(q.shape, dtype=lse.dtype, device=q.device)
-        # of the keys that are here
-        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)
-        moving = None
+        dkv = torch.zeros((2, *k.shape), dtype=lse.dtype, device=q.device)  # of the present keys
+        moving = None  # the gradients of the previous step's keys
         for source, kv in _travelling(torch.stack((k, v)), zigzag):
             rows, keys, causal = _seen(source, zigzag.rank, q.shape[2])
-            given = (
+            k_part, v_part = kv[:, :, :, keys]
+            dq_part, dk_part, dv_part = ctx.parts.backward(
                 q[:, :, rows],
-                *kv[:, :, :, keys],
+                k_part,
+                v_part,
                 out[:, :, rows],
                 lse[:, :, rows],
                 do[:, :, rows],
+                causal,
             )
-            dq_part, *dkv_part = ctx.parts.backward(*given, causal)
             dq[:, :, rows] += dq_part
+            # The rank before had these keys in the previous step, and sent their gradient here.
             if moving is not None:
                 dkv = _arrived(moving, zigzag)
-            dkv[:, :, :, keys] += torch.stack(dkv_part)
+            dkv[:, :, :, keys] += torch.stack((dk_part, dv_part))
             moving = _sent(dkv, zigzag)
-        dk, dv = _arrived(moving, zigzag).to(k.dtype)  # the last step brings them home
+        # The message of the last step brings the gradients back to the rank that has the keys.
+        dk, dv = _arrived(moving, zigzag).to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def _travelling(kv: Tensor, zigzag: ZigZag) -> Any:
-    """(whose they are, K and V) of every rank, this one's first; the next are sent for before these are handed out."""
+class _Moving(NamedTuple):
+    """A tensor on its way to the next rank.
+
+    Attributes:
+        received: the tensor that arrives from the rank before.
+        sent: the tensor that is sent. It must live until the work is done.
+        work: the message.
+    """
+
+    received: Tensor
+    sent: Tensor
+    work: Work
+
+
+def _travelling(kv: Tensor, zigzag: ZigZag) -> Iterator[tuple[int, Tensor]]:
+    """Yield the rank, and the K and V, of every rank. This rank comes first.
+
+    The next K and V are requested before the present ones are yielded, so that the message runs
+    during the caller's computation.
+    """
     for step in range(zigzag.ranks):
-        moving = _sent(kv, zigzag) if step < zigzag.ranks - 1 else None
-        yield (zigzag.rank - step) % zigzag.ranks, kv
+        is_last = step == zigzag.ranks - 1
+        moving = None if is_last else _sent(kv, zigzag)
+        source = (zigzag.rank - step) % zigzag.ranks
+        yield source, kv
         if moving is not None:
             kv = _arrived(moving, zigzag)
 
 
-def _sent(x: Tensor, zigzag: ZigZag) -> tuple[Tensor, Tensor, Any]:
-    """`x` on its way to the next rank: where the one before's arrives, what is sent, and the work."""
+def _sent(x: Tensor, zigzag: ZigZag) -> _Moving:
+    """Start to send `x` to the next rank, and to receive from the rank before."""
     x = x.contiguous()
-    got = torch.empty_like(x)
-    return got, x, collectives.rotate(got.view(-1), x.view(-1), zigzag.group)
+    received = torch.empty_like(x)
+    work = collectives.rotate(received.view(-1), x.view(-1), zigzag.group)
+    return _Moving(received, x, work)
 
 
-def _arrived(moving: tuple[Tensor, Tensor, Any], zigzag: ZigZag) -> Tensor:
-    got, _, work = moving
-    collectives.wait(work, zigzag.group, "passing keys on")
-    return got
+def _arrived(moving: _Moving, zigzag: ZigZag) -> Tensor:
+    """Wait for the message, and return the tensor from the rank before."""
+    collectives.wait(moving.work, zigzag.group, "passing keys on")
+    return moving.received
 
 
 def _seen(source: int, rank: int, tokens: int) -> tuple[slice, slice, bool]:
-    """Which of this rank's queries see which of a rank's keys, and whether causally."""
-    both, first, second = slice(0, tokens), slice(0, tokens // 2), slice(tokens // 2, tokens)
+    """Return which queries of this rank see which keys of a rank.
+
+    Args:
+        source: rank that the keys belong to.
+        rank: this rank.
+        tokens: number of tokens of each rank.
+
+    Returns:
+        The queries, the keys, and True if the attention between them is causal.
+    """
+    both = slice(0, tokens)
+    first = slice(0, tokens // 2)
+    second = slice(tokens // 2, tokens)
     if source == rank:
         return both, both, True
-    return (both, first, False) if source < rank else (second, both, False)
+    if source < rank:
+        return both, first, False
+    return second, both, False
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add attention over more keys to that over others, in place."""
+    """Add attention over more keys, `part`, to attention over other keys, `out`, in place.
+
+    Each is a mean weighted by exp(score). The sums of the weights are exp(lse) and exp(part_lse).
+    """
     total = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - total).exp()[..., None]).add_(part * (part_lse - total).exp()[..., None])
+    out_share = (lse - total).exp()[..., None]
+    part_share = (part_lse - total).exp()[..., None]
+    out.mul_(out_share).add_(part * part_share)
     lse.copy_(total)

@@ -1,21 +1,24 @@
-"""How ranks share a model: four axes over one mesh, and the groups of a rank.
+"""Layouts: how ranks share a model along four axes, and the process groups of a rank.
 
-    rank = ((pipeline · D + data) · C + context) · T + tensor        tensor innermost: its messages are the most
+    rank = ((pipeline · D + data) · C + context) · T + tensor
 
-    axis       a rank of it has                      who averages or sums
-    tensor     a share of every matrix               sums inside of each block (`tensor_parallel.py`)
-    context    a share of every sequence             keys and values travel (`context_parallel.py`)
-    pipeline   some of the blocks                    activations travel (`pipeline.py`)
-    data       other sequences                       the data strategy averages gradients over data × context
+The tensor axis is innermost, because its ranks exchange the most bytes.
 
-Each axis knows one process group and nothing of the others. A data strategy wraps what the other
-axes leave on a rank, an ordinary module with fewer rows, and its group is data × context.
+    axis       a rank has                communication
+    tensor     a part of every matrix    sums inside each block (`tensor_parallel.py`)
+    context    a part of every sequence  keys and values are sent (`context_parallel.py`)
+    pipeline   some of the blocks        activations are sent (`pipeline.py`)
+    data       other sequences           the data strategy averages gradients over data × context
+
+Each axis uses its own process group and does not depend on the others. A data strategy wraps the
+module that the other axes leave on a rank: an ordinary module with smaller matrices. Its group is
+data × context.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -25,34 +28,64 @@ from distlab.comm.subgroups import partition
 from distlab.parallel.context_parallel import HOW, ZigZag
 from distlab.parallel.schedules import SCHEDULES
 
-SHORT = {"pp": "pipeline", "cp": "context", "tp": "tensor"}
-# the first: the default
-ENDINGS = {"pp": ("schedule", tuple(SCHEDULES)), "cp": ("attention", HOW), "tp": (None, ())}
+
+class Notation(NamedTuple):
+    """Notation of one axis in the text of a layout, such as `cp4-ring`.
+
+    Attributes:
+        short: the axis in the text, such as `cp`.
+        axis: field of `Layout` that holds the number of ranks.
+        option: field of `Layout` that the ending sets. None: the axis has no endings.
+        endings: allowed values of that field. The first one is the default.
+    """
+
+    short: str
+    axis: str
+    option: str | None = None
+    endings: tuple[str, ...] = ()
+
+
+NOTATIONS = (
+    Notation(short="pp", axis="pipeline", option="schedule", endings=tuple(SCHEDULES)),
+    Notation(short="cp", axis="context", option="attention", endings=HOW),
+    Notation(short="tp", axis="tensor"),
+)
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How many ranks share a model along each axis; data parallelism takes the rest.
+    """Numbers of ranks that share a model along each axis. The other ranks are data-parallel.
+
+    Attributes:
+        pipeline, context, tensor: number of ranks along the axis.
+        attention: transport of keys and values between ranks that share sequences, one of `HOW`.
+        schedule: schedule of the pipeline, one of `SCHEDULES`.
+        stages: number of blocks of each stage of the pipeline. Empty: stages of equal size.
 
     Raises:
-        ValueError: a number below one, or sizes of stages without a pipeline.
+        ValueError: a number below one, an unknown name, or sizes of stages without a pipeline.
     """
 
     pipeline: int = 1
     context: int = 1
     tensor: int = 1
-    attention: str = HOW[0]  # how keys and values travel between ranks that share sequences
-    schedule: str = "1f1b"  # of a pipeline
-    stages: tuple[int, ...] = ()  # blocks of each stage of a pipeline; default: equally many
+    attention: str = HOW[0]
+    schedule: str = "1f1b"
+    stages: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in SHORT.values():
-            if getattr(self, name) < 1:
-                raise ValueError(f"layout {name}={getattr(self, name)}: give 1 rank or more")
-        for field, allowed in filter(all, ENDINGS.values()):
-            if getattr(self, field) not in allowed:
+        for notation in NOTATIONS:
+            ranks = getattr(self, notation.axis)
+            if ranks < 1:
+                raise ValueError(f"layout {notation.axis}={ranks}: give 1 rank or more")
+        for notation in NOTATIONS:
+            if notation.option is None:
+                continue
+            value = getattr(self, notation.option)
+            if value not in notation.endings:
                 raise ValueError(
-                    f"layout {field}={getattr(self, field)!r}: choose one of {', '.join(allowed)}"
+                    f"layout {notation.option}={value!r}: choose one of "
+                    f"{', '.join(notation.endings)}"
                 )
         if self.stages and self.pipeline == 1:
             sizes = " ".join(map(str, self.stages))
@@ -63,40 +96,44 @@ class Layout:
 
     @staticmethod
     def parse(text: str, stages: Sequence[int] = ()) -> "Layout":
-        """Parse `tp2,cp2` or `tp2+cp2`; `cp4-ring` is attention by a ring, `pp4-gpipe` another schedule; an empty text
-        is a layout of one rank.
+        """Return the layout that a text such as `tp2,cp2` or `tp2+cp2` describes.
+
+        An ending chooses an option of the axis: `cp4-ring` is ring attention, `pp4-gpipe` is the
+        schedule GPipe. An empty text is the layout of one rank.
 
         Args:
-            stages: blocks of each stage of a pipeline.
+            text: axes with their numbers of ranks, separated by commas or plus signs.
+            stages: number of blocks of each stage of the pipeline.
 
         Raises:
-            ValueError: anything else.
+            ValueError: a text of another form.
         """
-        given: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for part in re.split("[,+]", text) if text else []:
-            found = re.fullmatch("(pp|cp|tp)([1-9][0-9]*)(?:-(.+))?", part.strip())
-            short, ranks, ending = found.groups() if found else ("tp", "0", None)
-            field, allowed = ENDINGS[short]
-            # An ending of one rank would have no effect: it has no schedule, and sends no keys and
-            # values.
-            has_effect = ending is None or (ending in allowed and int(ranks) > 1)
-            if not found or SHORT[short] in given or not has_effect:
+            found = _parse_part(part.strip())
+            if found is None or found.notation.axis in fields:
                 raise ValueError(
-                    f"layout {text!r}: give tpN, cpN, ppN or several, such as tp2,cp2 or tp2+cp2; behind cpN, how "
-                    f"attention goes over ranks: -{', -'.join(HOW)}; behind ppN, the schedule: -{', -'.join(SCHEDULES)}"
+                    f"layout {text!r}: give tpN, cpN, ppN or several, such as tp2,cp2 or tp2+cp2; "
+                    f"after cpN, how attention goes over ranks: -{', -'.join(HOW)}; after ppN, "
+                    f"the schedule: -{', -'.join(SCHEDULES)}"
                 )
-            given |= {SHORT[short]: int(ranks)} | ({field: ending} if ending else {})
-        return Layout(**given, stages=tuple(stages))
+            fields[found.notation.axis] = found.ranks
+            if found.ending is not None:
+                fields[found.notation.option] = found.ending
+        return Layout(**fields, stages=tuple(stages))
 
     @property
     def ranks(self) -> int:
-        """Ranks that share one model."""
+        """Number of ranks that share one model."""
         return self.pipeline * self.context * self.tensor
 
     def axes(self, group: ProcessGroup) -> "Axes":
-        """Return this rank's groups; call it on every rank, with all ranks of the job.
+        """Return this rank's process groups. Call it on every rank.
 
-        They are made once.
+        A second call returns the same groups.
+
+        Args:
+            group: all ranks of the job.
 
         Raises:
             ValueError: a number of ranks that the layout does not divide.
@@ -106,33 +143,52 @@ class Layout:
         ranks = dist.get_process_group_ranks(group)
         if len(ranks) % self.ranks:
             raise ValueError(
-                f"layout {self}: {self.ranks} ranks share a model, which does not divide the {len(ranks)} ranks of "
-                "the job"
+                f"layout {self}: {self.ranks} ranks share a model, which does not divide the "
+                f"{len(ranks)} ranks of the job"
             )
-        P, C, T = self.pipeline, self.context, self.tensor
-        S = len(ranks) // P  # ranks of a stage
-        lines = [ranks[first : first + T] for first in range(0, len(ranks), T)]
-        # equal places elsewhere
-        columns = [ranks[p * S + t : (p + 1) * S : T] for p in range(P) for t in range(T)]
-        pipelines = [ranks[first::S] for first in range(S)]
-        tensor = partition(group, lines) if T > 1 else None
-        context = (
-            partition(group, [c[i : i + C] for c in columns for i in range(0, len(c), C)])
-            if C > 1
-            else None
+        T = self.tensor
+        C = self.context
+        stage_size = len(ranks) // self.pipeline  # number of ranks that have the same stages
+        # Neighbours share matrices.
+        tensor_groups = [ranks[first : first + T] for first in range(0, len(ranks), T)]
+        # Gradients are averaged over the ranks of the same stages with the same part of matrices.
+        data_groups = []
+        for first in range(0, len(ranks), stage_size):
+            stage_ranks = ranks[first : first + stage_size]
+            data_groups += [stage_ranks[place::T] for place in range(T)]
+        # Each C neighbours of such a group share sequences.
+        context_groups = []
+        for data_group in data_groups:
+            for first in range(0, len(data_group), C):
+                context_groups.append(data_group[first : first + C])
+        # A pipeline has the rank at the same place of every stage.
+        pipelines = [ranks[place::stage_size] for place in range(stage_size)]
+        # Every rank must make the groups in this order.
+        tensor = partition(group, tensor_groups) if self.tensor > 1 else None
+        context = partition(group, context_groups) if self.context > 1 else None
+        pipeline = partition(group, pipelines) if self.pipeline > 1 else None
+        return Axes(
+            layout=self,
+            world=group,
+            data=partition(group, data_groups),
+            context=context,
+            tensor=tensor,
+            pipeline=pipeline,
+            pipelines=pipelines,
         )
-        pipeline = partition(group, pipelines) if P > 1 else None
-        return Axes(self, group, partition(group, columns), context, tensor, pipeline, pipelines)
 
     def __str__(self) -> str:
         parts = []
-        for short, name in SHORT.items():
-            field, allowed = ENDINGS[short]
-            ending = (
-                f"-{getattr(self, field)}" if field and getattr(self, field) != allowed[0] else ""
-            )
-            if getattr(self, name) > 1:
-                parts.append(f"{short}{getattr(self, name)}{ending}")
+        for notation in NOTATIONS:
+            ranks = getattr(self, notation.axis)
+            if ranks == 1:
+                continue
+            part = f"{notation.short}{ranks}"
+            if notation.option is not None:
+                ending = getattr(self, notation.option)
+                if ending != notation.endings[0]:  # the default is not written
+                    part += f"-{ending}"
+            parts.append(part)
         return ",".join(parts)
 
 
@@ -141,14 +197,16 @@ DATA_PARALLEL = Layout()
 
 @dataclass(frozen=True)
 class Axes:
-    """The groups of one rank.
+    """Process groups of one rank.
 
-    Args:
+    Attributes:
+        layout: the layout that they belong to.
         world: all ranks of the job.
-        data: the ranks over which a data strategy averages: data × context.
-        context, tensor: the ranks that share a sequence, and the matrices; None for one rank alone.
-        pipeline: the ranks that have the stages, in order; None for one rank alone.
-        pipelines: the global ranks of all of these groups.
+        data: ranks over which a data strategy averages: data × context.
+        context: ranks that share sequences. None if each rank has whole sequences.
+        tensor: ranks that share matrices. None if each rank has whole matrices.
+        pipeline: ranks that have the stages of one model, in order. None without a pipeline.
+        pipelines: global ranks of all pipelines of the job.
     """
 
     layout: Layout
@@ -161,21 +219,25 @@ class Axes:
 
     @property
     def batch_rank(self) -> int:
-        """Whose sequences this rank has, of `batch_ranks`."""
+        """Index of this rank's sequences, from 0 to `batch_ranks` - 1."""
         return self.data.rank() // self.layout.context
 
     @property
     def batch_ranks(self) -> int:
-        """Ranks that have different sequences."""
+        """Number of parts of the global batch, each with different sequences."""
         return self.data.size() // self.layout.context
 
     def share(self, batch: Any, dim: int = 1) -> Any:
-        """Return this rank's part of the sequences of a batch of tensors `(B, T, …)`: two chunks of each (`ZigZag`).
+        """Return this rank's part of the sequences of a batch: two chunks of each (`ZigZag`).
 
-        Targets are shifted before they come here: the word behind a chunk lies on another rank.
+        Shift the targets before: the token after a chunk is on another rank.
+
+        Args:
+            batch: tensor `(B, T, …)`, or a tuple or list of batches.
+            dim: dimension of the sequence.
 
         Raises:
-            ValueError: sequences that 2 × context ranks do not divide.
+            ValueError: a length that 2 × context ranks do not divide.
         """
         if self.context is None:
             return batch
@@ -183,3 +245,26 @@ class Axes:
         if isinstance(batch, Tensor):
             return zigzag.local(batch, dim)
         return type(batch)(self.share(each, dim) for each in batch)
+
+
+class _Part(NamedTuple):
+    """One axis of a layout's text."""
+
+    notation: Notation
+    ranks: int
+    ending: str | None
+
+
+def _parse_part(text: str) -> _Part | None:
+    """Return what a text such as `cp4-ring` says. None if it cannot be read."""
+    match = re.fullmatch("(pp|cp|tp)([1-9][0-9]*)(?:-(.+))?", text)
+    if match is None:
+        return None
+    short, ranks, ending = match.groups()
+    notation = next(each for each in NOTATIONS if each.short == short)
+    if ending is not None:
+        # One rank has no schedule and sends no keys, so an ending would have no effect.
+        has_effect = ending in notation.endings and int(ranks) > 1
+        if not has_effect:
+            return None
+    return _Part(notation, int(ranks), ending)

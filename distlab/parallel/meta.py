@@ -1,9 +1,10 @@
-"""Models built on meta, without memory: made on a device as a whole, or one matrix at a time (FSDP).
+"""Initialization of models that were built on the meta device, where tensors have no memory.
 
-`initialize_in_turn` runs the module's own initialisation on stand-ins: parameters of the right
-shape whose memory is allocated when an operator first touches them, and which are cut into shards
-and freed when the operator of another parameter comes. So a model larger than one device can be
-initialised by the code that would initialise it whole, and draws the same numbers.
+`materialize` gives a whole model memory on a device. `initialize_in_turn` gives memory to one
+sharded parameter at a time, for models larger than a device. It runs the module's own
+initialization on stand-ins. A stand-in is a parameter of the full shape. Its memory is allocated
+when an operator first touches it. When an operator touches the next parameter, the stand-in is cut
+into shards and freed. The same code initializes small and large models and draws the same numbers.
 """
 
 import sys
@@ -16,29 +17,31 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-# name, what the module finds, what keeps its values
+# The parameter's name, the full-size parameter that the module has during the initialization, and
+# the function that keeps its values.
 StandIn = tuple[str, nn.Parameter, Callable[[Tensor], None]]
 
 
 def materialize(module: nn.Module, device: torch.device, init: Callable[[nn.Module], Any]) -> None:
-    """Give everything on meta memory on `device`, and let `init(module)` write it.
+    """Give all meta tensors of a module memory on `device`, and call `init(module)` to fill it.
 
     Tied parameters stay tied.
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                if parameter not in made:
-                    full = torch.empty_like(parameter, device=device)
-                    made[parameter] = nn.Parameter(full, parameter.requires_grad)
-                owner._parameters[name] = made[parameter]
+            if parameter is None or not parameter.is_meta:
+                continue
+            if parameter not in made:
+                full = torch.empty_like(parameter, device=device)
+                made[parameter] = nn.Parameter(full, parameter.requires_grad)
+            owner._parameters[name] = made[parameter]
     materialize_buffers(module, device)
     init(module)
 
 
 def materialize_buffers(module: nn.Module, device: torch.device) -> None:
-    """Give buffers on meta memory on `device`; their values are for the initialisation to write."""
+    """Give meta buffers memory on `device`. The initialization must write their values."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is not None and buffer.is_meta:
@@ -46,21 +49,21 @@ def materialize_buffers(module: nn.Module, device: torch.device) -> None:
 
 
 def reset_parameters(module: nn.Module) -> None:
-    """Call `reset_parameters()` of the outermost modules that have it.
+    """Call `reset_parameters()` of the outermost modules that have this method.
 
     Raises:
-        ValueError: a module that owns parameters or buffers has none.
+        ValueError: a module that owns parameters or buffers does not have it, and neither does a
+            module around it.
     """
     reset = getattr(module, "reset_parameters", None)
     if reset is not None:
         reset()
         return
-    if any(
-        tensor is not None for tensor in (*module._parameters.values(), *module._buffers.values())
-    ):
+    own_tensors = (*module._parameters.values(), *module._buffers.values())
+    if any(tensor is not None for tensor in own_tensors):
         raise ValueError(
-            f"{type(module).__name__} owns parameters or buffers and has no reset_parameters(): give init=… to write "
-            "their values"
+            f"{type(module).__name__} owns parameters or buffers and has no reset_parameters(): "
+            "give init=… to write their values"
         )
     for child in module.children():
         reset_parameters(child)
@@ -71,18 +74,19 @@ def initialize_in_turn(
     stand_ins: Iterable[StandIn],
     init_fn: Callable[[nn.Module], Any],
 ) -> None:
-    """Call `init_fn(module)` with every stand-in in full, one at a time.
+    """Call `init_fn(module)` while only one stand-in at a time has memory.
 
-    Every rank draws everything and keeps its shards, so ranks must draw alike (equal seeds).
-    Buffers and replicated parameters are ordinary memory all along, uninitialised when `init_fn`
-    begins.
+    Every rank draws all values and keeps its shards. So all ranks must draw the same numbers (equal
+    seeds). Buffers and replicated parameters have ordinary memory all the time. It is uninitialized
+    when `init_fn` begins.
 
     Args:
-        stand_ins: each is made when it is asked for, and freed at once.
+        stand_ins: one (name, full-size parameter, function that keeps its values) per sharded
+            parameter. Each is freed before the iterable makes the next one.
 
     Raises:
-        RuntimeError: `init_fn` returns to a parameter after it has gone on to another, uses two in
-            one operator, or leaves one untouched.
+        RuntimeError: `init_fn` returns to a parameter after it has touched another one, uses two
+            parameters in one operator, or leaves one untouched.
     """
     mode = _InTurn(stand_ins)
     with _compiled_code_runs_eager(), mode:
@@ -91,10 +95,10 @@ def initialize_in_turn(
 
 
 def _compiled_code_runs_eager() -> AbstractContextManager[Any]:
-    """Let compiled functions run eager in a `with` block, and compiled again afterwards.
+    """Run compiled functions eagerly inside a `with` block.
 
-    The mode must see every operator. Dynamo would run compiled code eager under a dispatch mode
-    anyway, but would then remember that for the rest of the process.
+    The dispatch mode must see every operator. Under a dispatch mode, Dynamo would also run compiled
+    code eagerly, but it would keep doing so for the rest of the process.
     """
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and the import takes a second
         return nullcontext()
@@ -102,24 +106,31 @@ def _compiled_code_runs_eager() -> AbstractContextManager[Any]:
 
 
 class _InTurn(TorchDispatchMode):
-    """Allocates a stand-in's memory at its first operator, and keeps and frees it at the next parameter's."""
+    """Dispatch mode that gives a stand-in memory at its first operator.
+
+    It keeps the values and frees the memory when an operator touches another stand-in.
+    """
 
     def __init__(self, stand_ins: Iterable[StandIn]) -> None:
         super().__init__()
+        # By the address of the storage object: views of a parameter share it, and it stays the same
+        # when the storage is resized.
         self._waiting: dict[int, StandIn] = {}
         for stand_in in stand_ins:
-            storage = stand_in[1].untyped_storage()
+            _, parameter, _ = stand_in
+            storage = parameter.untyped_storage()
             self._waiting[storage._cdata] = stand_in
             storage.resize_(0)
-        self._current: int | None = None  # by the address of the storage object, as above
+        self._current: int | None = None
         self._done: set[int] = set()
 
     def finish(self) -> None:
-        """Keep the last one, and see that none was left out."""
+        """Keep the values of the last stand-in, and check that none was left out."""
         self._keep_current()
-        missing = [
-            name for storage, (name, *_) in self._waiting.items() if storage not in self._done
-        ]
+        missing = []
+        for storage, (name, _, _) in self._waiting.items():
+            if storage not in self._done:
+                missing.append(name)
         if missing:
             raise RuntimeError(
                 f"init_fn left {missing} uninitialised: it must write every parameter"
@@ -127,18 +138,24 @@ class _InTurn(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        touched = {tensor.untyped_storage()._cdata for tensor in tensors} & self._waiting.keys()
+        touched: set[int] = set()
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                storage = leaf.untyped_storage()._cdata
+                if storage in self._waiting:
+                    touched.add(storage)
         if len(touched) > 1:
             names = sorted(self._waiting[storage][0] for storage in touched)
             raise RuntimeError(
                 f"init_fn uses {names} in one operator ({func}); only one exists at a time"
             )
-        for storage in touched - {self._current}:
-            self._turn_to(storage)
+        for storage in touched:
+            if storage != self._current:
+                self._turn_to(storage)
         return func(*args, **kwargs)
 
     def _turn_to(self, storage: int) -> None:
+        """Free the present stand-in and allocate this one."""
         self._keep_current()
         name, parameter, _ = self._waiting[storage]
         if storage in self._done:
@@ -150,9 +167,11 @@ class _InTurn(TorchDispatchMode):
         self._current = storage
 
     def _keep_current(self) -> None:
-        if self._current is not None:
-            _, parameter, keep = self._waiting[self._current]
-            keep(parameter.detach())
-            parameter.untyped_storage().resize_(0)
-            self._done.add(self._current)
-            self._current = None
+        """Hand the present stand-in's values over, and free its memory."""
+        if self._current is None:
+            return
+        _, parameter, keep = self._waiting[self._current]
+        keep(parameter.detach())
+        parameter.untyped_storage().resize_(0)
+        self._done.add(self._current)
+        self._current = None

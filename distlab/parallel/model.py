@@ -243,7 +243,7 @@ class ParallelModel(nn.Module, ABC):
         Raises:
             RuntimeError: a rank does something else instead.
         """
-        from distlab.parallel.full_state import collect
+        from distlab.parallel.state_dicts import collect
 
         agree_on_call(self.process_group, f"{type(self).__name__}.full_state_dict()")
         self.synchronize()
@@ -258,7 +258,7 @@ class ParallelModel(nn.Module, ABC):
         Raises:
             ValueError: names that are missing or unexpected, or other shapes. Nothing was loaded.
         """
-        from distlab.parallel.full_state import load
+        from distlab.parallel.state_dicts import load
 
         self.synchronize()
         load(self, state_dict)

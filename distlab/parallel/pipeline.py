@@ -1,33 +1,33 @@
-"""Pipeline parallelism: P ranks have some blocks each, activations travel forward and their gradients back.
+"""Pipeline parallelism: each of P ranks has some blocks, and neighbours exchange activations.
 
     for action in this rank's schedule:                       (`schedules.py`)
-        F   x from the stage before → forward → y to the stage behind
-        B   dy from the stage behind → backward → dx to the stage before
-        W   the gradients of matrices that B has put off
+        F   receive x from the stage before → forward → send y to the stage after
+        B   receive dy from the stage after → backward → send dx to the stage before
+        W   compute the matrix gradients that B deferred
 
-With m micro-batches, p ranks and v stages a rank 2·m·(p·v − 1) messages of B·T·d elements go
-between neighbours. The loss exists on the last rank alone until the end of the step, which gives it
-to the others.
+With m micro-batches, p ranks and v stages per rank, neighbours exchange 2·m·(p·v − 1) messages of
+B·T·d elements in a step. Only the last rank has the loss, until the end of the step, when all ranks
+get it.
 
-A data strategy wraps what is left on a rank: the stages' blocks, in one module with the names of
-the whole. To it a step is one of accumulated gradients, of which the last backward of each stage
-synchronizes.
+A data strategy wraps the blocks that are left on a rank, as one module with the names of the whole
+model. For the strategy, a step accumulates gradients over micro-batches. Only the last backward of
+each stage synchronizes them.
 
-Each direction between two ranks has a group of its own: on a GPU the messages of a group are
-carried out in the order in which they were asked for, and a send waits there until it is received.
-Nothing is received ahead of its action: a GPU that loads a kernel waits for all that runs on it,
-and what an earlier receive waits for may need that kernel.
+Each direction between two ranks has its own process group. On a GPU the messages of one group run
+in the order in which they were started, and a send waits until it is received. Nothing is received
+before its action. A GPU that loads a kernel first waits for all running work, and an early receive
+among it may wait for a message that needs that kernel.
 
-Source: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubble (Qi et al. 2023).
+Sources: GPipe (Huang et al. 2019), PipeDream (Narayanan et al. 2019), zero bubble (Qi et al. 2023).
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 
@@ -36,32 +36,72 @@ from distlab.comm.subgroups import groups_of
 from distlab.comm.wait_diagnostics import wait_for_message
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, check
 
-if TYPE_CHECKING:
-    from distlab.parallel.model import ParallelModel
-
-PutOff = Callable[[Tensor, Callable[[], Tensor]], None]  # a weight, and what makes its gradient
+# A function that takes a weight, and a function that computes the weight's gradient later.
+PutOff = Callable[[Tensor, Callable[[], Tensor]], None]
 
 
 class Staged(Protocol):
-    """What a model must export, as `distlab.model.TransformerLM` does.
+    """The interface that a model must export, as `distlab.model.TransformerLM` does.
 
-    `forward(tokens, targets=None, x=…, blocks=…)` runs some blocks on what those before have made,
-    `x`. It returns what the last of them makes, `(B, T, width)`; behind the last block of all, the
-    loss, or logits without targets.
+    `forward(tokens, targets=None, x=…, blocks=…)` runs some blocks on `x`, the output of the blocks
+    before them. It returns the output of its last block, `(B, T, width)`. With the last block of
+    the model it returns the loss, or the logits if there are no targets.
+
+    Attributes:
+        num_blocks: number of blocks.
+        width: size of the last dimension of activations.
     """
 
     num_blocks: int
     width: int
 
     def keep_blocks(self, kept: Sequence[range]) -> None:
-        """Let go of all other blocks, of the embedding without the first, and of norm and head without the last."""
+        """Delete all other blocks.
+
+        The embedding stays with the first block, and norm and head stay with the last.
+        """
 
     def put_off_weights(self, put_off: PutOff) -> None:
-        """Let backward hand over what makes the gradients of matrices, instead of making them."""
+        """Make backward call `put_off` for each matrix instead of computing its gradient."""
+
+
+class WrappedModel(Protocol):
+    """The part of `distlab.parallel.model.ParallelModel` that a pipeline uses.
+
+    Attributes:
+        module: the wrapped module, with the blocks of this rank.
+        device: device of the parameters.
+        compute_dtype: dtype of the computation. None: the parameters' own.
+        casts_parameters: True if the module's parameters already have that dtype.
+    """
+
+    module: nn.Module
+    device: torch.device
+    compute_dtype: torch.dtype | None
+    casts_parameters: bool
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the wrapped module."""
+
+    def enter_stage(self, stage: int) -> None:
+        """Note that this stage runs from now on."""
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Return a context whose backward passes accumulate gradients locally."""
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context for forward and loss."""
+
+
+# -- the stages -----------------------------------------------------------------------------------
 
 
 def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> list[range]:
-    """Return the blocks of each stage, `sizes` of them, or equally many.
+    """Return the blocks of each stage.
+
+    Args:
+        model: see `Staged`.
+        ranks, schedule, sizes: see `stage_sizes`.
 
     Raises:
         TypeError: a model that does not export stages.
@@ -69,60 +109,83 @@ def stage_blocks(model: Any, ranks: int, schedule: str, sizes: Sequence[int] = (
     """
     if not hasattr(model, "keep_blocks"):
         raise TypeError(
-            f"pipeline: {type(model).__name__} does not say how it is cut into stages: it has no keep_blocks(), as "
-            "distlab.model.TransformerLM does"
+            f"pipeline: {type(model).__name__} does not say how it is cut into stages: it has no "
+            "keep_blocks(), as distlab.model.TransformerLM does"
         )
-    sizes = stage_sizes(model.num_blocks, ranks, schedule, sizes)
-    ends = [sum(sizes[: number + 1]) for number in range(len(sizes))]
-    return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
+    blocks = []
+    first = 0
+    for size in stage_sizes(model.num_blocks, ranks, schedule, sizes):
+        blocks.append(range(first, first + size))
+        first += size
+    return blocks
 
 
 def stage_sizes(blocks: int, ranks: int, schedule: str, sizes: Sequence[int] = ()) -> Sequence[int]:
-    """Return the number of blocks of each stage: `sizes`, or equally many.
+    """Return the number of blocks of each stage.
 
     Args:
         blocks: number of blocks of the model.
         ranks: number of ranks of the pipeline.
-        schedule: one of `SCHEDULES`.
-        sizes: number of blocks of each stage; empty for equally many.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        sizes: number of blocks of each stage. Empty: stages of equal size.
 
     Raises:
         ValueError: numbers that do not fit the model.
     """
     stages = ranks * CHUNKS.get(schedule, 1)
     if blocks < stages:
-        counted = f"{blocks} block{'' if blocks == 1 else 's'}"
+        counted = "1 block" if blocks == 1 else f"{blocks} blocks"
         raise ValueError(
-            f"pipeline: {counted} cannot fill {stages} stages: give --layers {stages}, or another multiple of "
-            f"{stages}"
+            f"pipeline: {counted} cannot fill {stages} stages: give --layers {stages}, or another "
+            f"multiple of {stages}"
         )
-    if not sizes and blocks % stages:
-        raise ValueError(
-            f"pipeline: {stages} stages cannot have equal parts of {blocks} blocks: give the {stages} sizes "
-            f"(--stages), of {blocks} blocks in all, or a multiple of {stages} blocks (--layers)"
-        )
-    sizes = sizes or [blocks // stages] * stages
+    if not sizes:
+        if blocks % stages:
+            raise ValueError(
+                f"pipeline: {stages} stages cannot have equal parts of {blocks} blocks: give the "
+                f"{stages} sizes (--stages), of {blocks} blocks in all, or a multiple of {stages} "
+                "blocks (--layers)"
+            )
+        return [blocks // stages] * stages
     if len(sizes) != stages or sum(sizes) != blocks or min(sizes) < 1:
         raise ValueError(
-            f"pipeline: stages of {', '.join(map(str, sizes))} blocks: give {stages} numbers, of {blocks} blocks in all"
+            f"pipeline: stages of {', '.join(map(str, sizes))} blocks: give {stages} numbers, of "
+            f"{blocks} blocks in all"
         )
     return sizes
 
 
-class Pipeline:
-    """Runs a schedule on this rank's stages.
+# -- a step ---------------------------------------------------------------------------------------
 
-    Args:
-        group: the ranks that have the stages, in order.
-        model: a part of which this rank keeps; see `Staged`.
-        schedule: one of `SCHEDULES`.
-        sizes: blocks of each stage; default: equally many.
-        sequence_ranks: ranks that share a sequence inside of a stage (tensor parallelism).
+
+class Deferred(NamedTuple):
+    """The gradient of a matrix that a backward has deferred.
 
     Attributes:
-        stages: the blocks of every stage.
-        mine: the stages of this rank.
-        observe: a context manager for each action's computation, without its waiting.
+        weight: the matrix.
+        gradient: function that computes the gradient.
+    """
+
+    weight: Tensor
+    gradient: Callable[[], Tensor]
+
+
+class Pipeline:
+    """Runner of a schedule on this rank's stages.
+
+    Args:
+        group: ranks that have the stages, in order.
+        model: the whole model, see `Staged`. Only this rank's blocks are kept.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        sizes: number of blocks of each stage. Empty: stages of equal size.
+        sequence_ranks: number of ranks that share a sequence inside a stage (tensor parallelism).
+
+    Attributes:
+        stages: blocks of each stage, over all ranks.
+        mine: numbers of this rank's stages.
+        last: number of the last stage.
+        observe: function that returns a context manager for the computation of an action, without
+            its waiting.
 
     Raises:
         TypeError, ValueError: see `stage_blocks`.
@@ -136,33 +199,37 @@ class Pipeline:
         sizes: Sequence[int] = (),
         sequence_ranks: int = 1,
     ):
-        self.group, self.rank, self.ranks = group, group.rank(), group.size()
-        self.stages = stage_blocks(model, self.ranks, schedule, sizes)
-        self.schedule, self.width, self.sequence_ranks = schedule, model.width, sequence_ranks
+        self.group = group
+        self.rank = group.rank()
+        self.ranks = group.size()
+        self.schedule = schedule
+        self.sequence_ranks = sequence_ranks
+        self.stages = stage_blocks(model, self.ranks, schedule, sizes)  # refuses other models
+        self.width = model.width
         self.mine = range(self.rank, len(self.stages), self.ranks)
         self.last = len(self.stages) - 1
-        self.observe: Callable[[Action], AbstractContextManager[Any]] = lambda action: nullcontext()
+        self.observe: Callable[[Action], AbstractContextManager[Any]] = _unobserved
         model.keep_blocks([self.stages[stage] for stage in self.mine])
         if schedule == "zero-bubble":
             model.put_off_weights(self._put_off)
-        self._later: list[tuple[Tensor, Callable[[], Tensor]]] = []  # of the backward that runs
+        self._deferred: list[Deferred] = []  # by the backward that runs now
         self._messages: Messages | None = None
         self._actions: dict[int, list[Action]] = {}  # by the number of micro-batches
 
     def connect(self, pipelines: Sequence[Sequence[int]], group: ProcessGroup) -> None:
-        """Make the groups of neighbours; call it on every rank alike.
+        """Make the process groups of neighbours. Call it on every rank with the same arguments.
 
         Args:
-            pipelines: the global ranks of every pipeline of the job.
+            pipelines: global ranks of each pipeline of the job.
             group: all ranks of the job.
         """
         self._messages = Messages(pipelines, group)
 
     def actions(self, batches: int) -> list[Action]:
-        """What this rank does in a step.
+        """Return this rank's actions in a step of this number of micro-batches.
 
         Raises:
-            ValueError: a number of micro-batches that the schedule does not take.
+            ValueError: a number of micro-batches that the schedule does not allow.
         """
         if batches not in self._actions:
             schedule = SCHEDULES[self.schedule](self.ranks, batches)
@@ -172,143 +239,212 @@ class Pipeline:
 
     def run(
         self,
-        model: "ParallelModel",
+        model: WrappedModel,
         loss_fn: Callable[[Any, Any], Tensor],
         micro_batches: Sequence[Any],
         scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """Forward and backward of all micro-batches, such that gradients are those of their mean loss, times `scale`.
+        """Run forward and backward of all micro-batches.
+
+        The gradients are those of the mean loss times `scale`.
 
         Args:
-            model: under its strategy.
-            loss_fn: `loss_fn(model, batch)`, which calls `model(*batch)` and returns what it
-                returns.
-            micro_batches: `(tokens, targets)` each, the same on every rank of the pipeline, but for
-                a share of each.
+            model: this rank's blocks under a data strategy.
+            loss_fn: `loss_fn(model, batch)`, which calls `model(*batch)` and returns its result.
+            micro_batches: `(tokens, targets)` each. All ranks of a pipeline give the same ones,
+                except for their parts of the sequences.
+            scale: factor of the loss, for gradients only.
 
         Returns:
             The mean loss, on every rank, 0-dim fp64.
         """
         count = len(micro_batches)
         total = torch.zeros((), device=model.device)
-        kept: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
-        later: dict[tuple[int, int], list[tuple[Tensor, Callable[[], Tensor]]]] = {}
+        # By (stage, micro-batch): from F to B, and from B to W.
+        forwards: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        deferred: dict[tuple[int, int], list[Deferred]] = {}
         for action in self.actions(count):
             kind, stage, batch = action
-            taken = self._receive(action, micro_batches[batch][0], model)
+            received = self._receive(action, micro_batches[batch][0], model)
             model.enter_stage(stage)
-            synchronizes = batch == count - 1
-            with nullcontext() if synchronizes else model.no_sync(), self.observe(action):
+            is_last_batch = batch == count - 1
+            sync = nullcontext() if is_last_batch else model.no_sync()
+            with sync, self.observe(action):
                 if kind == "F":
-                    result = self._forward(model, loss_fn, micro_batches[batch], stage, taken)
+                    x = received
+                    result = self._forward(model, loss_fn, micro_batches[batch], stage, x)
                     if stage == self.last:
                         result = result / count
                         total = total + result.detach()
                         result = result * scale
                     else:
                         self._messages.send(result.detach(), to=1)
-                    # Not the result itself, whose memory nobody needs here any more.
-                    kept[stage, batch] = taken, get_gradient_edge(result)
+                    # Keep the edge and not the result, whose memory is not needed any more.
+                    forwards[stage, batch] = x, get_gradient_edge(result)
                 elif kind == "B":
-                    x, edge = kept.pop((stage, batch))
-                    self._later = []
-                    torch.autograd.backward(edge, taken)
-                    later[stage, batch], self._later = self._later, []
+                    x, edge = forwards.pop((stage, batch))
+                    self._deferred = []  # `_put_off` appends to it
+                    torch.autograd.backward(edge, received)
+                    deferred[stage, batch] = self._deferred
+                    self._deferred = []
                     if stage > 0:
                         self._messages.send(x.grad, to=-1)
                 else:
-                    make_gradients(later.pop((stage, batch)))
+                    make_gradients(deferred.pop((stage, batch)))
         self._messages.finish()
-        # which the other ranks' zeros are, too
+        # Ranks without the last stage add zero.
         return collectives.sum_tensor(total.double(), self.group)
 
     @torch.no_grad()
-    def forward(self, model: "ParallelModel", batch: Any) -> Tensor | None:
-        """Logits, or with targets the loss, of a batch; None on ranks without the last stage."""
+    def forward(self, model: WrappedModel, batch: Any) -> Tensor | None:
+        """Return the logits of a batch, or the loss if the batch has targets.
+
+        None on ranks without the last stage.
+        """
         result = None
         for stage in self.mine:
-            taken = self._receive(Action("F", stage, 0), batch[0], model)
+            x = self._receive(Action("F", stage, 0), batch[0], model)
             model.enter_stage(stage)
-            result = self._forward(model, lambda call, batch: call(*batch), batch, stage, taken)
+            result = self._forward(model, _call, batch, stage, x)
             if stage < self.last:
                 self._messages.send(result, to=1)
         self._messages.finish()
         return result if self.last in self.mine else None
 
     def _forward(
-        self, model: "ParallelModel", loss_fn: Callable, batch: Any, stage: int, x: Tensor | None
+        self,
+        model: WrappedModel,
+        loss_fn: Callable[[Any, Any], Tensor],
+        batch: Any,
+        stage: int,
+        x: Tensor | None,
     ) -> Tensor:
+        """Run the blocks of a stage on `x`, or on the tokens in the first stage."""
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()
         with model.autocast():
             return loss_fn(partial(model, x=x, blocks=self.stages[stage]), batch)
 
-    def _receive(self, action: Action, tokens: Tensor, model: "ParallelModel") -> Tensor | None:
-        """What an action takes of another rank, or None."""
-        come = {"F": -1, "B": 1, "W": 0}[action.kind]
-        if not come or not 0 <= action.stage + come <= self.last:
+    def _receive(self, action: Action, tokens: Tensor, model: WrappedModel) -> Tensor | None:
+        """Return the message that an action needs from another stage, or None."""
+        if action.kind == "F" and action.stage > 0:
+            source = -1
+        elif action.kind == "B" and action.stage < self.last:
+            source = 1
+        else:
             return None
         B, T = tokens.shape
-        computes = model.compute_dtype if model.casts_parameters else None
-        dtype = computes or next(model.module.parameters()).dtype  # of what an embedding returns
-        x = torch.empty(B, T // self.sequence_ranks, self.width, dtype=dtype, device=model.device)
-        return self._messages.receive(x, come)
+        dtype = model.compute_dtype if model.casts_parameters else None
+        if dtype is None:
+            dtype = next(model.module.parameters()).dtype  # an embedding returns its weight's dtype
+        shape = (B, T // self.sequence_ranks, self.width)
+        return self._messages.receive(torch.empty(shape, dtype=dtype, device=model.device), source)
 
     def _put_off(self, weight: Tensor, gradient: Callable[[], Tensor]) -> None:
-        self._later.append((weight, gradient))
+        self._deferred.append(Deferred(weight, gradient))
 
 
-def make_gradients(put_off: list[tuple[Tensor, Callable[[], Tensor]]]) -> None:
-    """Make what a backward has put off, and let go of what each was made of."""
-    while put_off:
-        weight, gradient = put_off.pop(0)
+def make_gradients(deferred: list[Deferred]) -> None:
+    """Compute the gradients that a backward has deferred.
+
+    The list is emptied one by one, so that each gradient's inputs are freed at once.
+    """
+    while deferred:
+        weight, gradient = deferred.pop(0)
         torch.autograd.backward(weight, gradient())
 
 
+def _unobserved(action: Action) -> AbstractContextManager[Any]:
+    """Do nothing around an action."""
+    return nullcontext()
+
+
+def _call(model: Any, batch: Any) -> Tensor:
+    """Call the model, in place of a loss function."""
+    return model(*batch)
+
+
+# -- messages -------------------------------------------------------------------------------------
+
+
 class Messages:
-    """Activations and their gradients between neighbours of a pipeline, whose last rank is a neighbour of the first."""
+    """Activations and their gradients between neighbours of a pipeline.
+
+    The last rank and the first rank are also neighbours, for schedules with several stages per
+    rank.
+
+    Args:
+        pipelines: global ranks of each pipeline of the job.
+        group: all ranks of the job.
+    """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], group: ProcessGroup):
+        links = _links(pipelines)
+        groups = groups_of(group, [(link.sender, link.receiver) for link in links])
         rank = torch.distributed.get_rank()
-        pairs = {  # direction, sender, receiver: each a group of its own
-            (step, sender, ranks[(place + step) % len(ranks)]): None
-            for ranks in pipelines
-            for place, sender in enumerate(ranks)
-            for step in (1, -1)
-        }
-        groups = groups_of(group, [key[1:] for key in pairs])
-        self._out = {
-            step: each
-            for (step, sender, _), each in zip(pairs, groups, strict=True)
-            if sender == rank
-        }
-        self._in = {
-            step: each
-            for (step, _, taker), each in zip(pairs, groups, strict=True)
-            if taker == rank
-        }
+        # By the direction of the message: 1 to the rank after the sender, −1 to the one before it.
+        self._out: dict[int, ProcessGroup] = {}
+        self._in: dict[int, ProcessGroup] = {}
+        for link, link_group in zip(links, groups, strict=True):
+            if link.sender == rank:
+                self._out[link.direction] = link_group
+            if link.receiver == rank:
+                self._in[link.direction] = link_group
         self._sent: list[tuple[Work, Tensor, ProcessGroup]] = []
 
-    def receive(self, x: Tensor, come: int) -> Tensor:
-        """Overwrite `x` by what the rank before (−1) or behind (1) sends next."""
-        group = self._in[-come]
-        arriving = torch.empty_like(x, device="cpu") if self._through_host(x, group) else x
-        wait_for_message(collectives.receive(arriving, group), group, "receiving activations")
-        return x if arriving is x else x.copy_(arriving)
+    def receive(self, x: Tensor, source: int) -> Tensor:
+        """Overwrite `x` by the next message from the rank before (−1) or after (1)."""
+        group = self._in[-source]  # a message from the rank before has the direction 1
+        through_host = self._through_host(x, group)
+        arriving = torch.empty_like(x, device="cpu") if through_host else x
+        work = collectives.receive(arriving, group)
+        wait_for_message(work, group, "receiving activations")
+        if through_host:
+            x.copy_(arriving)
+        return x
 
     def send(self, x: Tensor, to: int) -> None:
-        """Send `x` to the rank behind (1) or before (−1)."""
+        """Send `x` to the rank after (1) or before (−1)."""
         group = self._out[to]
         x = x.cpu() if self._through_host(x, group) else x.contiguous()
+        # Let go of messages that have arrived: a tensor must live until it has been sent.
         self._sent = [each for each in self._sent if not each[0].is_completed()]
         self._sent.append((collectives.send(x, group), x, group))
 
     def finish(self) -> None:
-        """Wait until everything has been received."""
+        """Wait until all sent messages have been received."""
         for work, _, group in self._sent:
             wait_for_message(work, group, "sending activations")
         self._sent.clear()
 
     @staticmethod
     def _through_host(x: Tensor, group: ProcessGroup) -> bool:
+        """Return True for a tensor on a GPU under gloo, which sends from host memory."""
         return x.is_cuda and group.name() == "gloo"
+
+
+class _Link(NamedTuple):
+    """One direction between two neighbours.
+
+    Attributes:
+        direction: 1 from a rank to the rank after it, −1 to the rank before it.
+        sender, receiver: global ranks.
+    """
+
+    direction: int
+    sender: int
+    receiver: int
+
+
+def _links(pipelines: Sequence[Sequence[int]]) -> list[_Link]:
+    """Return the links of all pipelines.
+
+    Two ranks have four links: each is the rank before and the rank after the other.
+    """
+    links = []
+    for ranks in pipelines:
+        for place, sender in enumerate(ranks):
+            for direction in (1, -1):
+                receiver = ranks[(place + direction) % len(ranks)]
+                links.append(_Link(direction, sender, receiver))
+    return links

@@ -1,19 +1,20 @@
-"""Pipeline schedules as data: what each rank does, in which order.
+"""Pipeline schedules as data: the actions of each rank, in order.
 
-The same lists are run, simulated and drawn.
+The pipeline runs these lists, `simulate` predicts their time, and `draw` prints them.
 
     F s m   forward of stage s for micro-batch m
-    B s m   its backward; where that is split, only the gradient of the stage's input, which the stage before waits for
-    W s m   the rest of a split backward: the gradients of its matrices, which nobody waits for
+    B s m   backward of stage s for micro-batch m. In a schedule with W it computes only the
+            gradient of the stage's input, which the stage before needs.
+    W s m   gradients of the stage's matrices, which no other stage needs
 
-With p ranks, m micro-batches and v stages a rank (stage s lies on rank s mod p), times of F, B and
-W as their names:
+Below, p is the number of ranks, m the number of micro-batches and v the number of stages per rank.
+Stage s is on rank s mod p. F, B and W are the times of one action. B = 2·F in the first three rows.
 
-    schedule      idle share of a rank's time, where B takes twice F's       micro-batches held by rank r
-    gpipe         (p − 1)/(m + p − 1)                                        m
-    1f1b          (p − 1)/(m + p − 1)                                        p − r
-    interleaved   (p − 1)/(v·m + p − 1)                                      of 1/v of the blocks: see `held`
-    zero-bubble   (p − 1)(F + B − W) instead of (p − 1)(F + B + W) idle      p, of which r wait for W only
+    schedule      idle share of a rank's time                        micro-batches held by rank r
+    gpipe         (p − 1)/(m + p − 1)                                m
+    1f1b          (p − 1)/(m + p − 1)                                p − r
+    interleaved   (p − 1)/(v·m + p − 1)                              1/v of the blocks: see `held`
+    zero-bubble   time (p − 1)(F + B − W), not (p − 1)(F + B + W)    p, r of them only until their W
 
 Sources: GPipe (Huang et al. 2019), 1F1B (Narayanan et al. 2019, PipeDream), interleaved (Narayanan
 et al. 2021), ZB-H1 (Qi et al. 2023, Zero Bubble Pipeline Parallelism).
@@ -25,7 +26,13 @@ from typing import NamedTuple
 
 
 class Action(NamedTuple):
-    """One step of a rank: what (F, B or W), of which stage, for which micro-batch."""
+    """One step of a rank.
+
+    Attributes:
+        kind: F, B or W.
+        stage: number of the stage.
+        batch: number of the micro-batch.
+    """
 
     kind: str
     stage: int
@@ -37,65 +44,98 @@ class Action(NamedTuple):
 
 Schedule = list[list[Action]]  # the actions of each rank, in order
 
+# -- the schedules --------------------------------------------------------------------------------
+
 
 def gpipe(ranks: int, batches: int) -> Schedule:
-    """All forwards, then all backwards."""
-    return [
-        [Action(kind, rank, m) for kind in "FB" for m in range(batches)] for rank in range(ranks)
-    ]
+    """Return the schedule with all forwards first and then all backwards."""
+    schedule = []
+    for rank in range(ranks):
+        forwards = [Action("F", rank, batch) for batch in range(batches)]
+        backwards = [Action("B", rank, batch) for batch in range(batches)]
+        schedule.append(forwards + backwards)
+    return schedule
 
 
 def one_f_one_b(ranks: int, batches: int) -> Schedule:
-    """After as many forwards as the ranks behind need, a forward and a backward in turn."""
-    return [_alternating(rank, batches, warm_up=ranks - 1 - rank) for rank in range(ranks)]
+    """Return the schedule that alternates forward and backward after a warm-up.
 
-
-def zero_bubble(ranks: int, batches: int) -> Schedule:
-    """ZB-H1: 1F1B whose rank r puts off the W of r micro-batches, and does them where it would wait at the end."""
+    The warm-up of a rank is one forward for each rank after it.
+    """
     schedule = []
-    for rank, actions in enumerate(one_f_one_b(ranks, batches)):
-        found: list[Action] = []
-        for action in actions:
-            found.append(action)
-            if action.kind == "B" and action.batch >= rank:
-                found.append(Action("W", rank, action.batch - rank))
-        owed = range(max(batches - rank, 0), batches)
-        schedule.append(found + [Action("W", rank, m) for m in owed])
+    for rank in range(ranks):
+        warm_up = ranks - 1 - rank
+        schedule.append(_alternating(rank, batches, warm_up))
     return schedule
 
 
 def interleaved(ranks: int, batches: int, chunks: int = 2) -> Schedule:
-    """1F1B of `chunks` stages a rank: groups of as many micro-batches as ranks go through one after the other.
+    """Return the 1F1B schedule of `chunks` stages per rank.
+
+    Micro-batches go through the stages in groups, one group after another. A group has one
+    micro-batch for each rank.
 
     Raises:
-        ValueError: micro-batches that are no multiple of the ranks.
+        ValueError: the number of micro-batches is not a multiple of the number of ranks.
     """
     if batches % ranks:
-        enough = -(-batches // ranks) * ranks
+        enough = -(-batches // ranks) * ranks  # rounded up
         raise ValueError(
-            f"interleaved: {batches} micro-batches are no multiple of {ranks} ranks: take {enough} (--accumulate)"
+            f"interleaved: {batches} micro-batches are not a multiple of {ranks} ranks: "
+            f"take {enough} (--accumulate)"
         )
 
-    def nth(rank: int, number: int, kind: str) -> Action:
+    def nth_action(rank: int, number: int, kind: str) -> Action:
+        """Return a rank's action of this kind with this number."""
         group, place = divmod(number, ranks * chunks)
-        chunk = place // ranks if kind == "F" else chunks - 1 - place // ranks
+        chunk = place // ranks
+        if kind == "B":
+            chunk = chunks - 1 - chunk  # backward runs through the chunks in reverse
         return Action(kind, chunk * ranks + rank, group * ranks + place % ranks)
 
-    count, schedule = batches * chunks, []
+    schedule = []
     for rank in range(ranks):
         warm_up = (ranks - 1 - rank) * 2 + (chunks - 1) * ranks
-        order = _alternating(rank, count, warm_up)
-        schedule.append([nth(rank, action.batch, action.kind) for action in order])
+        # Here `batch` is a number for `nth_action`: it counts the rank's forwards or backwards.
+        order = _alternating(rank, batches * chunks, warm_up)
+        schedule.append([nth_action(rank, action.batch, action.kind) for action in order])
+    return schedule
+
+
+def zero_bubble(ranks: int, batches: int) -> Schedule:
+    """Return ZB-H1: 1F1B in which rank r delays W by r micro-batches.
+
+    A rank runs the delayed W at the end, where it would wait otherwise.
+    """
+    schedule = []
+    for rank, one_f_one_b_actions in enumerate(one_f_one_b(ranks, batches)):
+        actions: list[Action] = []
+        for action in one_f_one_b_actions:
+            actions.append(action)
+            if action.kind == "B" and action.batch >= rank:
+                actions.append(Action("W", rank, action.batch - rank))
+        for batch in range(max(batches - rank, 0), batches):
+            actions.append(Action("W", rank, batch))
+        schedule.append(actions)
     return schedule
 
 
 def _alternating(rank: int, count: int, warm_up: int) -> list[Action]:
-    """So many forwards first, then one forward and one backward in turn, then the backwards that are left."""
+    """Return `warm_up` forwards, then forwards and backwards in turn, then the other backwards.
+
+    Args:
+        rank: number of the rank, which is also the number of the stage.
+        count: number of forwards, and of backwards.
+        warm_up: number of forwards before the first pair. At most `count` of them are done.
+    """
     first = min(warm_up, count)
-    actions = [Action("F", rank, m) for m in range(first)]
-    for m in range(count - first):
-        actions += [Action("F", rank, first + m), Action("B", rank, m)]
-    return actions + [Action("B", rank, m) for m in range(count - first, count)]
+    actions = [Action("F", rank, batch) for batch in range(first)]
+    for batch in range(count - first):
+        actions.append(Action("F", rank, first + batch))
+        actions.append(Action("B", rank, batch))
+    for batch in range(count - first, count):
+        actions.append(Action("B", rank, batch))
+    return actions
 
 
 SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
@@ -104,11 +144,13 @@ SCHEDULES: dict[str, Callable[[int, int], Schedule]] = {
     "interleaved": interleaved,
     "zero-bubble": zero_bubble,
 }
-CHUNKS = {"interleaved": 2}  # stages of a rank, where it is not one
+CHUNKS = {"interleaved": 2}  # number of stages per rank; 1 for schedules that are not listed
+
+# -- their time -----------------------------------------------------------------------------------
 
 
 class Step(NamedTuple):
-    """An action and when it runs, in the unit of its durations."""
+    """An action with its start and end, in the unit of the given durations."""
 
     action: Action
     start: float
@@ -118,38 +160,41 @@ class Step(NamedTuple):
 def simulate(
     schedule: Schedule, duration: Callable[[Action], float], message: float = 0.0
 ) -> list[list[Step]]:
-    """When each rank does what, if each begins an action as soon as what it needs is there.
+    """Return the timeline of each rank, if each action starts as soon as its inputs have arrived.
 
     Args:
-        schedule: what each rank does.
-        duration: of an action.
-        message: what a message between ranks takes.
+        schedule: actions of each rank.
+        duration: function that returns the time of an action.
+        message: time of a message between ranks.
 
     Raises:
-        ValueError: ranks that wait for each other, for ever.
+        ValueError: ranks that wait for each other for ever.
     """
-    stages = 1 + max(action.stage for actions in schedule for action in actions)
+    stages = _stages(schedule)
     ended: dict[Action, float] = {}
     timeline: list[list[Step]] = [[] for _ in schedule]
-    moved = True
-    while moved:
-        moved = False
+    # Let each rank run until it waits for another, again and again, until no rank can go on.
+    progress = True
+    while progress:
+        progress = False
         for actions, steps in zip(schedule, timeline, strict=True):
             while len(steps) < len(actions):
                 action = actions[len(steps)]
-                needed = list(needs(action, stages))
-                if any(each not in ended for each in needed):
+                inputs = list(needs(action, stages))
+                if any(each not in ended for each in inputs):
                     break
-                ready = [ended[each] + message * (each.stage != action.stage) for each in needed]
-                start = max([*ready, steps[-1].end if steps else 0.0])
+                start = steps[-1].end if steps else 0.0
+                for each in inputs:
+                    is_sent = each.stage != action.stage
+                    arrival = ended[each] + message * is_sent
+                    start = max(start, arrival)
                 ended[action] = start + duration(action)
                 steps.append(Step(action, start, ended[action]))
-                moved = True
-    waiting = [
-        f"rank {rank} for {actions[len(steps)]}"
-        for rank, (actions, steps) in enumerate(zip(schedule, timeline, strict=True))
-        if len(steps) < len(actions)
-    ]
+                progress = True
+    waiting = []
+    for rank, (actions, steps) in enumerate(zip(schedule, timeline, strict=True)):
+        if len(steps) < len(actions):
+            waiting.append(f"rank {rank} for {actions[len(steps)]}")
     if waiting:
         raise ValueError(
             f"this schedule never ends, since ranks wait for each other: {', '.join(waiting)}"
@@ -158,7 +203,7 @@ def simulate(
 
 
 def needs(action: Action, stages: int) -> Iterator[Action]:
-    """Yield the actions whose results it takes."""
+    """Yield the actions whose results this action uses."""
     kind, stage, batch = action
     if kind == "F" and stage > 0:
         yield Action("F", stage - 1, batch)
@@ -170,89 +215,127 @@ def needs(action: Action, stages: int) -> Iterator[Action]:
         yield Action("B", stage, batch)
 
 
-def check(schedule: Schedule) -> None:
-    """Refuse a schedule that would not end, or would not compute the gradient of the mean loss.
-
-    Raises:
-        ValueError: ranks that wait for each other; an action that is missing or done twice;
-            backwards of a stage in another order than one process has, whose sum would have other
-            bits; or messages between two ranks that one sends in another order than the other takes
-            them.
-    """
-    simulate(schedule, lambda action: 1.0)
-    counts = Counter(action for actions in schedule for action in actions)
-    ranks, stages, batches = (
-        len(schedule),
-        1 + max(a.stage for a in counts),
-        1 + max(a.batch for a in counts),
-    )
-    split = any(action.kind == "W" for action in counts)
-    kinds = "FBW" if split else "FB"
-    wanted = [
-        Action(kind, stage, batch)
-        for kind in kinds
-        for stage in range(stages)
-        for batch in range(batches)
-    ]
-    wrong = [str(action) for action in {**dict.fromkeys(wanted), **counts} if counts[action] != 1]
-    if wrong:
-        raise ValueError(f"this schedule does not do each of these once: {', '.join(wrong[:5])}")
-    for rank, actions in enumerate(schedule):
-        if any(action.stage % ranks != rank for action in actions):
-            raise ValueError(f"this schedule lets rank {rank} do what is of stages of other ranks")
-        for stage in range(rank, stages, ranks):
-            for kind in "BW":
-                order = [action.batch for action in actions if action[:2] == (kind, stage)]
-                if order != sorted(order):
-                    raise ValueError(
-                        f"this schedule sums the gradients of stage {stage} in the order {order}"
-                    )
-    for kind, step in (("F", 1), ("B", -1)):
-        for rank, actions in enumerate(schedule):
-            receiver = (rank + step) % ranks
-            sent = [
-                (a.stage + step, a.batch)
-                for a in actions
-                if a.kind == kind and 0 <= a.stage + step < stages
-            ]
-            taken = [
-                a[1:] for a in schedule[receiver] if a.kind == kind and 0 <= a.stage - step < stages
-            ]
-            if sent != taken:
-                raise ValueError(
-                    f"this schedule lets rank {receiver} take messages in another order than rank {rank} sends them"
-                )
-
-
 def idle_share(timeline: Sequence[Sequence[Step]]) -> float:
-    """Return the bubble: the part of all ranks' time, until the last one ends, in which they do nothing."""
+    """Return the bubble: the fraction of time that ranks wait, until the last one ends."""
     end = max(steps[-1].end for steps in timeline)
     busy = sum(step.end - step.start for steps in timeline for step in steps)
     return 1 - busy / (end * len(timeline))
 
 
 def held(actions: Sequence[Action]) -> int:
-    """Count the activations of a stage for a micro-batch that a rank holds at most, until the last part of backward."""
-    now = most = 0
-    last = "W" if any(action.kind == "W" for action in actions) else "B"
+    """Return the largest number of activations that a rank holds at once.
+
+    One activation is that of one stage for one micro-batch. It is held from F until the last part
+    of its backward.
+    """
+    is_split = any(action.kind == "W" for action in actions)
+    last = "W" if is_split else "B"
+    now = 0
+    max_held = 0
     for action in actions:
-        now += (action.kind == "F") - (action.kind == last)
-        most = max(most, now)
-    return most
+        if action.kind == "F":
+            now += 1
+        elif action.kind == last:
+            now -= 1
+        max_held = max(max_held, now)
+    return max_held
 
 
 def draw(timeline: Sequence[Sequence[Step]]) -> str:
-    """One line a rank, one character for a unit of time: the micro-batch, and a dot where it waits.
+    """Return a drawing with one line per rank and one character per unit of time.
 
-    Forward in digits, backward in letters (a is micro-batch 0), the rest of a split one in
-    capitals.
+    The character is the micro-batch: digits in forward, lower-case letters in backward (a is
+    micro-batch 0), and capitals in W. A dot means that the rank waits.
     """
     end = round(max(steps[-1].end for steps in timeline))
-    first = {"F": "0", "B": "a", "W": "A"}
+    first_character = {"F": "0", "B": "a", "W": "A"}
     lines = []
     for steps in timeline:
         line = ["."] * end
-        for (kind, _, batch), start, stop in steps:
-            line[round(start) : round(stop)] = chr(ord(first[kind]) + batch) * round(stop - start)
+        for action, start, stop in steps:
+            character = chr(ord(first_character[action.kind]) + action.batch)
+            line[round(start) : round(stop)] = character * round(stop - start)
         lines.append("".join(line))
     return "\n".join(lines)
+
+
+# -- checks ---------------------------------------------------------------------------------------
+
+
+def check(schedule: Schedule) -> None:
+    """Refuse a schedule that would not end, or would not compute the gradient of the mean loss.
+
+    Raises:
+        ValueError: ranks that wait for each other. An action that is missing, done twice, or on
+            another stage's rank. Backwards of a stage in another order than in one process, whose
+            sum would have other bits. Messages that one rank sends in another order than the other
+            rank receives them.
+    """
+    simulate(schedule, lambda action: 1.0)
+    _check_actions(schedule)
+    _check_stages(schedule)
+    _check_messages(schedule)
+
+
+def _check_actions(schedule: Schedule) -> None:
+    """Check that every stage does every kind of action once for every micro-batch."""
+    counts = Counter(action for actions in schedule for action in actions)
+    batches = 1 + max(action.batch for action in counts)
+    is_split = any(action.kind == "W" for action in counts)
+    expected = []
+    for kind in "FBW" if is_split else "FB":
+        for stage in range(_stages(schedule)):
+            for batch in range(batches):
+                expected.append(Action(kind, stage, batch))
+    in_order = dict.fromkeys([*expected, *counts])  # each once
+    wrong = [str(action) for action in in_order if counts[action] != 1]
+    if wrong:
+        raise ValueError(f"this schedule does not do each of these once: {', '.join(wrong[:5])}")
+
+
+def _check_stages(schedule: Schedule) -> None:
+    """Check that each rank runs its own stages, and sums gradients in the order of one process."""
+    ranks = len(schedule)
+    for rank, actions in enumerate(schedule):
+        if any(action.stage % ranks != rank for action in actions):
+            raise ValueError(f"this schedule lets rank {rank} run stages of other ranks")
+        for stage in range(rank, _stages(schedule), ranks):
+            for kind in "BW":
+                order = [
+                    action.batch
+                    for action in actions
+                    if action.kind == kind and action.stage == stage
+                ]
+                if order != sorted(order):
+                    raise ValueError(
+                        f"this schedule sums the gradients of stage {stage} in the order {order}"
+                    )
+
+
+def _check_messages(schedule: Schedule) -> None:
+    """Check that each rank receives messages in the order in which its neighbour sends them."""
+    ranks = len(schedule)
+    stages = _stages(schedule)
+    for kind, step in (("F", 1), ("B", -1)):  # F sends to the stage after, B to the stage before
+        for rank, actions in enumerate(schedule):
+            receiver = (rank + step) % ranks
+            sent = []
+            for action in actions:
+                target = action.stage + step
+                if action.kind == kind and 0 <= target < stages:
+                    sent.append((target, action.batch))
+            received = []
+            for action in schedule[receiver]:
+                source = action.stage - step
+                if action.kind == kind and 0 <= source < stages:
+                    received.append((action.stage, action.batch))
+            if sent != received:
+                raise ValueError(
+                    f"this schedule lets rank {receiver} take messages in another order than rank "
+                    f"{rank} sends them"
+                )
+
+
+def _stages(schedule: Schedule) -> int:
+    """Return the number of stages."""
+    return 1 + max(action.stage for actions in schedule for action in actions)

@@ -27,7 +27,7 @@ from distlab.parallel import checks
 from distlab.parallel.ddp import send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, to_cpu
 from distlab.parallel.shard import Shard
-from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
+from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 
 
 class ShardedOptimizer(LocalOptimizer):

@@ -1,25 +1,26 @@
-"""Tensor and sequence parallelism: P ranks share every matrix of a model, and the sequence between them.
+"""Tensor and sequence parallelism: P ranks share every matrix, and the sequence between matrices.
 
     x (B, T/P, d) ─ norm ─ Enter ─ (B, T, d) ─ qkv: H/P heads ─ attention ─ output: its columns ─
     Leave ─ + x …
 
-    matrix            a rank keeps            so its result is
-    qkv, w1, w3       rows: heads, columns    its heads, its columns
-    output, w2        columns                 a part of a sum: `Leave` sums, and keeps a part of the sequence
-    embedding, head   rows of the vocabulary  partial sums; logits of its words, which nobody gathers for the loss
+    matrix            a rank keeps            its result
+    qkv, w1, w3       rows                    its heads, its columns
+    output, w2        columns                 partial sums: `Leave` sums them and keeps a part of T
+    embedding         rows of the vocabulary  partial sums: likewise
+    head              rows of the vocabulary  logits of its words, which the loss does not gather
 
-Norms act on a part of the sequence with a weight that all ranks have: `Share` sums its gradients.
-Per block 4 transfers of B·T·d elements forward and 4 backward, × (P − 1)/P each (Enter and Leave,
-twice).
+Norms run on a part of the sequence with a weight that all ranks have: `Share` sums its gradients.
+Each block has 4 collectives of B·T·d elements in forward and 4 in backward (Enter and Leave,
+twice). A rank sends (P − 1)/P of the elements of each.
 
-What is left on a rank is an ordinary, smaller module, which any data strategy wraps. The model says
-how it can be shared (`splits()`) and takes other operations (`replace_ops()`), so that nothing here
-knows its layers.
+What is left on a rank is an ordinary, smaller module, which any data strategy can wrap. The model
+says how ranks can share it (`splits()`) and accepts other operations (`replace_ops()`). Therefore
+this file does not depend on the layers of a model.
 
-Source: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
+Sources: Megatron-LM (Shoeybi et al. 2019), sequence parallelism (Korthikanti et al. 2022).
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,75 +38,66 @@ SEQUENCE = 1  # the dimension of T
 
 
 def parallelize(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
-    """Leave on this rank its share of every matrix of a model, and put the communication around it.
+    """Keep this rank's part of every matrix of a model, and add the communication.
 
-    Ranks keep what rank 0 of the group has, if the model has values; one on meta keeps the shapes.
+    Ranks take the values of rank 0 of the group. A model on the meta device has no values and keeps
+    its shapes only.
 
     Args:
         model: exports `splits()` and `replace_ops()`, see `distlab.model.TransformerLM`.
+        group: ranks that share the matrices.
 
     Returns:
-        Where this rank's part of each cut parameter lies, by its plain name.
+        The part that this rank keeps of each parameter that is cut, by plain name.
 
     Raises:
         TypeError: a model that does not export them.
         ValueError: sizes that the ranks do not divide, or dropout, whose masks would have to agree.
     """
     cuts = find_cuts(model, group)
-    if any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules()):
-        raise ValueError(
-            "tensor parallelism: dropout would draw other masks on each rank: set dropout to 0"
-        )
+    for module in model.modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise ValueError(
+                "tensor parallelism: dropout would draw other masks on each rank: set dropout to 0"
+            )
     if not any(parameter.is_meta for parameter in model.parameters()):
         collectives.broadcast_all([*model.parameters(), *model.buffers()], group)
-    _replace(
-        model,
-        {name: cut.of(parameter.detach()) for name, parameter, cut in _cut_parameters(model, cuts)},
-    )
-    ops = model.operations()
-    words = next((cuts[name] for name in ("embedding.weight", "head.weight") if name in cuts), None)
-    first = 0 if words is None else words.ranges[0][0]  # of this rank's words, where it has any
-    model.replace_ops(
-        enter=partial(_apply, Enter, group),
-        leave=partial(_apply, Leave, group),
-        rms_norm=lambda x, weight, eps: ops.rms_norm(x, _shared(weight, group), eps),
-        add_rms_norm=lambda x, residual, weight, eps: ops.add_rms_norm(
-            x, residual, _shared(weight, group), eps
-        ),
-        embedding=partial(vocabulary_embedding, first=first, group=group),
-        logits=partial(whole_logits, local=ops.logits, group=group),
-        linear_cross_entropy=partial(
-            vocabulary_cross_entropy, local=ops.logits, first=first, group=group
-        ),
-    )
+    parts = {}
+    for name, parameter, cut in _cut_parameters(model, cuts):
+        parts[name] = cut.of(parameter.detach())
+    _replace(model, parts)
+    _replace_operations(model, cuts, group)
     return cuts
 
 
 def find_cuts(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
-    """What this rank keeps of each parameter that is cut.
+    """Return the part that this rank keeps of each parameter that is cut, by plain name.
 
     Raises:
         TypeError, ValueError: see `parallelize`.
     """
     if not (hasattr(model, "splits") and hasattr(model, "replace_ops")):
         raise TypeError(
-            f"tensor parallelism: {type(model).__name__} does not say how ranks can share it: it has no splits() and "
-            "replace_ops(), as distlab.model.TransformerLM does"
+            f"tensor parallelism: {type(model).__name__} does not say how ranks can share it: it "
+            "has no splits() and replace_ops(), as distlab.model.TransformerLM does"
         )
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
-    rank, ranks, cuts = group.rank(), group.size(), {}
+    rank = group.rank()
+    ranks = group.size()
+    cuts = {}
     for name, split in model.splits().items():
-        uneven = [size for size in split.sizes if size % ranks]
-        if uneven:
-            raise ValueError(
-                f"tensor parallelism: {ranks} ranks cannot share {uneven[0]} {split.what} evenly"
-            )
-        ranges, offset = [], 0
+        for size in split.sizes:
+            if size % ranks:
+                raise ValueError(
+                    f"tensor parallelism: {ranks} ranks cannot share {size} {split.what} evenly"
+                )
+        # One range of each matrix that the parameter consists of, such as q, k and v.
+        ranges = []
+        offset = 0
         for size in split.sizes:
             each = size // ranks
-            ranges.append(
-                ((offset + rank * each) * split.unit, (offset + (rank + 1) * each) * split.unit)
-            )
+            first = offset + rank * each
+            ranges.append((first * split.unit, (first + each) * split.unit))
             offset += size
         cuts[plain_name(name)] = Cut(shapes[name], split.dim, tuple(ranges))
     return cuts
@@ -114,45 +106,84 @@ def find_cuts(model: nn.Module, group: ProcessGroup) -> dict[str, Cut]:
 def initialize_cut(
     module: nn.Module, cuts: Mapping[str, Cut], init: Callable[[nn.Module], Any]
 ) -> None:
-    """Call `init(module)` on whole parameters, one at a time, of which this rank keeps its share.
+    """Call `init(module)` on whole parameters, one at a time, and keep this rank's parts.
 
-    So values depend on the seed alone, whatever the layout.
+    So the values depend on the seed alone, and not on the layout.
     """
-    local = {name: parameter for name, parameter, _ in _cut_parameters(module, cuts)}
+    parts = {name: parameter for name, parameter, _ in _cut_parameters(module, cuts)}
+    initialize_in_turn(module, _whole_stand_ins(module, cuts), init)
+    _replace(module, parts)
 
-    def stand_ins() -> Iterable[StandIn]:
-        for name, parameter, cut in list(_cut_parameters(module, cuts)):
-            # No operator on `parameter`, which may be a stand-in itself, FSDP's.
-            full = torch.empty(cut.shape, dtype=parameter.dtype, device=parameter.device)
-            whole = nn.Parameter(full, parameter.requires_grad)
-            _replace(module, {name: whole})
-            yield name, whole, lambda full, cut=cut, own=parameter: own.detach().copy_(cut.of(full))
 
-    initialize_in_turn(module, stand_ins(), init)
-    _replace(module, local)
+def _whole_stand_ins(module: nn.Module, cuts: Mapping[str, Cut]) -> Iterator[StandIn]:
+    """Put a parameter of the whole shape into the module for each that is cut, and yield it."""
+    for name, part, cut in list(_cut_parameters(module, cuts)):
+        # Only the dtype and device of `part` are used. No operator may touch it: under FSDP it is a
+        # stand-in itself, and its memory would be allocated.
+        full = torch.empty(cut.shape, dtype=part.dtype, device=part.device)
+        whole = nn.Parameter(full, part.requires_grad)
+        _replace(module, {name: whole})
+        yield name, whole, partial(_keep_part, part, cut)
+
+
+def _keep_part(part: nn.Parameter, cut: Cut, whole: Tensor) -> None:
+    """Copy this rank's part of the whole parameter."""
+    part.detach().copy_(cut.of(whole))
 
 
 def gather_cuts(
     parameters: Mapping[str, Tensor], cuts: Mapping[str, Cut], group: ProcessGroup
 ) -> dict[str, Tensor]:
-    """Whole parameters out of every rank's cut ones. A collective: call it on every rank."""
+    """Return whole parameters from the parts of all ranks. A collective: call it on every rank."""
     found = {}
     for name, value in parameters.items():
         cut = cuts.get(plain_name(name))
-        found[name] = value if cut is None else cut.joined(gathered(value.detach()[None], group, 0))
+        if cut is not None:
+            value = cut.joined(gathered(value.detach()[None], group, 0))
+        found[name] = value
     return found
 
 
-# -- operations of a model whose matrices are shared -------------------------------------------------------------------
+# -- operations of a model whose matrices are shared ----------------------------------------------
+
+
+def _replace_operations(model: nn.Module, cuts: Mapping[str, Cut], group: ProcessGroup) -> None:
+    """Give a model operations that communicate, around its own."""
+    ops = model.operations()
+    first_word = 0  # of this rank's rows of the vocabulary, if it is cut
+    for name in ("embedding.weight", "head.weight"):
+        if name in cuts:
+            first_word = cuts[name].ranges[0][0]
+            break
+
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return ops.rms_norm(x, _shared(weight, group), eps)
+
+    def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Any:
+        return ops.add_rms_norm(x, residual, _shared(weight, group), eps)
+
+    model.replace_ops(
+        enter=partial(_apply, Enter, group),
+        leave=partial(_apply, Leave, group),
+        rms_norm=rms_norm,
+        add_rms_norm=add_rms_norm,
+        embedding=partial(vocabulary_embedding, first=first_word, group=group),
+        logits=partial(whole_logits, local=ops.logits, group=group),
+        linear_cross_entropy=partial(
+            vocabulary_cross_entropy, local=ops.logits, first=first_word, group=group
+        ),
+    )
 
 
 @torch._disable_dynamo
 def _apply(region: Any, group: ProcessGroup, x: Tensor) -> Tensor:
+    """Apply `Enter` or `Leave` along the sequence."""
     return region.apply(x, group, SEQUENCE)
 
 
 @torch._disable_dynamo
 def _shared(weight: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the weight. Its gradient is summed over the parts of the sequence."""
     return Share.apply(weight, group)
 
 
@@ -160,22 +191,41 @@ def _shared(weight: Tensor, group: ProcessGroup) -> Tensor:
 def vocabulary_embedding(
     tokens_BT: Tensor, weight: Tensor, *, first: int, group: ProcessGroup
 ) -> Tensor:
-    """Rows of the ranks' words, `(B, T) -> (B, T/P, d)`: zeros for words of others, summed and shared along T."""
-    if tokens_BT.shape[SEQUENCE] % group.size():
+    """Return the embeddings of this rank's part of the sequence, `(B, T) -> (B, T/P, d)`.
+
+    Each rank looks up the words that it has, and takes zeros for the others. The sum over the ranks
+    is the embedding.
+
+    Args:
+        tokens_BT: the same whole sequences on every rank.
+        weight: this rank's rows, `(V/P, d)`.
+        first: number of this rank's first word.
+        group: ranks that share the vocabulary.
+    """
+    T = tokens_BT.shape[SEQUENCE]
+    if T % group.size():
         raise ValueError(
-            f"tensor parallelism: {group.size()} ranks cannot share sequences of {tokens_BT.shape[SEQUENCE]} tokens "
-            "evenly"
+            f"tensor parallelism: {group.size()} ranks cannot share sequences of {T} tokens evenly"
         )
-    index, here = _own(tokens_BT, first, weight.shape[0])
-    return Leave.apply(F.embedding(index, weight) * here[..., None], group, SEQUENCE)
+    rows, is_own = _own_rows(tokens_BT, first, weight.shape[0])
+    partial_sums = F.embedding(rows, weight) * is_own[..., None]
+    return Leave.apply(partial_sums, group, SEQUENCE)
 
 
 @torch._disable_dynamo
 def whole_logits(
     x: Tensor, weight: Tensor, *, local: Callable[[Tensor, Tensor], Tensor], group: ProcessGroup
 ) -> Tensor:
-    """Logits over the whole vocabulary, `(B, T/P, d) -> (B, T, V)`, on every rank alike."""
-    return Gather.apply(local(Enter.apply(x, group, SEQUENCE), weight), group, 2)
+    """Return logits over the whole vocabulary, on every rank, `(B, T/P, d) -> (B, T, V)`.
+
+    Args:
+        x: this rank's part of the sequence.
+        weight: this rank's rows of the head, `(V/P, d)`.
+        local: function that returns the logits of this rank's words.
+        group: ranks that share the vocabulary.
+    """
+    own_logits = local(Enter.apply(x, group, SEQUENCE), weight)
+    return Gather.apply(own_logits, group, 2)
 
 
 @torch._disable_dynamo
@@ -188,47 +238,68 @@ def vocabulary_cross_entropy(
     first: int,
     group: ProcessGroup,
 ) -> Tensor:
-    """Mean cross-entropy, the logits of a rank's words on that rank alone; in fp32, or fp64.
+    """Return the mean cross-entropy. No rank has the logits of other ranks' words.
 
-    Three all-reduces of B·T numbers: the largest logit, the sum of exponentials, the target's
-    logit.
+    Three all-reduces of B·T numbers: the largest logit, the sum of exponentials and the logit of
+    the target. Computes in fp32, or in fp64 if the logits have it.
+
+    Args:
+        x: this rank's part of the sequence, `(B, T/P, d)`.
+        weight: this rank's rows of the head, `(V/P, d)`.
+        targets_BT: the same whole sequences on every rank. −100 is not counted.
+        local: function that returns the logits of this rank's words.
+        first: number of this rank's first word.
+        group: ranks that share the vocabulary.
     """
     logits = local(Enter.apply(x, group, SEQUENCE), weight)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    # The largest logit needs no gradient: it cancels in log(Σ exp(logit − top)) + top.
     top = summed(logits.detach().amax(-1), group, largest=True)
-    total = Total.apply((logits - top[..., None]).exp().sum(-1), group)
-    index, here = _own(targets_BT, first, weight.shape[0])
-    target = Total.apply(logits.gather(-1, index[..., None])[..., 0] * here, group)
-    counted = targets_BT != -100
-    return ((total.log() + top - target) * counted).sum() / counted.sum()
+    exp_sum = Total.apply((logits - top[..., None]).exp().sum(-1), group)
+    # One rank has the target's logit, the others add zero.
+    rows, is_own = _own_rows(targets_BT, first, weight.shape[0])
+    target = Total.apply(logits.gather(-1, rows[..., None])[..., 0] * is_own, group)
+    is_counted = targets_BT != -100
+    losses = exp_sum.log() + top - target
+    return (losses * is_counted).sum() / is_counted.sum()
 
 
-def _own(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
-    """Rows of this rank's words, 0 for others', and whether they are this rank's."""
-    here = (tokens >= first) & (tokens < first + count)
-    return torch.where(here, tokens - first, 0), here
+def _own_rows(tokens: Tensor, first: int, count: int) -> tuple[Tensor, Tensor]:
+    """Return each token's row among this rank's words, and whether the word is this rank's.
+
+    The row of another rank's word is 0.
+    """
+    is_own = (tokens >= first) & (tokens < first + count)
+    return torch.where(is_own, tokens - first, 0), is_own
 
 
-# -- cut parameters ----------------------------------------------------------------------------------------------------
+# -- cut parameters -------------------------------------------------------------------------------
 
 
 def _cut_parameters(
     module: nn.Module, cuts: Mapping[str, Cut]
 ) -> Iterable[tuple[str, nn.Parameter, Cut]]:
+    """Yield name, parameter and cut of each parameter that is cut."""
     for name, parameter in module.named_parameters():
-        if plain_name(name) in cuts:
-            yield name, parameter, cuts[plain_name(name)]
+        cut = cuts.get(plain_name(name))
+        if cut is not None:
+            yield name, parameter, cut
 
 
 def _replace(module: nn.Module, values: Mapping[str, Tensor]) -> None:
-    """Put parameters of other sizes in place of those of these names, of a tied one under each of its names."""
+    """Replace parameters by parameters of other sizes.
+
+    A tied parameter is replaced under each of its names.
+
+    Args:
+        values: new values by name. Plain tensors become parameters.
+    """
     old = dict(module.named_parameters())
-    new = {
-        id(old[name]): value
-        if isinstance(value, nn.Parameter)
-        else nn.Parameter(value, old[name].requires_grad)
-        for name, value in values.items()
-    }
+    new: dict[int, nn.Parameter] = {}  # by the identity of the old parameter
+    for name, value in values.items():
+        if not isinstance(value, nn.Parameter):
+            value = nn.Parameter(value, old[name].requires_grad)
+        new[id(old[name])] = value
     for owner in module.modules():
         for attribute, parameter in owner._parameters.items():
             if id(parameter) in new:

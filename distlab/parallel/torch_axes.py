@@ -1,13 +1,16 @@
-"""torch's own tensor and pipeline parallelism for the lab's Transformer: what ours are measured beside.
+"""Baselines from torch: tensor parallelism and pipeline parallelism for the lab's Transformer.
 
-As torch's users would write them: `parallelize_module` with sequence and loss parallelism under
-`fsdp2`; and a schedule of `torch.distributed.pipelining`, where one rank has each stage. They take
-torch's operations, because a Triton kernel takes no DTensor.
+They are written as a user of torch would write them. Tensor parallelism is `parallelize_module`
+with sequence and loss parallelism, under `TorchFSDP2`. A pipeline is a schedule of
+`torch.distributed.pipelining`. Both use torch's operations, because a Triton kernel does not accept
+DTensors.
+
+torch's data strategies are in `torch_peers.py`.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,33 +18,57 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from distlab.comm import collectives
+from distlab.parallel.layout import Axes
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.pipeline import stage_blocks
 from distlab.parallel.schedules import CHUNKS
 from distlab.parallel.tensor_parallel import find_cuts
 
-if TYPE_CHECKING:
-    from distlab.parallel.layout import Axes
-    from distlab.parallel.model import ParallelModel
+# -- tensor parallelism ---------------------------------------------------------------------------
 
 
-def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
-    """Cut every matrix into DTensors, as `tensor_parallel.parallelize` does without.
+def parallelize_by_torch(model: nn.Module, axes: Axes) -> dict[str, Any]:
+    """Replace every matrix by a DTensor that the ranks of the tensor axis share.
+
+    `tensor_parallel.parallelize` is our implementation of the same, without DTensors.
 
     Returns:
-        What `TorchFSDP2` must know of it.
+        Arguments of `TorchFSDP2`.
     """
+    from torch.distributed.tensor.parallel import loss_parallel, parallelize_module
+
+    device = next(model.parameters()).device.type
+    ranks = torch.arange(axes.world.size()).view(-1, axes.tensor.size())
+    mesh = DeviceMesh.from_group(
+        [axes.data, axes.tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor")
+    )
+    moved = _group_heads_by_rank(model, axes.tensor)
+    ops = model.operations()
+
+    def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return ops.cross_entropy(ops.logits(x, weight), targets)
+
+    # The fused loss does not accept DTensors: compute the logits, then the loss.
+    model.replace_ops(linear_cross_entropy=linear_cross_entropy)
+    parallelize_module(model, mesh["tensor"], _tensor_plan())
+    contexts = ExitStack()
+    contexts.enter_context(loss_parallel())
+    return {"contexts": contexts, "data_mesh": mesh["data"], "moved": moved}
+
+
+def _tensor_plan() -> dict[str, Any]:
+    """Return torch's parallel style of each module of the Transformer, by its path."""
+    # Imported here, because the import of DTensor takes a second.
     from torch.distributed.tensor import DTensor, Replicate, Shard
     from torch.distributed.tensor.parallel import (
         ColwiseParallel,
         PrepareModuleInput,
         RowwiseParallel,
         SequenceParallel,
-        loss_parallel,
-        parallelize_module,
     )
 
-    class OfBothInputs(SequenceParallel):
-        """Of a norm that also adds: torch's style prepares the first input alone."""
+    class NormParallel(SequenceParallel):
+        """Style of a norm that also adds. It has two inputs, and torch's style prepares one."""
 
         @staticmethod
         def _prepare_input_fn(layout: Any, module: nn.Module, inputs: Any, mesh: DeviceMesh) -> Any:
@@ -51,14 +78,12 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
         def _prepare_output_fn(
             use_local: bool, module: nn.Module, outputs: Any, mesh: DeviceMesh
         ) -> Any:
-            return (
-                tuple(x.to_local() for x in outputs)
-                if isinstance(outputs, tuple)
-                else outputs.to_local()
-            )
+            if isinstance(outputs, tuple):
+                return tuple(x.to_local() for x in outputs)
+            return outputs.to_local()
 
-    class LossInHead(ColwiseParallel):
-        """Of a head that takes targets and returns the loss: torch's style hands on the first input alone."""
+    class HeadParallel(ColwiseParallel):
+        """Style of a head that takes targets and returns the loss. torch's drops the targets."""
 
         @staticmethod
         def _prepare_input_fn(
@@ -73,133 +98,162 @@ def parallelize_by_torch(model: nn.Module, axes: "Axes") -> dict[str, Any]:
         ) -> Any:
             return outputs.full_tensor() if isinstance(outputs, DTensor) else outputs
 
-    device = next(model.parameters()).device.type
-    ranks = torch.arange(axes.world.size()).view(-1, axes.tensor.size())
-    mesh = DeviceMesh.from_group(
-        [axes.data, axes.tensor], device, mesh=ranks, mesh_dim_names=("data", "tensor")
-    )
-    moved = _group_heads_by_rank(model, axes.tensor)
-    whole_sequence = PrepareModuleInput(
-        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
-    )
-    of_attention = PrepareModuleInput(
+    # Norms and the residual stream are sharded along the sequence, dimension 1. Attention and the
+    # feed-forward layer gather it.
+    attention = PrepareModuleInput(
         input_layouts=(Shard(1), None, None), desired_input_layouts=(Replicate(), None, None)
     )
-    plan: dict[str, Any] = {
+    feed_forward = PrepareModuleInput(
+        input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),)
+    )
+    return {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
-        "norm": OfBothInputs(),
-        "head": LossInHead(input_layouts=Shard(1), output_layouts=Shard(-1)),
-        "blocks.*.attention_norm": OfBothInputs(),
-        "blocks.*.feed_forward_norm": OfBothInputs(),
-        "blocks.*.attention": of_attention,
+        "norm": NormParallel(),
+        "head": HeadParallel(input_layouts=Shard(1), output_layouts=Shard(-1)),
+        "blocks.*.attention_norm": NormParallel(),
+        "blocks.*.feed_forward_norm": NormParallel(),
+        "blocks.*.attention": attention,
         "blocks.*.attention.qkv": ColwiseParallel(),
         "blocks.*.attention.output": RowwiseParallel(output_layouts=Shard(1)),
-        "blocks.*.feed_forward": whole_sequence,
+        "blocks.*.feed_forward": feed_forward,
         "blocks.*.feed_forward.w1": ColwiseParallel(),
         "blocks.*.feed_forward.w3": ColwiseParallel(),
         "blocks.*.feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
     }
-    ops = model.operations()
-    model.replace_ops(
-        linear_cross_entropy=lambda x, weight, targets: ops.cross_entropy(
-            ops.logits(x, weight), targets
-        )
-    )
-    parallelize_module(model, mesh["tensor"], plan)
-    contexts = ExitStack()
-    contexts.enter_context(loss_parallel())
-    return {"contexts": contexts, "data_mesh": mesh["data"], "moved": moved}
 
 
 @torch.no_grad()
 def _group_heads_by_rank(model: nn.Module, group: ProcessGroup) -> dict[str, Tensor]:
-    """Put the rows of fused matrices such that equal parts of them are what each rank of ours keeps."""
+    """Reorder the rows of matrices that consist of several, such as q, k and v.
+
+    torch gives each rank an equal part of neighbouring rows. The new order makes these the rows of
+    the rank's heads, as in `tensor_parallel`.
+
+    Returns:
+        The new position of each row, by the name of the parameter.
+    """
     moved = {}
     for name, cut in find_cuts(model, group).items():
-        if len(cut.ranges) > 1:
-            parameter = model.get_parameter(name)
-            ranges = collectives.gather_objects(cut.ranges, group)
-            order = torch.cat([torch.arange(*each) for of_rank in ranges for each in of_rank])
-            parameter.copy_(parameter[order.to(parameter.device)].clone())
-            moved[name] = order.argsort()
+        if len(cut.ranges) == 1:
+            continue
+        rows = []
+        for ranges in collectives.gather_objects(cut.ranges, group):  # of each rank
+            for first, last in ranges:
+                rows.append(torch.arange(first, last))
+        order = torch.cat(rows)
+        parameter = model.get_parameter(name)
+        parameter.copy_(parameter[order.to(parameter.device)].clone())
+        moved[name] = order.argsort()
     return moved
 
 
+# -- pipeline parallelism -------------------------------------------------------------------------
+
+
 class TorchPipeline:
-    """A schedule of `torch.distributed.pipelining` behind the interface of `Pipeline`."""
+    """Runner of a schedule of `torch.distributed.pipelining`, with the interface of `Pipeline`.
+
+    Args:
+        group: ranks that have the stages, in order.
+        model: the whole model, see `pipeline.Staged`. Only this rank's blocks are kept.
+        schedule: name of the schedule, one of `SCHEDULES`.
+        sizes: number of blocks of each stage. Empty: stages of equal size.
+    """
 
     def __init__(self, group: ProcessGroup, model: Any, schedule: str, sizes: Sequence[int] = ()):
-        self.group, self.schedule = group, schedule
+        self.group = group
+        self.schedule = schedule
         self.stages = stage_blocks(model, group.size(), schedule, sizes)
         self.mine = range(group.rank(), len(self.stages), group.size())
         self.last = len(self.stages) - 1
         model.keep_blocks([self.stages[stage] for stage in self.mine])
-        # torch's zero-bubble cannot split the backward of a Function in Python
+        # torch's zero-bubble cannot split the backward of an autograd Function that is written in
+        # Python.
         for module in model.modules():
             if hasattr(module, "multiply"):
                 module.multiply = nn.functional.linear
         model.replace_ops(logits=nn.functional.linear)
-        self._runs: dict[int, Any] = {}  # torch's schedule, by the number of micro-batches
+        self._schedules: dict[int, Any] = {}  # torch's schedules, by the number of micro-batches
 
     def run(
         self,
-        model: "ParallelModel",
+        model: ParallelModel,
         loss_fn: Callable[[Any, Any], Tensor],
         micro_batches: Sequence[Any],
         scale: Tensor | float = 1.0,
     ) -> Tensor:
-        """See `Pipeline.run`; the loss is computed of logits, outside of the last stage."""
+        """Run forward and backward of all micro-batches, see `Pipeline.run`.
+
+        `loss_fn` and `scale` are not used. torch computes the loss from the logits of the last
+        stage.
+        """
         count = len(micro_batches)
-        if count not in self._runs:
-            self._runs[count] = self._schedule(model, count)
-        tokens, targets = (torch.cat(parts) for parts in zip(*micro_batches, strict=True))
+        if count not in self._schedules:
+            self._schedules[count] = self._schedule(model, count)
+        # torch splits the batch into micro-batches itself.
+        tokens = torch.cat([tokens for tokens, _ in micro_batches])
+        targets = torch.cat([targets for _, targets in micro_batches])
+        has_last = self.last in self.mine
+        inputs = [tokens] if 0 in self.mine else []
         losses: list[Tensor] = []
-        given = [tokens] if 0 in self.mine else []
-        last = {"target": targets, "losses": losses} if self.last in self.mine else {}
-        self._runs[count].step(*given, **last, return_outputs=False)
+        self._schedules[count].step(
+            *inputs,
+            target=targets if has_last else None,
+            losses=losses if has_last else None,
+            return_outputs=False,
+        )
         total = torch.stack(losses).sum() if losses else torch.zeros((), device=model.device)
         return collectives.sum_tensor(total.detach().double(), self.group)
 
-    def _schedule(self, model: "ParallelModel", count: int) -> Any:
+    def _schedule(self, model: ParallelModel, count: int) -> Any:
+        """Return torch's schedule of this rank's stages for `count` micro-batches."""
         from torch.distributed import pipelining
 
-        stages = [
-            pipelining.PipelineStage(
-                _TorchStage(model, self.stages[stage]),
-                stage,
+        stages = []
+        for number in self.mine:
+            stage = pipelining.PipelineStage(
+                _TorchStage(model, self.stages[number]),
+                number,
                 len(self.stages),
                 model.device,
                 group=self.group,
             )
-            for stage in self.mine
-        ]
-        schedules = {
+            stages.append(stage)
+        classes = {
             "gpipe": pipelining.ScheduleGPipe,
             "1f1b": pipelining.Schedule1F1B,
             "interleaved": pipelining.ScheduleInterleaved1F1B,
             "zero-bubble": pipelining.ScheduleInterleavedZeroBubble,
         }
-        takes_several = self.schedule in (*CHUNKS, "zero-bubble")
+        takes_several = self.schedule in CHUNKS or self.schedule == "zero-bubble"
 
         def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
-            return (
-                nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten()) / count
-            )
+            logits = logits.flatten(0, 1).float()
+            return nn.functional.cross_entropy(logits, targets.flatten()) / count
 
-        # torch would divide the gradients of a stage's module, which several stages of a rank share
-        # here.
-        given = {"loss_fn": loss_fn, "scale_grads": False}
-        return schedules[self.schedule](stages if takes_several else stages[0], count, **given)
+        return classes[self.schedule](
+            stages if takes_several else stages[0],
+            count,
+            loss_fn=loss_fn,
+            # torch would divide the gradients of each stage's module by `count`. The stages of a
+            # rank share one module here, and `loss_fn` already divides.
+            scale_grads=False,
+        )
 
 
 class _TorchStage(nn.Module):
-    def __init__(self, model: "ParallelModel", blocks: range):
+    """One stage of a model, with the one input that torch's pipeline sends."""
+
+    def __init__(self, model: ParallelModel, blocks: range):
         super().__init__()
-        self.model, self.blocks = model, blocks
+        self.model = model
+        self.blocks = blocks
 
     def forward(self, x: Tensor) -> Tensor:
+        """Run the blocks on tokens `(B, T)` (first stage) or on activations `(B, T, d)`."""
+        is_tokens = x.ndim == 2
         with self.model.autocast():
-            if x.ndim == 2:
+            if is_tokens:
                 return self.model(x, blocks=self.blocks)
-            # of tokens their number alone matters here
+            # The model also needs tokens, of which it reads the shape only.
             return self.model(x[..., 0], x=x, blocks=self.blocks)

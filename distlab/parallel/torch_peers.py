@@ -1,4 +1,8 @@
-"""torch's DDP, ZeroRedundancyOptimizer and FSDP2 behind the interface of our strategies: one loop drives all."""
+"""Baselines from torch: DDP, ZeroRedundancyOptimizer and FSDP2 as strategies.
+
+They have the interface of our strategies, so the same loop trains and measures both. torch's tensor
+and pipeline parallelism are in `torch_axes.py`.
+"""
 
 import gc
 from collections.abc import Mapping, Sequence
@@ -21,18 +25,17 @@ from distlab.parallel.fsdp.units import plan_units
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Loader, Shard, local_part, plain_name, whole
 
-UNBOUNDED_MB = 2.0**20  # torch has no "unbounded"; no model's gradients reach a tebibyte
+UNBOUNDED_MB = 2.0**20  # 1 TiB, larger than any model's gradients: torch has no "unbounded"
 
 
 class TorchDDP(ParallelModel):
-    """The production peer of our DDPs.
+    """Strategy with torch's DistributedDataParallel, the baseline of our DDPs.
 
     Args:
         module: the model to wrap.
-        process_group: default: the default group.
-        options: torch's own, e.g. `bucket_cap_mb=100.0, gradient_as_bucket_view=True,
-            static_graph=True`. With none, torch's defaults: buckets of 25 MiB after a first one of
-            1 MiB.
+        process_group: the ranks. None: the default group.
+        options: arguments of `DistributedDataParallel`, for example `bucket_cap_mb=100.0`. Without
+            options, torch uses buckets of 25 MiB after a first one of 1 MiB.
     """
 
     def __init__(
@@ -48,19 +51,20 @@ class TorchDDP(ParallelModel):
         return self.ddp(*args, **kwargs)
 
     def no_sync(self) -> AbstractContextManager:
-        """Backward passes inside accumulate locally, as in torch, but the first of all does not under a static graph.
+        """Return a context whose backward passes accumulate gradients locally.
 
-        From it torch learns the graph, and only where it synchronizes. What it averages early is
-        averaged again with the rest, which changes nothing.
+        Under a static graph the first backward of all synchronizes, because torch learns the graph
+        from a backward that does. Its gradients are averaged again with the later ones, which does
+        not change them.
         """
-        learned = getattr(self.ddp, "_static_graph_delay_allreduce_enqueued", True)
-        return self.ddp.no_sync() if learned else nullcontext()
+        is_learned = getattr(self.ddp, "_static_graph_delay_allreduce_enqueued", True)
+        return self.ddp.no_sync() if is_learned else nullcontext()
 
     def close(self, *, restore: bool = True) -> None:
         """Detach torch's hooks, so that the module can be wrapped again."""
         self.ddp._remove_autograd_hooks()
         del self.ddp
-        gc.collect()  # a reference cycle would keep its buckets' memory
+        gc.collect()  # a reference cycle would keep the memory of DDP's buckets
 
 
 def tuned_torch_ddp(
@@ -69,57 +73,73 @@ def tuned_torch_ddp(
     *,
     process_group: ProcessGroup | None = None,
 ) -> TorchDDP:
-    """torch DDP as its documentation advises where the graph never changes.
+    """Return torch DDP with the options that its documentation advises for a graph that is static.
 
-    Gradients are views of the buckets (no copy back) and the graph is declared static (no search
-    for unused parameters, and buckets rebuilt in observed order). Giving `bucket_cap_mb`, even
-    torch's own 25, makes the first bucket as large as the others.
+    Gradients are views of the buckets, so they are not copied back. The graph is declared static,
+    so torch does not search for unused parameters, and rebuilds buckets in the order of the first
+    backward. With `bucket_cap_mb`, even torch's own 25, the first bucket is as large as the others.
 
     Args:
-        bucket_size_mb: torch's `bucket_cap_mb`, MiB; None for one unbounded bucket.
+        module: the model to wrap.
+        bucket_size_mb: size of a bucket in MiB, torch's `bucket_cap_mb`. None: one bucket.
+        process_group: the ranks. None: the default group.
 
     Raises:
         ValueError: a bucket size that is not positive.
     """
     check_bucket_size(bucket_size_mb)
-    cap = UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb
-    options = {"bucket_cap_mb": cap, "gradient_as_bucket_view": True, "static_graph": True}
-    return TorchDDP(module, process_group=process_group, **options)
+    return TorchDDP(
+        module,
+        process_group=process_group,
+        bucket_cap_mb=UNBOUNDED_MB if bucket_size_mb is None else bucket_size_mb,
+        gradient_as_bucket_view=True,
+        static_graph=True,
+    )
 
 
 def torch_zero(
     model: TorchDDP, optimizer_cls: type[Optimizer], params: Any = None, **options: Any
 ) -> Optimizer:
-    """torch's ZeroRedundancyOptimizer; its `state` is that of the parameters that this rank steps."""
+    """Return torch's ZeroRedundancyOptimizer, the baseline of `ZeroOptimizer`.
+
+    Its `state` holds the state of the parameters that this rank steps.
+
+    Args:
+        model: the model under DDP.
+        optimizer_cls: class of the local optimizer.
+        params: parameters or groups. None: all parameters of the model.
+        options: arguments of `optimizer_cls`.
+    """
     from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns of deprecations
 
-    group = model.process_group
     optimizer = ZeroRedundancyOptimizer(
-        params or model.parameters(), optimizer_cls, process_group=group, **options
+        params or model.parameters(), optimizer_cls, process_group=model.process_group, **options
     )
     optimizer.state = optimizer.optim.state
     return optimizer
 
 
 class TorchFSDP2(ParallelModel):
-    """The production peer of `FSDP`: `fully_shard` on the same units, gradients reduced in the masters' dtype.
+    """Strategy with torch's FSDP2, the baseline of `FSDP`.
 
-    The one difference in what is sharded: FSDP2 also shards norms and biases, with their unit or
-    with the root, where `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
+    It calls `fully_shard` on the units of `FSDP` and reduces gradients in the dtype of the master
+    weights. One thing differs: FSDP2 also shards norms and biases, with their unit or with the
+    root, and `FSDP` replicates them. `parameters()` are DTensors sharded by rows.
 
     Args:
-        module: the model, on its device; it is changed in place, and `close()` cannot undo that.
-        compute_dtype: as `FSDP`'s.
-        mesh: as `FSDP`'s.
-        process_group: default: the default group.
-        data_mesh: of its ranks, where parameters are DTensors of another dimension of the same mesh
-            already.
-        moved: of parameters whose rows stand in another order, where each of them is;
-            `full_parameters` undoes that.
-        contexts: what stays entered until `close()`.
+        module: the model, on its device. It is changed in place, and `close()` cannot undo that.
+        compute_dtype: dtype of forward and backward, as for `FSDP`.
+        mesh: mesh of shards and replicas, as for `FSDP`.
+        process_group: the ranks. None: the default group.
+        data_mesh: mesh of the data-parallel ranks, if parameters already are DTensors of another
+            dimension of the same mesh (`parallelize_by_torch`).
+        moved: new position of each row, by name, for parameters whose rows are in another order.
+            `full_parameters` restores the order.
+        contexts: contexts that stay entered until `close()`.
 
     Raises:
-        TypeError, ValueError: a mesh that `FSDP` refuses. ValueError: the module has no parameters.
+        TypeError, ValueError: a mesh that `FSDP` refuses.
+        ValueError: a module without parameters.
     """
 
     casts_parameters = True
@@ -136,33 +156,37 @@ class TorchFSDP2(ParallelModel):
         moved: Mapping[str, Tensor] | None = None,
         contexts: ExitStack | None = None,
     ):
-        # DTensor's import takes a second.
+        # Imported here, because the import of DTensor takes a second.
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         super().__init__()
         self.module = module
         self.compute_dtype = compute_dtype
         groups = resolve_mesh(mesh, process_group)
-        self.process_group, self.replicas = groups.world, groups.replicas
-        self._moved, self._contexts = moved or {}, contexts or ExitStack()
+        self.process_group = groups.world
+        self.replicas = groups.replicas
+        self._moved = moved or {}
+        self._contexts = contexts or ExitStack()
         collectives.broadcast_all(
-            map(local_part, (*module.parameters(), *module.buffers())), self.process_group
+            [local_part(tensor) for tensor in (*module.parameters(), *module.buffers())],
+            self.process_group,
         )
+        # Keep the modules and not the plans, which refer to the whole parameters: `fully_shard`
+        # frees these only if nothing else does.
         units = [plan.module for plan in plan_units(module, list_entries(module, compute_dtype))]
         self.device = next(module.parameters()).device
         if data_mesh is not None:
             mesh = data_mesh
         elif mesh is None:
             mesh = DeviceMesh.from_group(self.process_group, self.device.type)
-        # Stating the reduce dtype makes FSDP2 cast bf16 gradients to fp32 before it sends them, as
-        # FSDP does.
-        policy = MixedPrecisionPolicy(
-            param_dtype=compute_dtype, reduce_dtype=None if compute_dtype is None else torch.float32
-        )
+        # With a reduce dtype, FSDP2 casts bf16 gradients to fp32 before it sends them, as `FSDP`
+        # does.
+        reduce_dtype = None if compute_dtype is None else torch.float32
+        policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=reduce_dtype)
         for unit in units:
             if unit is not module:
                 fully_shard(unit, mesh=mesh, mp_policy=policy)
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        fully_shard(module, mesh=mesh, mp_policy=policy)  # the root last, as torch requires
 
     def _set_synchronizes(self, synchronizes: bool) -> None:
         super()._set_synchronizes(synchronizes)
@@ -172,7 +196,7 @@ class TorchFSDP2(ParallelModel):
         """Return the DTensors that the optimizer steps.
 
         Raises:
-            ValueError: one that is not cut along its first dimension.
+            ValueError: a parameter that is not sharded along its first dimension.
         """
         from torch.distributed.fsdp import FSDPModule
 
@@ -183,34 +207,32 @@ class TorchFSDP2(ParallelModel):
 
     @torch.no_grad()
     def full_parameters(self) -> dict[str, Tensor]:
-        """See `FSDP.full_parameters`; a collective."""
-        from torch.distributed.tensor import DTensor
-
-        found = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-            for name, p in self.module.named_parameters(remove_duplicate=False)
-        }
-        return found | {
-            name: found[name][rows.to(self.device)] for name, rows in self._moved.items()
-        }
+        """Return copies of the whole parameters, see `FSDP.full_parameters`. A collective."""
+        found = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            found[name] = _full_copy(parameter)
+        for name, rows in self._moved.items():
+            found[name] = found[name][rows.to(self.device)]
+        return found
 
     def loaders(self) -> list[Loader]:
-        return [
-            place._replace(
-                load=partial(self._load, self.module.get_parameter(place.names[0]), place.names)
-            )
-            for place in super().loaders()
-        ]
+        """Return where whole parameters are loaded to; see `ParallelModel.loaders`."""
+        loaders = []
+        for names, shape, _ in super().loaders():
+            parameter = self.module.get_parameter(names[0])
+            loaders.append(Loader(names, shape, partial(self._load, parameter, names)))
+        return loaders
 
     def _load(self, parameter: nn.Parameter, names: Sequence[str], whole: Tensor) -> None:
         """Overwrite this rank's part of a parameter. No communication."""
         from torch.distributed.tensor import DTensor, distribute_tensor
 
-        rows = next((self._moved[name] for name in names if name in self._moved), None)
-        if rows is not None:  # undo what `full_parameters` does
-            moved = torch.empty_like(whole)
-            moved[rows.to(whole.device)] = whole
-            whole = moved
+        for name in names:
+            if name in self._moved:  # change the order of rows, as `full_parameters` restores it
+                moved = torch.empty_like(whole)
+                moved[self._moved[name].to(whole.device)] = whole
+                whole = moved
+                break
         if isinstance(parameter, DTensor):
             whole = whole.to(parameter.device, parameter.dtype)
             whole = distribute_tensor(
@@ -219,26 +241,40 @@ class TorchFSDP2(ParallelModel):
         parameter.copy_(whole)
 
     def close(self, *, restore: bool = True) -> None:
-        """Leave what torch's own axes need; the module stays sharded."""
+        """Exit the contexts of torch's tensor parallelism. The module stays sharded."""
         self._contexts.close()
 
 
+def _full_copy(parameter: Tensor) -> Tensor:
+    """Return a copy of the whole parameter. A collective for a DTensor."""
+    full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+    return full.detach().clone()
+
+
 def _shard_of(name: str, parameter: Tensor) -> Shard:
-    """Of a parameter that is whole, or a DTensor cut along its first dimension."""
+    """Return the shard of a whole parameter, or of a DTensor sharded along its first dimension.
+
+    Raises:
+        ValueError: a DTensor of other placements.
+    """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if not isinstance(parameter, DTensor):
         return whole(name, parameter)
-    _, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    if any(offset[1:]) or not all(p.is_replicate() or p.is_shard(0) for p in parameter.placements):
-        raise ValueError(
-            f"placements {parameter.placements}: only cuts along the first dimension are stored"
-        )
-    start = offset[0] * torch.Size(parameter.shape[1:]).numel() if offset else 0
-    replicated = all(p.is_replicate() for p in parameter.placements)
     mesh = parameter.device_mesh
-    copies = (mesh.get_local_rank(0), mesh.size(0)) if mesh.ndim == 2 else (0, 1)
-    return Shard(plain_name(name), parameter.shape, start, parameter, replicated, copies)
+    placements = parameter.placements
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
+    is_by_rows = all(each.is_replicate() or each.is_shard(0) for each in placements)
+    if not is_by_rows or any(offset[1:]):
+        raise ValueError(f"placements {placements}: only cuts along the first dimension are stored")
+    row_numel = torch.Size(parameter.shape[1:]).numel()
+    is_hybrid = mesh.ndim == 2  # replicas × shards: the first dimension has copies of a shard
+    return Shard(
+        name=plain_name(name),
+        shape=parameter.shape,
+        start=offset[0] * row_numel if offset else 0,  # a 0-dim tensor has no offset
+        tensor=parameter,
+        replicated=all(each.is_replicate() for each in placements),
+        copies=(mesh.get_local_rank(0), mesh.size(0)) if is_hybrid else (0, 1),
+    )

@@ -45,7 +45,7 @@ from distlab.parallel.bucketed import AllReduce, BucketedDDP, GradientBucket, Pl
 from distlab.parallel.ddp import send_unfinished
 from distlab.parallel.local_optimizer import LocalOptimizer, Params, load_shards, options_of, to_cpu
 from distlab.parallel.shard import Shard, plain_name, view_like
-from distlab.parallel.shard_states import refuse_other_shapes, refuse_shards
+from distlab.parallel.state_dicts import refuse_other_shapes, refuse_shards
 
 
 class ZeroOptimizer(LocalOptimizer):

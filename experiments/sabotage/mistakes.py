@@ -11,8 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from distlab.parallel.base import Params
-from distlab.parallel.data_parallel import DataParallel
 from torch import Tensor, nn
 
 from distlab.bench.reference import Task
@@ -30,7 +28,9 @@ from distlab.parallel import (
     tensor_parallel,
 )
 from distlab.parallel.build import MakeOptimizer, Wrap
+from distlab.parallel.ddp import DataParallel
 from distlab.parallel.layout import DATA_PARALLEL
+from distlab.parallel.local_optimizer import Params
 from distlab.parallel.pipeline import Pipeline
 from distlab.train.data import SyntheticTokens
 

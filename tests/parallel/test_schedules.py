@@ -28,7 +28,7 @@ def test_the_bubble_is_the_closed_form(name, ranks, batches):
     2021, where it is divided by the time without a bubble.
     """
     if batches % ranks and name in CHUNKS:
-        with pytest.raises(ValueError, match="no multiple"):
+        with pytest.raises(ValueError, match="not a multiple"):
             SCHEDULES[name](ranks, batches)
         return
     schedule = SCHEDULES[name](ranks, batches)

@@ -27,7 +27,7 @@ from distlab.parallel.checks import (
     watch,
 )
 from distlab.parallel.model import find_edited, mark_finished
-from distlab.parallel.shard_states import take_parts, watch_states
+from distlab.parallel.state_dicts import take_parts, watch_states
 
 if TYPE_CHECKING:
     from distlab.parallel.fsdp.entry import Entry
