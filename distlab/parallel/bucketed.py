@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from distlab.comm import collectives
 from distlab.parallel.buckets import BucketPlan, check_bucket_size, plan_of
 from distlab.parallel.ddp import DataParallel, UsedFlags
 from distlab.parallel.model import Gradients
@@ -112,9 +113,9 @@ class BucketedDDP(DataParallel):
         message.work = self.exchange.start(self, message)
 
     def _synchronize(self) -> None:
-        self.step.unsent.extend(self.buckets)
+        self.step.unsent.extend(self.buckets)  # of the next step
         for bucket in self.buckets:
-            self.wait(bucket.work)
+            collectives.wait(bucket.work, self.process_group, "averaging gradients")
             bucket.work = None
             self.exchange.finish(bucket)
             bucket.unpack()
@@ -212,7 +213,7 @@ class AllReduce:
         All ranks start the same buckets in the same order.
 
         Returns:
-            What `DataParallel.wait` waits for.
+            Message in flight, for `collectives.wait`.
         """
         return ddp.all_reduce_mean(bucket.seal())
 
@@ -314,7 +315,7 @@ class GradientBucket:
         Call it when the mean has arrived. Code that computes a gradient may write it directly to
         its `gradient_target` (`model.ops.gradient_target`).
         """
-        if self._used is not None:
+        if self._used is not None and self._used.unused:
             self._used.adopt(self.views.__getitem__)
         self.missing = len(self.views)
         for parameter, view in zip(self.parameters, self.views, strict=True):

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 
 from distlab.comm import agreement, collectives
 from distlab.parallel import checks
-from distlab.parallel.model import ParallelModel, find_edited, mark_finished
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Shard, whole
 
 NO_BACKWARD = -1  # torch's number of the running backward, if none is running
@@ -147,11 +147,11 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         self._trained_ids = {id(parameter) for parameter in self.trainable}
         checks.watch(self, self.named)
         # Hooks hold the wrapper weakly, so that dropping the wrapper ends its communication.
-        wrapper = weakref.ref(self)
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(_on_gradient, wrapper, index))
-            for index, parameter in enumerate(self.trainable)
-        ]
+        reference = weakref.ref(self)
+        self._handles = []
+        for index, parameter in enumerate(self.trainable):
+            hook = partial(self._on_gradient, reference, index)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
 
     # -- what a strategy decides -------------------------------------------------------------------
 
@@ -177,15 +177,21 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
         if torch.is_grad_enabled():
-            if self._backward_was_lost():
+            if self.step.phase is not Phase.IDLE and self._backward_was_lost():
                 self._recover()
             if self._synchronizes and self.step.phase is Phase.IDLE:
                 self.step.phase = Phase.FORWARD
         return self.module(*args, **kwargs)
 
-    def _on_gradient(self, index: int) -> None:
+    @staticmethod
+    def _on_gradient(
+        reference: "weakref.ref[DataParallel]", index: int, parameter: nn.Parameter
+    ) -> None:
         """Autograd calls this as soon as the gradient of `trainable[index]` is complete."""
-        step, parameter, name = self.step, self.trainable[index], self.named[index][0]
+        self = reference()
+        if self is None:
+            return
+        step, name = self.step, self.named[index][0]
         if self.shards_gradients:
             checks.check_not_accumulated(name, parameter.grad)
         if not self._synchronizes or parameter.grad is None:
@@ -195,7 +201,9 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             name, parameter.grad, is_ready=index in step.ready, has_left=step.sent_early
         )
         if step.phase is not Phase.BACKWARD:
-            self._begin_backward()
+            step.phase = Phase.BACKWARD
+            _unfinished[self] = None
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         self._gradient_ready(index)  # from here on, `.grad` may be a view of a bucket
         step.ready[index] = parameter.grad, parameter.grad._version
         self._send_complete()
@@ -211,11 +219,6 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         while unsent and self._is_complete(unsent[0]):
             self._send(unsent.popleft())
 
-    def _begin_backward(self) -> None:
-        self.step.phase = Phase.BACKWARD
-        _unfinished[self] = None
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
     def _backward_ended(self) -> None:
         """Autograd calls this when a backward ends, unless it raises."""
         self.step.phase = Phase.ENDED
@@ -230,7 +233,8 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
                 node.register_prehook(self._enter_outer_backward)
 
     def _enter_outer_backward(self, _: Any) -> None:
-        self._begin_backward()
+        self.step.phase = Phase.BACKWARD
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_was_lost(self) -> bool:
         """Return whether a backward has raised, or its gradients were dropped to skip a step."""
@@ -279,14 +283,16 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
             checks.check_zeroed(self.named, step.ready)
         try:
             with torch.no_grad():
-                self._send_rest()
+                while step.unsent:  # in plan order, what backward has not completed
+                    self._send(step.unsent.popleft())
                 flags = None
                 if self._used is not None:
                     flags = self.all_reduce_mean(self._used.write())
                 self._synchronize()
                 if flags is not None:
-                    self.wait(flags)
-                    self._used.adopt(self.mean_of)
+                    collectives.wait(flags, self.process_group, "averaging used flags")
+                    if self._used.unused:
+                        self._used.adopt(self.mean_of)
         finally:
             self._means.clear()
             self._end_step()
@@ -298,16 +304,15 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         """
         if self.step.accumulated or self.shards_gradients:
             return False
-        return find_edited(self.named) is not None
-
-    def _send_rest(self) -> None:
-        """Send, in plan order, the messages that backward has not completed."""
-        while self.step.unsent:
-            self._send(self.step.unsent.popleft())
+        return checks.find_edited(self.named) is not None
 
     def _end_step(self) -> None:
         step = self.step
-        mark_finished(self.trainable)
+        for parameter in self.trainable:
+            if parameter.grad is not None:
+                parameter.grad.finished_version = (
+                    parameter.grad._version
+                )  # see `checks.find_edited`
         step.phase, step.sent_early = Phase.IDLE, False
         step.ready.clear()
         step.accumulated.clear()
@@ -338,14 +343,14 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
     # -- messages ----------------------------------------------------------------------------------
 
     def all_reduce_mean(self, tensor: Tensor) -> Any:
-        """Start to replace a contiguous tensor by its mean over the ranks; `wait` for the result."""
+        """Start to replace a contiguous tensor by its mean over the ranks.
+
+        Returns:
+            Message in flight, for `collectives.wait`.
+        """
         if self._two_level is not None:
             return self._two_level.start(tensor)
         return collectives.all_reduce_mean(tensor, self.process_group)
-
-    def wait(self, work: Any) -> None:
-        """Wait for a message. An error names the ranks that did not come."""
-        collectives.wait(work, self.process_group, "averaging gradients")
 
     def average(self, index: int) -> Callable[[], None]:
         """Start to replace the gradient of `trainable[index]` by its mean over the ranks.
@@ -362,7 +367,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         work = self.all_reduce_mean(sent)
 
         def wait_for_mean() -> None:
-            self.wait(work)
+            collectives.wait(work, self.process_group, "averaging gradients")
             if sent is not gradient:
                 gradient.copy_(sent)
 
@@ -445,13 +450,6 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         checks.release(self)
 
 
-def _on_gradient(reference: "weakref.ref[DataParallel]", index: int, _: nn.Parameter) -> None:
-    """Hook of a parameter."""
-    wrapper = reference()
-    if wrapper is not None:
-        wrapper._on_gradient(index)
-
-
 # Wrappers that backward has reached and that have not finished, in this order (a dictionary used as
 # an ordered set). It is module state, as one backward runs through any number of wrappers.
 _unfinished: "weakref.WeakKeyDictionary[DataParallel, None]" = weakref.WeakKeyDictionary()
@@ -474,7 +472,8 @@ def send_unfinished(group: ProcessGroup) -> None:
             checks.check_zeroed(wrapper.named, step.ready)
         step.sent_early = step.sent_early or bool(step.unsent)
         with torch.no_grad():
-            wrapper._send_rest()
+            while step.unsent:
+                wrapper._send(step.unsent.popleft())
 
 
 class UsedFlags:

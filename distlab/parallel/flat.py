@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from distlab.comm import collectives
 from distlab.parallel.bucketed import GradientBucket
 from distlab.parallel.buckets import plan_of
 from distlab.parallel.ddp import DataParallel
@@ -39,5 +40,5 @@ class FlatDDP(DataParallel):
     def _synchronize(self) -> None:
         started = [self.all_reduce_mean(bucket.seal()) for bucket in self._buckets]
         for bucket, work in zip(self._buckets, started, strict=True):
-            self.wait(work)
+            collectives.wait(work, self.process_group, "averaging gradients")
             bucket.unpack()

@@ -6,7 +6,7 @@ are in `local_optimizer.py`.
 """
 
 from abc import ABC
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -333,30 +333,3 @@ def square_sum(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     if full:
         norms += torch._foreach_norm(full, 2)
     return torch.stack(norms).double().square().sum()
-
-
-# -- gradients that finish has left ------------------------------------------------------------------
-#
-# torch counts a tensor's in-place changes in its `_version`. Finish marks each gradient with the
-# count it has then, so that a later change is seen without reading memory.
-
-
-def mark_finished(parameters: Iterable[Tensor]) -> None:
-    """Mark the gradients of these parameters as those that finish has left."""
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.finished_version = parameter.grad._version
-
-
-def find_edited(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the name of a parameter whose gradient was changed or replaced since finish, or None.
-
-    A gradient that was dropped (set to None) does not count.
-    """
-    for name, parameter in named:
-        gradient = parameter.grad
-        if gradient is None:
-            continue
-        if getattr(gradient, "finished_version", None) != gradient._version:
-            return name
-    return None

@@ -34,11 +34,9 @@ class OverlapDDP(DataParallel):
     ):
         super().__init__(module, mesh=mesh, process_group=process_group)
         self._in_flight: list[Callable[[], None]] = []
-        self._plan_next_step()
-
-    def _plan_next_step(self) -> None:
         # Backward reaches the layers roughly from last to first.
-        self.step.unsent.extend(reversed(range(len(self.trainable))))
+        self._plan = list(reversed(range(len(self.trainable))))
+        self.step.unsent.extend(self._plan)
 
     def _is_complete(self, message: int) -> bool:
         return message in self.step.ready
@@ -48,6 +46,6 @@ class OverlapDDP(DataParallel):
 
     def _synchronize(self) -> None:
         in_flight, self._in_flight = self._in_flight, []
-        self._plan_next_step()
+        self.step.unsent.extend(self._plan)  # of the next step
         for wait_for_mean in in_flight:
             wait_for_mean()

@@ -27,13 +27,14 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import groups_of
 from distlab.comm.wait_diagnostics import wait_for_message
+from distlab.parallel.model import ParallelModel
 from distlab.parallel.schedules import CHUNKS, SCHEDULES, Action, check
 
 # A function that takes a weight, and a function that computes the weight's gradient later.
@@ -63,34 +64,6 @@ class Staged(Protocol):
 
     def put_off_weights(self, put_off: PutOff) -> None:
         """Make backward call `put_off` for each matrix instead of computing its gradient."""
-
-
-class WrappedModel(Protocol):
-    """The part of `distlab.parallel.model.ParallelModel` that a pipeline uses.
-
-    Attributes:
-        module: the wrapped module, with the blocks of this rank.
-        device: device of the parameters.
-        compute_dtype: dtype of the computation. None: the parameters' own.
-        casts_parameters: True if the module's parameters already have that dtype.
-    """
-
-    module: nn.Module
-    device: torch.device
-    compute_dtype: torch.dtype | None
-    casts_parameters: bool
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the wrapped module."""
-
-    def enter_stage(self, stage: int) -> None:
-        """Note that this stage runs from now on."""
-
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Return a context whose backward passes accumulate gradients locally."""
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context for forward and loss."""
 
 
 # -- the stages -----------------------------------------------------------------------------------
@@ -239,7 +212,7 @@ class Pipeline:
 
     def run(
         self,
-        model: WrappedModel,
+        model: ParallelModel,
         loss_fn: Callable[[Any, Any], Tensor],
         micro_batches: Sequence[Any],
         scale: Tensor | float = 1.0,
@@ -296,7 +269,7 @@ class Pipeline:
         return collectives.sum_tensor(total.double(), self.group)
 
     @torch.no_grad()
-    def forward(self, model: WrappedModel, batch: Any) -> Tensor | None:
+    def forward(self, model: ParallelModel, batch: Any) -> Tensor | None:
         """Return the logits of a batch, or the loss if the batch has targets.
 
         None on ranks without the last stage.
@@ -313,7 +286,7 @@ class Pipeline:
 
     def _forward(
         self,
-        model: WrappedModel,
+        model: ParallelModel,
         loss_fn: Callable[[Any, Any], Tensor],
         batch: Any,
         stage: int,
@@ -325,7 +298,7 @@ class Pipeline:
         with model.autocast():
             return loss_fn(partial(model, x=x, blocks=self.stages[stage]), batch)
 
-    def _receive(self, action: Action, tokens: Tensor, model: WrappedModel) -> Tensor | None:
+    def _receive(self, action: Action, tokens: Tensor, model: ParallelModel) -> Tensor | None:
         """Return the message that an action needs from another stage, or None."""
         if action.kind == "F" and action.stage > 0:
             source = -1

@@ -303,24 +303,22 @@ class ReduceScatter(AllReduce):
         self._group = group
         self.slices = group.size()
         self._in_place = collectives.shards_in_place(device, group)
-        self._arriving: dict[GradientBucket, Tensor] = {}  # memory for means that arrive elsewhere
+        # This rank's slice of each bucket, and where its mean arrives (on NCCL, in the slice).
+        self._slices: dict[GradientBucket, tuple[Tensor, Tensor]] = {}
 
     def start(self, ddp: BucketedDDP, bucket: GradientBucket) -> Work:
         """See `AllReduce.start`."""
-        mean = self._slice_of(bucket)
-        if not self._in_place:
-            if bucket not in self._arriving:
-                self._arriving[bucket] = torch.empty_like(mean)
-            mean = self._arriving[bucket]
-        return collectives.reduce_scatter_mean(mean, bucket.seal(), self._group)
+        if bucket not in self._slices:
+            own = bucket.buffer[bucket.plan.slice_of(self._group.rank())]
+            self._slices[bucket] = (own, own if self._in_place else torch.empty_like(own))
+        _, arriving = self._slices[bucket]
+        return collectives.reduce_scatter_mean(arriving, bucket.seal(), self._group)
 
     def finish(self, bucket: GradientBucket) -> None:
         """Put this rank's slice of the mean into the bucket."""
-        if not self._in_place:
-            self._slice_of(bucket).copy_(self._arriving[bucket])
-
-    def _slice_of(self, bucket: GradientBucket) -> Tensor:
-        return bucket.buffer[bucket.plan.slice_of(self._group.rank())]
+        own, arrived = self._slices[bucket]
+        if arrived is not own:
+            own.copy_(arrived)
 
 
 # -- step and gather -------------------------------------------------------------------------------

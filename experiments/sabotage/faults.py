@@ -105,7 +105,7 @@ class NeverWaits(OverlapDDP):
     def _is_complete(self, message: int) -> bool:
         return False
 
-    def _send_rest(self) -> None:
+    def _send(self, message: int) -> None:
         pass
 
     def _synchronize(self) -> None:

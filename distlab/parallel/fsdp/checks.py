@@ -18,6 +18,7 @@ from distlab.parallel.checks import (
     Attached,
     Named,
     check_nothing_joined,
+    find_edited,
     is_elementwise,
     place_of,
     refuse_assigned,
@@ -26,7 +27,6 @@ from distlab.parallel.checks import (
     the_device,
     watch,
 )
-from distlab.parallel.model import find_edited, mark_finished
 from distlab.parallel.state_dicts import take_parts, watch_states
 
 if TYPE_CHECKING:
@@ -229,7 +229,9 @@ class ShardGuard:
         # Without a backward the shards' gradients are those of before, and an edit of them is one
         # still.
         named = self._replicated if finished and not self.unfinished else self.named
-        mark_finished(parameter for _, parameter in named)
+        for _, parameter in named:
+            if parameter.grad is not None:
+                parameter.grad.finished_version = parameter.grad._version
         if finished:
             self.pending = self.unfinished = False
 
