@@ -1,17 +1,17 @@
-"""Every refusal of the data-parallel wrappers and of ZeRO-1: functions that read state and raise.
+"""Every refusal of our strategies: functions that read state and raise.
 
-They are called at five events, and are listed here in that order:
+They are called at five events, and are listed here in that order, first for the DDPs and ZeRO-1,
+then for FSDP:
 
     wrap        a module that cannot be averaged, or ranks with different models
-    forward     nothing here
+    forward     FSDP only: an attribute that is another parameter now
     gradient    one that came twice, too late, sparse, or with a graph of its own
     finish      gradients that were edited since backward, parameters that joined after wrapping
     step        gradients that finish has not averaged, or that changed since
 
 No function here decides what a strategy does next, or keeps state of its own. The only thing that
 has to be installed is a hook of torch's that says when any optimizer steps (`watch`), because an
-optimizer does not know the wrapper whose gradients it applies. FSDP's checks of its units are in
-`fsdp/`.
+optimizer does not know the wrapper whose gradients it applies.
 """
 
 import inspect
@@ -747,6 +747,254 @@ def refuse_other_groups(saved: Sequence[Mapping[str, Any]], names: Sequence[Sequ
     if [list(group["params"]) for group in saved] != [list(group) for group in names]:
         raise ValueError(
             "the saved groups hold other parameters, or in another order, than this optimizer's"
+        )
+
+
+# -- FSDP: wrap ------------------------------------------------------------------------------------
+
+
+def check_compute_dtype(dtype: Any) -> None:
+    """Check that a compute dtype is None or a floating-point `torch.dtype`.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        raise ValueError(
+            f"compute_dtype={dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or "
+            "None"
+        )
+
+
+def check_meta(on_meta: bool, init_fn: Any, device: Any) -> None:
+    """Check that a module on meta comes with `init_fn` and `device`, and no other module does.
+
+    Raises:
+        ValueError: they are missing, or given for a module that has its values.
+    """
+    if on_meta and (init_fn is None or device is None):
+        raise ValueError(
+            "FSDP: the module lies on meta and has no values: give init_fn=… to make them, and "
+            "device=…"
+        )
+    if not on_meta and (init_fn is not None or device is not None):
+        raise ValueError(
+            "FSDP: init_fn and device are for a module built on meta; this one has its values"
+        )
+
+
+def check_callable(module: nn.Module, is_called: bool) -> None:
+    """Check that the wrapped module has a forward, in which parameters can be gathered.
+
+    Raises:
+        ValueError: it has none, such as an `nn.ParameterList`.
+    """
+    if not is_called:
+        raise ValueError(
+            f"FSDP: {type(module).__name__} has no forward, in which its parameters could be "
+            "gathered: wrap the module whose forward reads them"
+        )
+
+
+def check_replaceable(name: str, parameter: nn.Parameter, owners: Iterable[nn.Module]) -> None:
+    """Check that nothing is silently lost when a parameter is replaced by its shard.
+
+    Raises:
+        ValueError: it is a shard already, carries a hook, or a recurrent module keeps it in a list
+            of its own.
+    """
+    if getattr(parameter, "made_by_fsdp", False):
+        raise ValueError(f"FSDP: '{name}' is wrapped already: call close() on that wrapper first")
+    if parameter._post_accumulate_grad_hooks or parameter._backward_hooks:
+        raise ValueError(
+            f"FSDP: '{name}' carries a gradient hook (of a data-parallel wrapper, perhaps), which "
+            "would never fire again: remove it, or close() that wrapper, first"
+        )
+    if any(isinstance(owner, nn.RNNBase) for owner in owners):
+        raise ValueError(
+            f"FSDP: '{name}' belongs to a torch.nn recurrent module, which computes with a list of "
+            "parameters of its own; FSDP serves modules that use their attributes"
+        )
+
+
+def refuse_compiled(module: nn.Module, units: Iterable[tuple[str, nn.Module]]) -> None:
+    """Check that no unit is inside a compiled graph, which would trace its hooks only once.
+
+    A unit that is itself the result of `torch.compile` is allowed.
+
+    Args:
+        units: names and modules of the units.
+
+    Raises:
+        ValueError: a unit is inside a compiled module. It is named.
+    """
+    for name, unit in units:
+        for path, outer in module.named_modules():
+            contains = outer is not unit and any(inner is unit for inner in outer.modules())
+            returned_by_compile = "_orig_mod" in outer._modules and contains
+            compiled_in_place = outer._compiled_call_impl is not None
+            if returned_by_compile or (compiled_in_place and (contains or outer is unit)):
+                raise ValueError(
+                    f"FSDP: unit '{name}' lies inside the compiled module '{path}': compile the "
+                    "children of the nn.ModuleList instead, model.blocks[i] = "
+                    "torch.compile(model.blocks[i]), and wrap then"
+                )
+
+
+def refuse_state_dicts(module: nn.Module, owners: set[nn.Module]) -> list[RemovableHandle]:
+    """Let state dicts of every module that contains shards raise, at reading and at loading.
+
+    They would hold one rank's rows under the names of whole matrices, which `torch.save` on rank 0
+    and `torch.distributed.checkpoint` take for the whole.
+
+    Args:
+        owners: modules that own a shard.
+    """
+    handles = []
+    for part in module.modules():
+        if not owners.isdisjoint(part.modules()):
+            handles.append(part.register_state_dict_pre_hook(Attached(_refuse_reading)))
+            handles.append(part.register_load_state_dict_pre_hook(Attached(_refuse_loading)))
+    return handles
+
+
+def _refuse_reading(*args: Any) -> NoReturn:
+    raise RuntimeError(
+        "FSDP: state_dict() would hold this rank's shards under the names of the whole parameters: "
+        "call full_state_dict() of the wrapper on every rank and save it on one, or use distlab's "
+        "Checkpointer"
+    )
+
+
+def _refuse_loading(*args: Any) -> NoReturn:
+    raise RuntimeError(
+        "FSDP: load_state_dict() of the wrapped module would overwrite this rank's shards: call "
+        "load_full_state_dict() of the wrapper with a whole state dict, or use distlab's "
+        "Checkpointer"
+    )
+
+
+# -- FSDP: forward ---------------------------------------------------------------------------------
+
+
+def check_owned(owned: Iterable[tuple[str, nn.Module, str, nn.Parameter]]) -> None:
+    """Check that modules still have the parameters that FSDP gave them.
+
+    Args:
+        owned: name, module, attribute and parameter.
+
+    Raises:
+        RuntimeError: an attribute is another parameter now.
+    """
+    for name, module, attribute, parameter in owned:
+        if module._parameters.get(attribute) is not parameter:
+            raise RuntimeError(
+                f"FSDP: '{name}' is another parameter than when the module was wrapped "
+                "(functional_call, a layer tied or replaced), and forward would not compute with "
+                "it: close() this wrapper, change the module and wrap it again; "
+                "load_full_state_dict() takes other values"
+            )
+
+
+# -- FSDP: gradient and finish ---------------------------------------------------------------------
+
+
+def check_kept_unedited(named: Named) -> None:
+    """Check gradients that backward has made and finish has not averaged.
+
+    Raises:
+        RuntimeError: one was changed or replaced.
+    """
+    name = find_edited(named)
+    if name is not None:
+        raise RuntimeError(
+            f"FSDP: the gradient of '{name}' was changed between backward and "
+            "finish_gradient_synchronization(), when it is not the mean yet: clip and edit "
+            "gradients after finish; zero_grad(set_to_none=True) drops them"
+        )
+
+
+def check_still_trained(trained: Iterable[tuple[str, nn.Parameter, bool]]) -> None:
+    """Check that no shard was frozen or unfrozen after wrapping.
+
+    Args:
+        trained: name, shard, and whether it was trained when the module was wrapped.
+
+    Raises:
+        ValueError: `requires_grad` of one has changed.
+    """
+    for name, shard, was_trained in trained:
+        if shard.requires_grad != was_trained:
+            raise ValueError(
+                f"requires_grad of '{name}' changed after wrapping, which would not reach its "
+                "unit: close() this wrapper, change it, and wrap the module again"
+            )
+
+
+def check_no_hooks(named: Named) -> None:
+    """Check that no parameter that forward does not read carries a gradient hook.
+
+    Raises:
+        ValueError: one does.
+    """
+    for name, parameter in named:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"FSDP: a gradient hook on '{name}' never fires, as forward reads what is gathered "
+                "of it: remove it, and see its `.grad` after finish_gradient_synchronization()"
+            )
+
+
+# -- FSDP: step ------------------------------------------------------------------------------------
+
+
+def check_shards_finished(has_unfinished: bool) -> None:
+    """Check that no gradient waits for finish.
+
+    Args:
+        has_unfinished: True if there are gradients of a backward since the last finish.
+
+    Raises:
+        RuntimeError: there are.
+    """
+    if has_unfinished:
+        raise RuntimeError(
+            "FSDP: call finish_gradient_synchronization() after backward, before optimizer.step(); "
+            "backward passes under no_sync() are sent by the next one outside it"
+        )
+
+
+def check_shards_unedited(named: Named) -> None:
+    """Check the gradients of shards and vectors since finish.
+
+    Raises:
+        RuntimeError: one was changed or replaced.
+    """
+    name = find_edited(named)
+    if name is not None:
+        raise RuntimeError(
+            f"FSDP: the gradient of '{name}' was edited or replaced after "
+            "finish_gradient_synchronization(), by what this rank alone sees: clip by "
+            "fsdp.clip_grad_norm_(max_norm); edits that treat each element by itself "
+            "(clip_grad_value_) go inside `with fsdp.elementwise_gradient_edits():`"
+        )
+
+
+def check_optimizer_of_rows(optimizer: Optimizer) -> None:
+    """Check an optimizer that sees this rank's rows of matrices.
+
+    Raises:
+        ValueError: it has matrices, and is neither known to be element-wise nor takes shards.
+    """
+    if is_elementwise(type(optimizer)) or takes_shards(type(optimizer)):
+        return
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(parameter.ndim >= 2 for parameter in held):
+        raise ValueError(
+            f"{type(optimizer).__name__} is not known to be element-wise, and here it sees this "
+            "rank's rows of matrices: write `elementwise = True` into its class if every element's "
+            "update depends on that element alone, else keep parameters whole: a data-parallel "
+            "wrapper with ShardedOptimizer"
         )
 
 

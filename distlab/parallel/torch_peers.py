@@ -20,8 +20,7 @@ from torch.optim import Optimizer
 from distlab.comm import collectives
 from distlab.comm.subgroups import resolve_mesh
 from distlab.parallel.buckets import check_bucket_size
-from distlab.parallel.fsdp.entry import list_entries
-from distlab.parallel.fsdp.units import plan_units
+from distlab.parallel.fsdp.layout import list_entries, plan_units
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Loader, Shard, local_part, plain_name, whole
 

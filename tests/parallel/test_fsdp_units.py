@@ -11,10 +11,15 @@ from torch import nn
 
 from distlab.model import preset
 from distlab.parallel.fsdp import layout as planning
-from distlab.parallel.fsdp.entry import list_entries
-from distlab.parallel.fsdp.layout import ALIGNMENT, WORTH_A_BUFFER, RowLayout, plan_buffers
-from distlab.parallel.fsdp.not_gathered import NotGathered
-from distlab.parallel.fsdp.units import plan_units
+from distlab.parallel.fsdp.layout import (
+    ALIGNMENT,
+    WORTH_A_BUFFER,
+    RowLayout,
+    list_entries,
+    plan_buffers,
+    plan_units,
+)
+from distlab.parallel.fsdp.unit import NotGathered
 from distlab.theory.model_shape import ModelShape
 
 SHAPES = st.lists(

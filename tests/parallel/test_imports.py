@@ -48,6 +48,63 @@ def test_one_strategy_loads_neither_the_registry_nor_another_strategy(statement)
     assert not loaded & ({"registry", "build", *STRATEGY_MODULES} - {"naive"})
 
 
+def test_one_strategy_loads_at_most_a_dozen_files():
+    code = "import distlab.parallel.naive, sys; print(*sys.modules)"
+    done = python("-c", code)
+    packages = ("distlab", "kernels", "experiments")
+    loaded = [module for module in done.stdout.split() if module.partition(".")[0] in packages]
+    assert "distlab.parallel.naive" in loaded and len(loaded) <= 12, loaded
+
+
+def imports_of(path, modules):
+    """Return the modules of the package that a file imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for each in node.names:
+                submodule = f"{node.module}.{each.name}"
+                found.add(submodule if submodule in modules else node.module)
+    return found & modules.keys()
+
+
+def circle(graph):
+    """Return modules that import each other in a circle; an empty list if there are none."""
+    finished = set()
+
+    def follow(module, on_the_way):
+        if module in on_the_way:
+            return on_the_way[on_the_way.index(module) :]
+        if module in finished:
+            return []
+        for imported in graph[module]:
+            found = follow(imported, [*on_the_way, module])
+            if found:
+                return found
+        finished.add(module)
+        return []
+
+    for module in graph:
+        found = follow(module, [])
+        if found:
+            return found
+    return []
+
+
+def test_no_file_of_the_package_is_part_of_an_import_circle():
+    """Also not under TYPE_CHECKING or inside a function: a reader follows those imports as well."""
+    root = Path(distlab.parallel.__file__).parents[2]
+    modules = {}
+    for path in sorted(root.glob("distlab/parallel/**/*.py")):
+        parts = path.relative_to(root).with_suffix("").parts
+        modules[".".join(parts).removesuffix(".__init__")] = path
+    graph = {name: imports_of(path, modules) - {name} for name, path in modules.items()}
+    assert len(graph) > 20 and graph["distlab.parallel.naive"] == {"distlab.parallel.ddp"}
+    assert circle({"a": {"b"}, "b": {"c"}, "c": {"a"}}) == ["a", "b", "c"]
+    assert circle(graph) == []
+
+
 def test_the_package_alone_loads_nothing_of_it():
     assert loaded_by("import distlab.parallel; dir(distlab.parallel)") == {"distlab.parallel"}
 

@@ -1,21 +1,26 @@
 """Fully sharded data parallelism (ZeRO stage 3): each rank keeps 1/N of parameters, gradients and optimizer state.
 
-One step with units A, B, C; `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients:
+One step with units A, B, C. `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients:
 
     compute        │    A    │    B    │    C    │    C'   │    B'   │    A'   │      │ optimizer │
     communication  │ag A│ag B│ag C│              │ag C│ag B│ag A│rs C│rs B│         │rs A│
     gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
 
 A unit is unsharded while the one before it computes, resharded after its forward, and unsharded
-again for its backward; its gradients are reduce-scattered while the next one computes. `runtime.py`
-says when, `unit.py` holds the memory.
+again for its backward. Its gradients are reduce-scattered while the next one computes.
 
-Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps; Rajbhandari et al. 2020
+    fsdp.py      the class: this file
+    runtime.py   when units are gathered, freed and reduced, and all hooks
+    unit.py      the memory of a unit
+    layout.py    which parameters form a unit, and where each one is in a flat buffer
+
+Zhao et al. 2023 (PyTorch FSDP) describe the flat layout and these steps. Rajbhandari et al. 2020
 (ZeRO) call it stage 3. `docs/learn/fsdp.md` states memory, precision and limits.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,31 +30,23 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from distlab.comm import collectives
 from distlab.comm.agreement import agree_on_call, prepare
 from distlab.comm.subgroups import resolve_mesh
-from distlab.parallel.checks import (
-    StaysAsWrapped,
-    check_ranks_agree,
-    refuse_assigned,
-    refuse_shared_memory,
-    refuse_uninitialized,
-)
-from distlab.parallel.ddp import send_unfinished
-from distlab.parallel.fsdp import checks
-from distlab.parallel.fsdp.casts import hook_casts, plan_casts
-from distlab.parallel.fsdp.entry import Entry, list_entries
-from distlab.parallel.fsdp.replicated import Replicated
-from distlab.parallel.fsdp.runtime import NO_BACKWARD, Runtime
-from distlab.parallel.fsdp.unit import Unit
-from distlab.parallel.fsdp.units import is_called, plan_units
+from distlab.parallel import checks
+from distlab.parallel.ddp import NO_BACKWARD, Phase, send_unfinished
+from distlab.parallel.fsdp.layout import Entry, is_called, list_entries, plan_casts, plan_units
+from distlab.parallel.fsdp.runtime import Runtime, Step
+from distlab.parallel.fsdp.unit import FlatParam, Replicated, Unit
 from distlab.parallel.meta import StandIn, initialize_in_turn, materialize_buffers
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import Loader, Shard, plain_name, whole
+from distlab.parallel.state_dicts import take_parts, watch_states
 
 
-class FSDP(StaysAsWrapped, ParallelModel):
+class FSDP(checks.StaysAsWrapped, ParallelModel):
     """Shards a module's matrices over the ranks and replicates its vectors.
 
     `parameters()` yields what the optimizer steps, in fp32 (fp64 stays fp64), under the module's
@@ -62,28 +59,32 @@ class FSDP(StaysAsWrapped, ParallelModel):
     or `distlab.optim.Muon`.
 
     Args:
-        module: any `nn.Module` on one device; construction takes rank 0's parameters and buffers.
+        module: any `nn.Module` on one device. Construction takes rank 0's parameters and buffers.
         compute_dtype: dtype in which matrices are sent and used in forward and backward, together
             with their biases; modules that hold matrices also get their floating-point inputs in
             it. Norms stay in fp32 and return it; see `plan_casts`. Gradients are reduced in the
             masters' dtype. None: the dtypes of the module.
-        mesh: two-dimensional, (replicas, ranks of a shard group), such as hosts and their GPUs: the
-            module is sharded inside a group and replicated between the groups (hybrid sharding);
-            default: all ranks are one group.
-        process_group: all ranks; default: the default group.
-        init_fn: for a module built on meta: `init_fn(module)` writes every parameter, in
+        mesh: two-dimensional mesh, (replicas, ranks of a shard group), such as hosts and their
+            GPUs: the module is sharded inside a group and replicated between the groups (hybrid
+            sharding). Default: all ranks are one group.
+        process_group: all ranks. Default: the default group.
+        init_fn: function for a module built on meta: `init_fn(module)` writes every parameter, in
             registration order, as `lambda model: model.reset_parameters(seed)` does; see
-            `distlab.parallel.meta`. Ranks must draw alike.
-        device: where to make the shards of a module built on meta.
-        keep_gathered: whether matrices that a forward has gathered stay, in full, until the step's
-            gradients are finished: a step of several micro-batches then gathers once, and has the
+            `distlab.parallel.meta`. All ranks must draw the same values.
+        device: device for the shards of a module built on meta.
+        keep_gathered: True if matrices that a forward has gathered stay, in full, until the step's
+            gradients are finished. A step of several micro-batches then gathers once, and needs the
             memory of all.
 
+    Attributes:
+        step: state of the step.
+        flat_params: every flat buffer of every unit.
+
     Raises:
-        TypeError: a mesh that is no DeviceMesh.
+        TypeError: a mesh that is not a DeviceMesh.
         ValueError: a mesh of other dimensions or ranks (see `resolve_mesh`), no parameters, an
-            uninitialized one, two that share memory, several devices, a compute dtype that is no
-            float, a module wrapped already, a module on meta without `init_fn` and `device`, or
+            uninitialized one, two that share memory, several devices, a compute dtype that is not
+            a float, a module wrapped already, a module on meta without `init_fn` and `device`, or
             ranks that disagree on the model (then on every rank).
     """
 
@@ -108,53 +109,94 @@ class FSDP(StaysAsWrapped, ParallelModel):
         groups = resolve_mesh(mesh, process_group)
         self.process_group, self.replicas = groups.world, groups.replicas
         prepare(self.process_group)
-        refuse_uninitialized(module)
+
+        # Plan.
+        checks.refuse_uninitialized(module)
         entries = list_entries(module, compute_dtype)
         self._names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-        self.device = checks.find_device(entries, init_fn, device)
+        on_device = checks.the_device([entry.parameter for entry in entries], "FSDP")
+        on_meta = on_device.type == "meta"
+        checks.check_meta(on_meta, init_fn, device)
+        self.device = torch.device(device) if on_meta else on_device
         plans = plan_units(module, entries)
-        if not is_called(module):
-            checks.refuse_uncallable(module)
-        checks.refuse_parameters(entries)
-        checks.refuse_compiled(module, plans)
-        check_ranks_agree(module, self.process_group)
-        refuse_shared_memory(module)
-        owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
-        casts = {} if compute_dtype is None else plan_casts(owners, compute_dtype)
-        deferred = entries[0].parameter.is_meta
-        if not deferred:
+        checks.check_callable(module, is_called(module))
+        for entry in entries:
+            checks.check_replaceable(
+                entry.name, entry.parameter, [owner for owner, _ in entry.owners]
+            )
+        checks.refuse_compiled(module, [(plan.name, plan.module) for plan in plans])
+        checks.check_ranks_agree(module, self.process_group)
+        checks.refuse_shared_memory(module)
+        casts = {}
+        if compute_dtype is not None:
+            owners = dict.fromkeys(owner for entry in entries for owner, _ in entry.owners)
+            casts = plan_casts(owners, compute_dtype)
+
+        # Replace every parameter by a shard, or by a replicated master.
+        if not on_meta:
             collectives.broadcast_all([*module.parameters(), *module.buffers()], self.process_group)
         for entry in entries:
-            # what holds it steps nothing that is in use: see the hook in distlab/parallel/checks.py
+            # An optimizer that holds it would step a tensor that nothing reads (checks.py).
             entry.parameter.replaced = True
         self._units = [Unit(index, plan, self.device, groups) for index, plan in enumerate(plans)]
         self.flat_params = [param for unit in self._units for param in unit.params]
-        self._sharded = [  # every sharded parameter, and where it lies
-            (entry, param, index)
-            for param in self.flat_params
-            for index, entry in enumerate(param.entries)
-        ]
         small = [entry for entry in entries if not entry.is_sharded]
         self._replicated = Replicated(small, self.device, self.process_group)
-        if deferred:
+        if on_meta:
             materialize_buffers(module, self.device)
             initialize_in_turn(module, self._stand_ins(), init_fn)
             vectors = [master for _, master in self._replicated.masters]
             collectives.broadcast_all([*vectors, *module.buffers()], self.process_group)
             for unit in self._units:
                 unit.register()  # in place of what was initialized
-        trainable = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-        sharded = [(name, p) for name, p in trainable if p.ndim >= 2]
-        replicated = [(name, p) for name, p in trainable if p.ndim < 2]
-        self.guard = checks.ShardGuard(self, entries, sharded, replicated, self._replicated.cast)
-        self._runtime = Runtime(self._units, self.guard, type(module).__name__, keep_gathered)
-        self._held = list(self._find_shards())
-        self._handles = [
-            *hook_casts(casts),
-            *checks.refuse_state_dicts(module, self._sharded_owners()),
-        ]
 
-    # -- the public face -----------------------------------------------------------------------------------
+        # Parameters that the optimizer steps, and what must stay as it is.
+        self._sharded: list[tuple[str, nn.Parameter]] = []
+        self._vectors: list[tuple[str, nn.Parameter]] = []
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                kind = self._sharded if parameter.ndim >= 2 else self._vectors
+                kind.append((name, parameter))
+        self._trained_ids = {id(parameter) for _, parameter in (*self._sharded, *self._vectors)}
+        self._owned = []
+        for entry in entries:
+            for owner, attribute in entry.owners:
+                self._owned.append((entry.name, owner, attribute, owner._parameters[attribute]))
+        self._placed = []
+        self._still_trained = []
+        for entry, param, index in self._every_shard():
+            shard = param.shards[index]
+            self._placed.append((entry.name, shard, checks.place_of(shard)))
+            self._still_trained.append((entry.name, shard, shard.requires_grad))
+        self._held = list(self._find_shards())
+
+        self._runtime = Runtime(
+            self._units,
+            casts,
+            self._sharded,
+            self._vectors,
+            self.process_group,
+            type(module).__name__,
+            keep_gathered,
+        )
+        self.step: Step = self._runtime.step  # print it to see where the step is
+        self._editing = False  # inside elementwise_gradient_edits()
+        # Hooks of every optimizer that steps the shards.
+        self._of_optimizers: weakref.WeakKeyDictionary[Optimizer, list[RemovableHandle]]
+        self._of_optimizers = weakref.WeakKeyDictionary()
+        owners_of_shards = {
+            owner for entry, _, _ in self._every_shard() for owner, _ in entry.owners
+        }
+        self._handles = checks.refuse_state_dicts(module, owners_of_shards)
+        checks.watch(self, [*self._sharded, *self._vectors])
+
+    def _every_shard(self) -> Iterator[tuple[Entry, FlatParam, int]]:
+        """Yield every sharded parameter, its flat buffer, and its position there."""
+        for param in self.flat_params:
+            for index, entry in enumerate(param.entries):
+                yield entry, param, index
+
+    # -- a step ------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result.
@@ -165,12 +207,14 @@ class FSDP(StaysAsWrapped, ParallelModel):
             return self._outside_graph(*args, **kwargs)
         if torch._C._current_graph_task_id() != NO_BACKWARD:  # this very call is being recomputed
             return self.module(*args, **kwargs)
-        if self._runtime.backward_task is not None:
-            # It raised. All ranks must have failed at one place, else those that wait fail within
-            # the group's timeout.
+        if self.step.task is not None:
+            # A backward raised. All ranks must have failed at one place, else those that wait fail
+            # within the group's timeout.
             self._runtime.recover()
             self.zero_grad()
-        self.guard.check_module()
+        checks.check_nothing_joined(self.module, self._trained_ids, frozen=())
+        checks.check_owned(self._owned)
+        checks.refuse_assigned(self._placed)  # backward uses the values of forward
         if self._replicated.cast:
             self._replicated.refresh()
         send_unfinished(self.process_group)
@@ -179,7 +223,7 @@ class FSDP(StaysAsWrapped, ParallelModel):
 
     @torch._disable_dynamo
     def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """`torch.compile(fsdp)`: parts that are compiled themselves still are."""
+        """Run a forward inside `torch.compile(fsdp)`. Parts that are compiled themselves still are."""
         return self(*args, **kwargs)
 
     def _set_synchronizes(self, synchronizes: bool) -> None:
@@ -203,15 +247,83 @@ class FSDP(StaysAsWrapped, ParallelModel):
             RuntimeError: a gradient was changed after backward; or backward reached parameters of a
                 unit, but not through what the unit returned; or none.
         """
-        if not self.guard.begin_finish():
+        step = self.step
+        if step.phase is Phase.IDLE and (
+            step.accumulated or checks.find_edited(self._vectors) is None
+        ):
+            # No synchronised pass, and no vector's gradient was set by hand. Gradients of passes
+            # inside no_sync() wait for one outside it.
             return
+        checks.check_still_trained(self._still_trained)
+        checks.check_no_hooks([*self._sharded, *self._replicated.cast])
+        backward_has_run = step.has_unfinished
+        if backward_has_run:
+            checks.check_kept_unedited([*self._sharded, *self._vectors])
         send_unfinished(self.process_group)
         self._runtime.finish()
         if self._replicated.trainable:
             self._replicated.average()
-        self.guard.note(finished=True)
+        if backward_has_run:
+            self._runtime.mark_gradients()
+        else:
+            # The shards' gradients are those of before, and an edit of them still is one.
+            _mark(self._vectors)
+        step.phase, step.accumulated = Phase.IDLE, False
 
-    def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
+        self._runtime.wait_for_gradients()  # else gradients in flight would be added later
+        super().zero_grad(set_to_none)
+        for param in self.flat_params:
+            param.drop_gradients()
+        self._runtime.forget_backward()
+        self._runtime.mark_gradients()
+
+    def check_gradients(self) -> None:
+        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
+        self.check_step()
+
+    def check_step(self, optimizer: Optimizer | None = None) -> None:
+        """Check the gradients before they are used.
+
+        Args:
+            optimizer: optimizer that is about to step.
+
+        Raises:
+            ValueError: an optimizer that is neither element-wise nor takes shards, or has state of
+                other shapes.
+            RuntimeError: gradients that are not synchronized, or were edited in a way that need not
+                be the same on every rank.
+        """
+        step = self.step
+        # A vector may have a gradient although backward has reached no unit.
+        only_vectors = step.phase is not Phase.IDLE and not self._editing
+        reached_vectors = only_vectors and checks.find_edited(self._vectors) is not None
+        checks.check_shards_finished(step.has_unfinished or reached_vectors)
+        if not self._editing:
+            checks.check_shards_unedited([*self._sharded, *self._vectors])
+        if optimizer is not None:
+            checks.check_optimizer_of_rows(optimizer)
+            self._follow(optimizer)
+
+    def _follow(self, optimizer: Optimizer) -> None:
+        """Check an optimizer that steps the shards again behind its own hooks, and after its step."""
+        if optimizer not in self._of_optimizers:
+            # It may have loaded a state before any hook of ours saw it.
+            take_parts(optimizer)
+            watch_states(optimizer)
+        # Registered anew before each step, so that they come after the user's own hooks, which may
+        # edit gradients.
+        for handle in self._of_optimizers.get(optimizer, ()):
+            handle.remove()
+        reference = weakref.ref(self)
+        self._of_optimizers[optimizer] = [
+            optimizer.register_step_pre_hook(partial(_before_step, reference)),
+            optimizer.register_step_post_hook(partial(_after_step, reference)),
+        ]
+
+    @contextmanager
+    def elementwise_gradient_edits(self) -> Iterator[None]:
         """Return a context in which gradients may be changed, each element by itself.
 
         Use it after `finish_gradient_synchronization()`, on every rank with the same changes:
@@ -221,29 +333,32 @@ class FSDP(StaysAsWrapped, ParallelModel):
         Raises:
             RuntimeError: gradients that are not synchronized, or have been edited already.
         """
-        return self.guard.elementwise_edits()
-
-    def check_gradients(self) -> None:
-        """Raise RuntimeError if `.grad` is not what the last synchronization left."""
-        self.guard.check_step()
-
-    def check_step(self, optimizer: Optimizer | None = None) -> None:
-        """Check the gradients before they are used, and the optimizer that is about to step."""
-        self.guard.check_step(optimizer)
+        self.check_step()
+        for _, parameter in (*self._sharded, *self._vectors):
+            if parameter.grad is not None:
+                parameter.grad.finished_version = None  # if the block raises, it is half edited
+        self._editing = True
+        try:
+            yield
+        finally:
+            self._editing = False
+        self._runtime.mark_gradients()
 
     def _note_scaled(self) -> None:
-        self.guard.note()
+        self._runtime.mark_gradients()
+
+    # -- parameters --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Every parameter in full on every rank: original names and shapes, masters' dtype (fp32), no padding.
+        """Return every parameter in full on every rank: original names and shapes, masters' dtype.
 
-        A tied parameter stands under each of its names, one tensor. Call it on every rank; needs
-        the memory of the whole model in fp32.
+        Without padding, in fp32 (fp64 stays fp64). A tied parameter has each of its names, with one
+        tensor. Call it on every rank; it needs the memory of the whole model in fp32.
         """
         agree_on_call(self.process_group, "FSDP.gather_full_params()")
         send_unfinished(self.process_group)
-        refuse_assigned(self.guard.placed)
+        checks.refuse_assigned(self._placed)
         found = {}
         for param in self.flat_params:
             for entry, full in zip(param.entries, param.gather_masters(), strict=True):
@@ -265,14 +380,15 @@ class FSDP(StaysAsWrapped, ParallelModel):
         """
         for entry, load in self._loaders():
             name = next((name for name in entry.names if name in parameters), entry.name)
-            given, needed = (
-                tuple(getattr(parameters.get(name), "shape", ())),
-                tuple(entry.parameter.shape),
-            )
-            if name not in parameters or given != needed:
-                found = f"has shape {given}" if name in parameters else "is missing"
+            needed = tuple(entry.parameter.shape)
+            if name not in parameters:
                 raise ValueError(
-                    f"load_full_params: '{name}' {found}; the model's has shape {needed}"
+                    f"load_full_params: '{name}' is missing; the model's has shape {needed}"
+                )
+            given = tuple(getattr(parameters[name], "shape", ()))
+            if given != needed:
+                raise ValueError(
+                    f"load_full_params: '{name}' has shape {given}; the model's has shape {needed}"
                 )
             load(parameters[name])
 
@@ -286,84 +402,107 @@ class FSDP(StaysAsWrapped, ParallelModel):
         """
         if not strict or assign:
             raise ValueError(
-                f"FSDP.load_state_dict got strict={strict} and assign={assign}: only a whole state can be loaded, "
-                "into the memory that is there. Load other states into the module before wrapping it"
+                f"FSDP.load_state_dict got strict={strict} and assign={assign}: only a whole state "
+                "can be loaded, into the memory that is there. Load other states into the module "
+                "before wrapping it"
             )
         self.load_full_state_dict(state_dict)
         return _IncompatibleKeys([], [])
 
     def loaders(self) -> list[Loader]:
         """Return where whole parameters are loaded to; see `ParallelModel.loaders`."""
-        refuse_assigned(self.guard.placed)  # else values would go where nothing is gathered from
-        return [
-            Loader([plain_name(name) for name in entry.names], entry.parameter.shape, load)
-            for entry, load in self._loaders()
-        ]
+        checks.refuse_assigned(self._placed)  # else values would go where nothing is gathered from
+        loaders = []
+        for entry, load in self._loaders():
+            names = [plain_name(name) for name in entry.names]
+            loaders.append(Loader(names, entry.parameter.shape, load))
+        return loaders
 
-    def _sharded_owners(self) -> set[nn.Module]:
-        return {owner for entry, _, _ in self._sharded for owner, _ in entry.owners}
+    def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
+        for entry, param, index in self._every_shard():
+            yield entry, partial(param.load, index)
+        for entry, master in self._replicated.masters:
+            yield entry, master.copy_
 
     def shards(self) -> list[Shard]:
         """Return this rank's rows of every matrix, and the replicated parameters."""
         return self._held
 
     def _find_shards(self) -> Iterator[Shard]:
-        for entry, param, index in self._sharded:
-            # Rows of a matrix that is not in row-major order are no contiguous part of its
+        for entry, param, index in self._every_shard():
+            # Rows of a matrix that is not in row-major order are not a contiguous part of its
             # elements.
             in_order = list(entry.memory_order) == sorted(entry.memory_order)
             start = param.layout.shard_range(index, param.rank)[0] if in_order else None
-            copies = (0 if param.replicate is None else param.replicate.rank(), self.replicas)
+            which = 0 if param.replicate is None else param.replicate.rank()
             yield Shard(
                 plain_name(entry.name),
                 entry.parameter.shape,
                 start,
                 param.shards[index],
-                copies=copies,
+                copies=(which, self.replicas),
             )
         for entry, master in self._replicated.masters:
             yield whole(entry.name, master)
 
     def _stand_ins(self) -> Iterator[StandIn]:
-        for entry, param, index in self._sharded:
+        for entry, param, index in self._every_shard():
             full = torch.empty_like(entry.parameter, device=self.device)
             stand_in = nn.Parameter(full, entry.parameter.requires_grad)
             entry.register(stand_in)
             yield entry.name, stand_in, partial(param.load, index)
 
-    def _loaders(self) -> Iterator[tuple[Entry, Callable[[Tensor], Any]]]:
-        for entry, param, index in self._sharded:
-            yield entry, partial(param.load, index)
-        for entry, master in self._replicated.masters:
-            yield entry, master.copy_
-
     def relearn_order(self) -> None:
-        """Forget in which order units ran: the next pass of each kind is compared between ranks again."""
+        """Forget in which order units ran. The next pass of each kind is compared between ranks again."""
         self._runtime.forget_orders()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
-        self._runtime.wait_for_gradients()  # else gradients in flight would be added later
-        super().zero_grad(set_to_none)
-        for param in self.flat_params:
-            param.drop_gradients()
-        self.guard.unfinished = False
-        self.guard.note()
-
     def close(self, *, restore: bool = True) -> None:
-        """Detach every hook, and give the module full parameters again, in the masters' dtype (on every rank).
+        """Detach every hook, and give the module full parameters again, in the masters' dtype.
 
-        Parameters that were frozen or unfrozen since then stay so, also when the module is wrapped
-        again.
+        Call it on every rank. Parameters that were frozen or unfrozen since then stay so, also when
+        the module is wrapped again.
         """
         full = self.gather_full_params() if restore else {}
-        self.guard.close()
-        if restore:  # may wait for communication
-            self._runtime.reshard()
+        checks.release(self)
+        for handles in self._of_optimizers.values():
+            for handle in handles:
+                handle.remove()
+        if restore:
+            self._runtime.reshard()  # may wait for communication
         self._runtime.close()
         for handle in self._handles:
             handle.remove()
-        for entry, _ in self._loaders() if restore else ():
+        if not restore:
+            return
+        for entry, _ in self._loaders():
             owner, attribute = entry.owners[0]
-            whole = nn.Parameter(full[entry.name], owner._parameters[attribute].requires_grad)
-            entry.register(whole, made_by_fsdp=False)
+            trained = owner._parameters[attribute].requires_grad
+            entry.register(nn.Parameter(full[entry.name], trained), made_by_fsdp=False)
+
+
+def _mark(named: checks.Named) -> None:
+    for _, parameter in named:
+        if parameter.grad is not None:
+            parameter.grad.finished_version = parameter.grad._version
+
+
+@torch._disable_dynamo
+def _before_step(
+    reference: "weakref.ref[FSDP]", optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    """Check the gradients behind the optimizer's own hooks."""
+    fsdp = reference()
+    if fsdp is not None:
+        fsdp.check_step()
+
+
+@torch._disable_dynamo
+def _after_step(
+    reference: "weakref.ref[FSDP]", optimizer: Optimizer, args: Any, kwargs: Any
+) -> None:
+    """Take the gradients as the step has left them: SGD with Nesterov momentum adds to them."""
+    fsdp = reference()
+    if fsdp is None:
+        return
+    checks.check_shards_finished(fsdp.step.has_unfinished)  # after a closure's backward
+    fsdp._runtime.mark_gradients()

@@ -1,87 +1,133 @@
-"""When FSDP unshards, reshards and reduces: hooks on every unit's forward, and on the operations that made its outputs.
+"""When FSDP unshards, reshards and reduces.
 
-Backward is announced by the operations of autograd that made a unit's *output tensors*
-(`outputs.py`). A unit's backward ends when backward reaches another unit, or ends; not when its
-last gradient is ready, because ranks may use different parameters inside a unit and would then
-issue their collectives in different orders.
+Backward is announced by the operations of autograd that made a unit's *output tensors*. A unit's
+backward ends when backward reaches another unit, or ends. It does not end when the last gradient is
+ready, because ranks may use different parameters inside a unit, and would then issue their
+collectives in different orders.
 
 Autograd runs operations in the reverse of the order in which forward made them. So backward passes
 through the calls of units in the reverse order: a call inside another one begins later and ends
 earlier. Only calls that share an output (a unit that returns another unit's output) begin at the
-same operation; then the last one to return is announced first.
+same operation. Then the last one to return is announced first.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from inspect import isroutine
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
 
+from distlab.comm import collectives
 from distlab.comm.agreement import agree, agree_on_call
-from distlab.parallel.ddp import send_unfinished
-from distlab.parallel.fsdp.checks import (
-    ShardGuard,
-    refuse_copy_of_shards,
-    refuse_graph_of_backward,
-    refuse_lost_gradients,
-    refuse_no_gradient,
-    refuse_outside_forward,
-    refuse_reentrant_checkpoint,
-    refuse_written,
-)
-from distlab.parallel.fsdp.order import UnitOrder
-from distlab.parallel.fsdp.outputs import copied, tensors_in
+from distlab.parallel import checks
+from distlab.parallel.ddp import NO_BACKWARD, Phase, send_unfinished
+from distlab.parallel.fsdp.layout import Casts
 from distlab.parallel.fsdp.unit import State, Unit
 
-NO_BACKWARD = -1  # torch's number of the running backward, if there is none
+
+@dataclass
+class Step:
+    """State of a wrapper's step.
+
+    Attributes:
+        phase: phase of the step.
+        accumulated: True if a backward inside no_sync() has reached a unit since the last finish.
+        task: autograd's number of the backward that has begun and not ended. It stays if that
+            raises.
+        arrived: True if backward has brought a parameter of a unit a gradient since the last
+            finish.
+        reached: operations of units that backward has reached, while nothing has arrived.
+    """
+
+    phase: Phase
+    accumulated: bool
+    task: int | None
+    arrived: bool
+    reached: list[Node]
+
+    def __repr__(self) -> str:
+        running = "" if self.task is None else f", in backward {self.task}"
+        kept = ", gradients accumulated inside no_sync()" if self.accumulated else ""
+        return f"Step({self.phase.value}{running}{kept})"
+
+    @property
+    def has_unfinished(self) -> bool:
+        """Return True if a backward has reached a unit since the last finish."""
+        return self.accumulated or self.phase in (Phase.BACKWARD, Phase.ENDED)
 
 
 class Runtime:
     """Watches the units of one FSDP and moves their parameters and gradients in time.
 
+    Hooks, in the order in which they fire in a step. All are registered in `_register_hooks`,
+    except those of backward, which depend on what forward has run:
+
+        forward     of a unit     `_before_forward`   gather it, and start to gather the next
+                    of a module   `_cast_inputs`      to the dtype that it computes in
+                    of a unit     `_after_forward`    free it, and let its outputs announce backward
+                    of a module   `_cast_outputs`     to the compute dtype
+        backward    of the operations that made a unit's outputs
+                                  `_before_backward`  gather it, and send the gradients of others
+                    at the end    `_backward_ended`   free and send the rest
+
     Args:
-        name: of the wrapped module's class, for messages.
+        units: the units in registration order.
+        casts: dtypes of modules' inputs and outputs under `compute_dtype`.
+        sharded, replicated: parameters that the optimizer steps, with names.
+        group: all ranks.
+        name: name of the wrapped module's class, for messages.
+        keep: True if parameters that a forward with gradients has gathered stay until `finish()`.
 
     Attributes:
-        keep: whether what a forward with gradients has gathered stays until `finish()`, and not
-            until it was used.
-        synchronize: whether gradients are sent (False inside `no_sync()`, where they are kept in
-            full).
-        stage: of a pipeline, the one whose units run.
-        arrived: whether backward has brought a parameter of a unit a gradient since the last
-            `finish()`.
-        backward_task: autograd's number of the backward that has begun and not ended; it stays if
-            that raises.
+        step: state of the step.
+        synchronize: False inside `no_sync()`, where gradients are kept in full.
+        stage: stage of a pipeline whose units run.
     """
 
-    def __init__(self, units: Sequence[Unit], guard: ShardGuard, name: str, keep: bool = False):
-        self.units, self.guard = units, guard
-        self.keep, self._keeping = keep, False
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        casts: Mapping[nn.Module, Casts],
+        sharded: checks.Named,
+        replicated: checks.Named,
+        group: ProcessGroup,
+        name: str,
+        keep: bool,
+    ):
+        self.units = units
+        self.step = Step(Phase.IDLE, accumulated=False, task=None, arrived=False, reached=[])
         self.synchronize, self.stage = True, 0
-        self.arrived = False
-        self._reached: list[Node] = []  # operations of units, while nothing has arrived
-        self._group = guard.process_group
+        self._sharded, self._replicated = sharded, replicated
+        self._keep, self._keeping = keep, False
+        self._group = group
         self._name = f"FSDP({name})"
-        self.backward_task: int | None = None
-        self._order = UnitOrder(units, self._group)
-        self._backward_order = UnitOrder(units, self._group)
-        # units whose forward has begun and not ended, the innermost last
+        self._order = UnitOrder(units, group)
+        self._backward_order = UnitOrder(units, group)
+        # Units whose forward has begun and not ended, the innermost last.
         self._running: list[Unit] = []
         self._ran: list[int] = []  # units run with gradients since the last backward began
-        self._in_flight: Unit | None = None  # whose gradients are being reduce-scattered
+        self._in_flight: Unit | None = None  # unit whose gradients are being reduce-scattered
         self._on_replicas = [
             param for unit in units for param in unit.trainable if param.replicate is not None
         ]
-        self._handles = []
-        for unit in units:
-            self._handles += [
-                unit.module.register_forward_pre_hook(partial(self._before_forward, unit)),
-                unit.module.register_forward_hook(partial(self._after_forward, unit)),
-            ]
+        self._handles = list(self._register_hooks(casts))
+
+    def _register_hooks(self, casts: Mapping[nn.Module, Casts]) -> Iterator[RemovableHandle]:
+        for unit in self.units:
+            yield unit.module.register_forward_pre_hook(partial(self._before_forward, unit))
+            yield unit.module.register_forward_hook(partial(self._after_forward, unit))
+        for module, (inputs, outputs) in casts.items():
+            yield module.register_forward_pre_hook(partial(_cast_inputs, inputs), with_kwargs=True)
+            if outputs is not None:
+                yield module.register_forward_hook(partial(_cast_outputs, outputs))
 
     def close(self) -> None:
         """Detach every hook."""
@@ -89,32 +135,38 @@ class Runtime:
             handle.remove()
 
     def __getstate__(self) -> NoReturn:
-        """Its hooks, which a copy of the module would call, are of these units and ranks alone."""
-        refuse_copy_of_shards()
+        """Raise TypeError: a copy of the module would call hooks of these units and ranks."""
+        raise TypeError(
+            "FSDP: the wrapped module holds this rank's shards and cannot be copied, pickled or "
+            "saved: take gather_full_params() or full_state_dict(), on every rank, or close() the "
+            "wrapper first"
+        )
 
     def forget_orders(self) -> None:
         """Compare again between ranks in which order units run, forward and backward."""
         self._order.forget()
         self._backward_order.forget()
 
-    # -- forward -------------------------------------------------------------------------------------------
+    # -- forward -----------------------------------------------------------------------------------
 
     @contextmanager
     def forward_pass(self, training: bool) -> Iterator[None]:
-        """Run the forward of the whole module inside: reading a parameter that is not gathered raises."""
-        mode = "training" if training else "evaluation"
+        """Run the forward of the whole module inside. Reading a sharded parameter raises."""
+        with_gradients = torch.is_grad_enabled()
         agree(
             self._group,
-            f"at the start of a forward of {self._name} in {mode} mode, "
-            f"with{'' if torch.is_grad_enabled() else 'out'} gradients",
+            f"at the start of a forward of {self._name} in "
+            f"{'training' if training else 'evaluation'} mode, "
+            f"with{'' if with_gradients else 'out'} gradients",
         )
         for unit in self.units:
             unit.watch(True)
         try:
-            self._order.begin((self.stage, training, torch.is_grad_enabled()))
-            self.guard.pending |= torch.is_grad_enabled() and self.synchronize
+            self._order.begin((self.stage, training, with_gradients))
+            if with_gradients and self.synchronize and self.step.phase is Phase.IDLE:
+                self.step.phase = Phase.FORWARD
             self._running = []
-            self._keeping |= self.keep and torch.is_grad_enabled()
+            self._keeping = self._keeping or (self._keep and with_gradients)
             try:
                 yield
             finally:
@@ -133,7 +185,10 @@ class Runtime:
             unit.wait_for_unshard()
             return
         if not unit.watching:
-            refuse_outside_forward(unit)
+            raise RuntimeError(
+                f"unit '{unit.name}' runs outside the forward of its FSDP wrapper: call the "
+                "wrapper, not the module"
+            )
         self._running.append(unit)
         following = self._order.advance(unit.index)
         unit.unshard()
@@ -143,34 +198,42 @@ class Runtime:
 
     def _after_forward(self, unit: Unit, module: nn.Module, args: Any, output: Any) -> Any:
         outputs = [output] if isinstance(output, Tensor) else list(tensors_in(output, unit.name))
-        if any(
-            t.layout is torch.strided and t.untyped_storage()._cdata in unit.storages
-            for t in outputs
-        ):
-            output = copied(unit.name, output)  # it lies in memory that is about to be freed
+        dense = [tensor for tensor in outputs if tensor.layout is torch.strided]
+        if any(tensor.untyped_storage()._cdata in unit.storages for tensor in dense):
+            output = copied(unit.name, output)  # its memory is about to be freed
             outputs = [output]
         if torch._C._current_graph_task_id() != NO_BACKWARD:
             # Recomputation, whose early stop may skip this hook: nothing must depend on it.
-            refuse_reentrant_checkpoint(unit, map(made_by, outputs), lambda: self.backward_task)
+            self._refuse_reentrant_checkpoint(unit, outputs)
             return output
         for entry, full in unit.full:
-            if full._version:  # else that of its construction
-                refuse_written(entry)
-        # a nested unit whose exception the module has caught
+            if full._version:  # 0 since its construction, unless forward has written to it
+                raise RuntimeError(
+                    f"FSDP: forward writes to '{entry.name}' in place (an embedding's max_norm "
+                    "does), and what it writes is freed with its unit: write to "
+                    "fsdp.parameters(), after optimizer.step()"
+                )
         while self._running.pop() is not unit:
-            pass
+            pass  # a nested unit whose exception the module has caught
         if unit not in self._running:  # else it runs inside itself
             self._reshard(unit)
-        if torch.is_grad_enabled() and self._announce(
-            _Call(unit, [other.index for other in self._running]), outputs
-        ):
-            unit.uses += 1
-            self._ran.append(unit.index)
+        if torch.is_grad_enabled():
+            call = _Call(unit, around=[other.index for other in self._running])
+            if self._announce(call, outputs):
+                unit.uses += 1
+                self._ran.append(unit.index)
         return output
 
     def _announce(self, call: "_Call", outputs: Sequence[Tensor]) -> bool:
-        """Let backward tell of `call` before it runs what made these outputs; False if it will run nothing."""
-        nodes = {node for tensor in outputs if tensor.requires_grad for node in made_by(tensor)}
+        """Let backward call `_before_backward` before it runs the operations that made `outputs`.
+
+        Returns:
+            False if backward will run none.
+        """
+        nodes: set[Node] = set()
+        for tensor in outputs:
+            if tensor.requires_grad:
+                nodes.update(made_by(tensor))
         for node in nodes:
             calls = node.metadata.get(self)
             if calls is None:
@@ -179,8 +242,27 @@ class Runtime:
             calls.append(call)
         return bool(nodes)
 
+    def _refuse_reentrant_checkpoint(self, unit: Unit, outputs: Sequence[Tensor]) -> None:
+        """Let a backward of its own through recomputed outputs raise, as nothing would be sent.
+
+        Reentrant checkpoints run one. Others recompute only to fill in what the first graph saved.
+        """
+        task = torch._C._current_graph_task_id()
+
+        def refuse(gradients: Any) -> None:
+            # Not for operations of the first graph, which a unit that returns its input has.
+            if self.step.task == task != torch._C._current_graph_task_id():
+                raise RuntimeError(
+                    f"unit '{unit.name}' is recomputed in backward but ran without gradients in "
+                    "forward: checkpoint activations with use_reentrant=False"
+                )
+
+        for tensor in outputs:
+            for node in made_by(tensor):
+                node.register_prehook(refuse)
+
     def reshard(self) -> None:
-        """Let go of all gathered parameters, except of units that run, as in a backward inside of forward."""
+        """Free all gathered parameters, except of units that run, as in a backward inside forward."""
         for unit in self.units:
             if unit.state is not State.SHARDED and unit not in self._running:
                 self._reshard(unit)
@@ -189,132 +271,160 @@ class Runtime:
         if not self._keeping:
             unit.reshard()
 
-    # -- backward ------------------------------------------------------------------------------------------
+    # -- backward ----------------------------------------------------------------------------------
 
     def _before_operation(self, calls: Sequence["_Call"], gradients: Any) -> None:
-        """Backward comes to an operation that made outputs of these calls, in the order in which they returned."""
+        """Announce these calls, in reverse order of their return, unless they are announced already.
+
+        Each operation that made an output of a call does this, and the first one counts.
+        """
         task = torch._C._current_graph_task_id()
         for call in reversed(calls):
-            # each operation that made an output announces the call, and the first one counts
             if call.task != task:
                 call.task = task
                 self._before_backward(call)
 
     def _before_backward(self, call: "_Call") -> None:
-        """A gradient reaches an output of a unit: fetch the unit, and send the gradients of those that are done."""
+        """Fetch a unit whose output gets a gradient, and send the gradients of units that are done."""
         unit = call.unit
         if torch.is_grad_enabled():
-            refuse_graph_of_backward(unit)
-        # The first unit of a backward begins the pass, and asks autograd to tell when it ends.
+            raise RuntimeError(
+                f"FSDP: a backward with create_graph=True reaches unit '{unit.name}', whose "
+                "parameters would be freed before the graph it makes is differentiated: train "
+                "with a gradient penalty under BucketedDDP"
+            )
         self._enter_backward(call.task)
         unit.uses -= 1
         unit.touched = True
-        if not self.arrived:
-            self._reached.append(torch._C._current_autograd_node())
-        # All ranks must come to the same unit now; the order of the last such pass says which one
+        if not self.step.arrived:
+            self.step.reached.append(torch._C._current_autograd_node())
+        # All ranks must come to the same unit now. The order of the last such pass says which one
         # comes next.
         following = self._backward_order.advance(unit.index)
         # What must stay: this unit, the one fetched ahead, units around this call, whose own
         # backward goes on when this one's has ended, and units whose forward is running, if this
         # backward runs inside of it.
         stay = {unit.index, following, *call.around, *(running.index for running in self._running)}
-        # Every other unit that has memory is done: backward passes through the calls in the reverse
-        # order of forward.
-        done = [
-            other
-            for other in self.units
-            if other.state is not State.SHARDED and other.index not in stay
-        ]
+        # Every other unit that has memory is done, because backward passes through the calls in the
+        # reverse order of forward.
+        done = []
+        for other in self.units:
+            if other.state is not State.SHARDED and other.index not in stay:
+                done.append(other)
         # Freed first, so that at most two units are gathered at any time. On CUDA the gather waits,
         # by the stream, for the kernels that still read this memory.
         for other in done:
             self._reshard(other)
-        # The gather before the reduce-scatter: what comes next waits for the parameters, nobody for
-        # the gradients.
+        # The gather before the reduce-scatter: the next computation waits for the parameters, and
+        # nothing waits for the gradients.
         unit.unshard()
         unit.wait_for_unshard()
         if following is not None:
             self.units[following].unshard()
         for other in done:
-            # One that runs again in this graph (shared weights) is sent when its last use has been
-            # through.
+            # A unit that runs again in this graph (shared weights) is sent after its last use.
             if other.touched and other.uses <= 0:
                 self._post_backward(other)
 
     def _enter_backward(self, task: int) -> None:
-        if self.backward_task != task:
-            if self.guard.unfinished and self.backward_task is None:
-                self.guard.refuse_edited_shards()
-            self.backward_task, self.guard.unfinished = task, True
-            send_unfinished(self._group)
-            agree(
-                self._group,
-                f"at the start of a backward of {self._name}{'' if self.synchronize else ' inside no_sync()'}",
-            )
-            self._backward_order.begin((self.stage, *self._ran))
-            self._ran = []
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        """Begin a pass of backward at its first unit, and ask autograd to tell when it ends."""
+        step = self.step
+        if step.task == task:
+            return
+        if step.has_unfinished and step.task is None:
+            # Only shards: this backward may have reached a vector, whose gradient is not edited.
+            checks.check_kept_unedited(self._sharded)
+        step.task = task
+        if self.synchronize:
+            step.phase = Phase.BACKWARD
+        else:
+            step.accumulated = True
+        send_unfinished(self._group)
+        inside = "" if self.synchronize else " inside no_sync()"
+        agree(self._group, f"at the start of a backward of {self._name}{inside}")
+        self._backward_order.begin((self.stage, *self._ran))
+        self._ran = []
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _backward_ended(self) -> None:
-        """Called by autograd at the end of a backward that raised nothing."""
+        """Autograd calls this at the end of a backward that raised nothing."""
         send_unfinished(self._group)
         self.reshard()
         self._backward_order.end()
         for unit in self.units:
             if unit.touched:
                 self._post_backward(unit)
-        # nothing is left to hide them behind, and zero_grad() must find them
+        # Nothing is left to hide them behind, and zero_grad() must find them.
         self.wait_for_gradients()
-        self.guard.note()
-        self.backward_task = None
+        self.mark_gradients()
+        self.step.task = None
+        if self.step.phase is Phase.BACKWARD:
+            self.step.phase = Phase.ENDED
 
     def _post_backward(self, unit: Unit) -> None:
-        """The unit's gradients are complete: put them together, and send them unless inside no_sync()."""
+        """Collect the unit's gradients, which are complete, and send them unless inside no_sync()."""
         unit.touched = False
-        # frees the flat gradient of the unit before: there is one at a time
+        # Frees the flat gradient of the unit before, so that there is one at a time.
         self.wait_for_reduce_scatter()
         for param in unit.trainable:
-            self.arrived |= param.accumulate_gradients()
+            if param.accumulate_gradients():
+                self.step.arrived = True
             if self.synchronize:
                 param.reduce_scatter()
             else:
                 param.hold_gradients()
-        if self.arrived:
-            self._reached.clear()
+        if self.step.arrived:
+            self.step.reached.clear()
         if self.synchronize:
-            self.guard.pending, self._in_flight = True, unit
+            self._in_flight = unit
+
+    def mark_gradients(self) -> None:
+        """Note the gradients as they are now, so that `checks.find_edited` sees later changes."""
+        for _, parameter in (*self._sharded, *self._replicated):
+            if parameter.grad is not None:
+                parameter.grad.finished_version = parameter.grad._version
 
     def wait_for_gradients(self) -> None:
-        """Wait until all that was sent is in `.grad`."""
+        """Wait until everything that was sent is in `.grad`."""
         self.wait_for_reduce_scatter()
         for param in self._on_replicas:
             param.wait_for_all_reduce()
 
     def wait_for_reduce_scatter(self) -> None:
-        """Wait for the gradients in flight and put them into `.grad`, or send them on to replicas."""
+        """Wait for the gradients in flight, and put them into `.grad` or send them to replicas."""
         if self._in_flight is not None:
             for param in self._in_flight.trainable:
                 param.wait_for_reduce_scatter()
             self._in_flight = None
 
+    # -- finish ------------------------------------------------------------------------------------
+
     def finish(self) -> None:
-        """Send what only passes without synchronisation used, and wait for all gradients.
+        """Send the gradients of units that only passes inside no_sync() used, and wait for all.
 
         Raises:
             RuntimeError: a parameter has a gradient, but backward has not come to its unit through
                 what that returned; or none has.
         """
+        step = self.step
         agree_on_call(self._group, f"finish_gradient_synchronization() of {self._name}")
         for unit in self.units:
             if any(full.grad is not None for full in unit.trained):
-                refuse_lost_gradients(unit)
-        if not self.arrived and lead_to(
-            self._reached, (p for unit in self.units for p in unit.trained)
-        ):
-            refuse_no_gradient()
-        self.arrived = self._keeping = False
+                raise RuntimeError(
+                    f"FSDP: backward reached parameters of unit '{unit.name}' past its outputs, so "
+                    "their gradients would be lost: return every tensor that the loss needs from "
+                    "the unit's forward"
+                )
+        trained = [full for unit in self.units for full in unit.trained]
+        if not step.arrived and lead_to(step.reached, trained):
+            raise RuntimeError(
+                "FSDP: no backward has brought a matrix its gradient since the last "
+                "finish_gradient_synchronization(): call loss.backward() without inputs=…, which "
+                "shards, being no part of the graph, cannot be among"
+            )
+        step.arrived = self._keeping = False
+        step.reached.clear()
         self.reshard()
-        self._reached.clear()
         for unit in self.units:
             unit.uses = 0
             for param in unit.trainable:
@@ -327,23 +437,30 @@ class Runtime:
 
     def recover(self) -> None:
         """Forget a backward that raised."""
-        self.backward_task = None
-        self.guard.unfinished = self._keeping = False
-        self._reached.clear()
+        self.forget_backward()
+        self.step.task = None
+        self.step.reached.clear()
+        self._keeping = False
         self.reshard()
         self.wait_for_gradients()
         for unit in self.units:
             unit.uses, unit.touched = 0, False
 
+    def forget_backward(self) -> None:
+        """Note that the gradients of backward were dropped. All ranks still finish the step."""
+        self.step.accumulated = False
+        if self.step.phase is not Phase.IDLE:
+            self.step.phase = Phase.FORWARD
+
 
 @dataclass(eq=False)
 class _Call:
-    """One forward of a unit; in a backward it is announced once, whichever of its outputs comes first.
+    """One forward of a unit. A backward announces it once, through the first output it comes to.
 
     Attributes:
-        around: units whose forward it runs inside, by index: their backward goes on when its own
-            has ended.
-        task: the last backward that has reached it.
+        around: indices of the units whose forward it runs inside. Their backward goes on when its
+            own has ended.
+        task: number of the last backward that has reached it.
     """
 
     unit: Unit
@@ -351,11 +468,162 @@ class _Call:
     task: int | None = None
 
 
-def made_by(tensor: Tensor) -> Iterator[Node]:
-    """Yield the operations of autograd through which alone a gradient of `tensor` reaches what it was computed from.
+# -- the order of units ----------------------------------------------------------------------------
 
-    That of a view and that of its base: writing to the view in place later (`relu_`) leaves the
-    view's out.
+
+class UnitOrder:
+    """The order of units in each kind of pass: learned once, compared between ranks, then held.
+
+    A collective that is matched with another unit's collective on a peer does not fail by itself:
+    with equal sizes it silently mixes two units' weights. So the first pass of each kind exchanges
+    the name of every unit before gathering it (blocking, that one time) and remembers the order.
+    Later passes send nothing: a rank compares the unit that it is about to gather with its own
+    memory, and raises at the first difference, before it sends. The remembered order also says
+    which unit to fetch ahead.
+
+    Args:
+        units: units whose names messages say.
+        group: ranks to agree with.
+    """
+
+    def __init__(self, units: Sequence[Unit], group: ProcessGroup):
+        self._names = [unit.name for unit in units]
+        self._group = group
+        # The fake group of simulations has no peers that could answer.
+        self._alone = group.size() == 1 or dist.get_backend(group) == "fake"
+        self._known: dict[Hashable, list[int]] = {}
+        self.forget()
+
+    def forget(self) -> None:
+        """Learn every kind of pass again."""
+        self._known.clear()
+        self.begin(None)
+
+    def begin(self, kind: Hashable) -> None:
+        """Begin a pass. Passes of one `kind` run the same units."""
+        self._kind = kind
+        self._expected = self._known.get(kind)
+        self._seen: list[int] = []
+
+    def advance(self, unit: int) -> int | None:
+        """Note that the pass reaches `unit`.
+
+        Returns:
+            The unit that follows it, if that is known.
+
+        Raises:
+            RuntimeError: another rank runs another unit now, or another unit ran here last time.
+        """
+        position = len(self._seen)
+        self._seen.append(unit)
+        if self._expected is None:
+            self._compare(self._names[unit])
+            return None
+        expected = self._expected[position] if position < len(self._expected) else None
+        if unit != expected:
+            raise RuntimeError(self._changed(f"unit '{self._names[unit]}' runs", expected))
+        return self._expected[position + 1] if position + 1 < len(self._expected) else None
+
+    def end(self) -> None:
+        """End the pass.
+
+        Raises:
+            RuntimeError: another rank goes on, or units that ran last time did not.
+        """
+        if self._expected is None:
+            self._compare(None)
+            self._known[self._kind] = self._seen
+        elif len(self._seen) < len(self._expected):
+            raise RuntimeError(self._changed("the pass ends", self._expected[len(self._seen)]))
+
+    def _compare(self, name: str | None) -> None:
+        if self._alone:
+            return
+        names = collectives.gather_objects(name, self._group)
+        for rank, other in enumerate(names):
+            if other != names[0]:
+                raise RuntimeError(
+                    f"FSDP: ranks run different units: rank 0 {_runs(names[0])} and rank {rank} "
+                    f"{_runs(other)}; every rank must run the same units in the same order"
+                )
+
+    def _changed(self, what: str, expected: int | None) -> str:
+        before = "the pass ended" if expected is None else f"unit '{self._names[expected]}' ran"
+        if ".parametrizations." in before:
+            before += (
+                " (parametrize.cached(), which computes a parametrized weight once, is not for "
+                "sharded modules)"
+            )
+        return (
+            f"FSDP: {what} where {before} the last time: every rank must run the same units in the "
+            "same order in every step. If all ranks change it together, call relearn_order() on "
+            "each first"
+        )
+
+
+def _runs(name: str | None) -> str:
+    return "ends its pass" if name is None else f"runs unit '{name}'"
+
+
+# -- outputs of units ------------------------------------------------------------------------------
+
+
+def tensors_in(value: Any, unit: str) -> Iterator[Tensor]:
+    """Yield the tensors in nested containers, dataclasses and other objects.
+
+    Args:
+        unit: name of the unit that returns `value`.
+
+    Raises:
+        TypeError: a function or an iterator, which may compute with the parameters later.
+    """
+    seen: dict[int, Any] = {}  # objects may refer to each other
+
+    def walk(value: Any) -> Iterator[Tensor]:
+        if isinstance(value, Tensor):
+            yield value
+        if isinstance(value, Tensor | nn.Module | type) or id(value) in seen:
+            return
+        seen[id(value)] = value
+        if isinstance(value, Iterator | partial) or isroutine(value):
+            raise TypeError(
+                f"FSDP: unit '{unit}' returns a {type(value).__name__}, which may use its "
+                "parameters when they are freed: return tensors, alone or in lists, tuples, dicts "
+                "or objects"
+            )
+        if isinstance(value, Mapping):
+            inside = value.values()
+        elif isinstance(value, list | tuple | set | frozenset):
+            inside = value
+        elif is_dataclass(value):
+            inside = [getattr(value, each.name, None) for each in fields(value)]
+        else:
+            inside = getattr(value, "__dict__", {}).values()
+        for item in inside:
+            yield from walk(item)
+
+    return walk(value)
+
+
+def copied(unit: str, output: Any) -> Tensor:
+    """Copy an output that is stored in its unit's buffers.
+
+    Raises:
+        RuntimeError: it is one of several outputs.
+    """
+    if isinstance(output, Tensor):
+        return output.clone()
+    raise RuntimeError(
+        f"FSDP: unit '{unit}' returns one of its parameters, or a view of one, among its outputs, "
+        "and its memory is freed when its forward ends: return parameter.clone()"
+    )
+
+
+def made_by(tensor: Tensor) -> Iterator[Node]:
+    """Yield the operations through which alone a gradient of `tensor` reaches its inputs.
+
+    Those are the one of a view and the one of its base: writing to the view in place later
+    (`relu_`) leaves the view's out.
     """
     if tensor.grad_fn is not None:
         yield tensor.grad_fn
@@ -364,14 +632,43 @@ def made_by(tensor: Tensor) -> Iterator[Node]:
 
 
 def lead_to(operations: Iterable[Node], parameters: Iterable[nn.Parameter]) -> bool:
-    """Whether a gradient of what these operations made reaches one of the parameters."""
+    """Return whether a gradient of what these operations made reaches one of the parameters."""
+    waiting = list(operations)
+    if not waiting:
+        return False
     ends = {get_gradient_edge(parameter).node for parameter in parameters}
-    found, following = set(), list(operations)
-    while following:
-        node = following.pop()
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
         if node in ends:
             return True
-        if node not in found:
-            found.add(node)
-            following += [before for before, _ in node.next_functions if before is not None]
+        if node in seen:
+            continue
+        seen.add(node)
+        for before, _ in node.next_functions:
+            if before is not None:
+                waiting.append(before)
     return False
+
+
+# -- dtypes of inputs and outputs ------------------------------------------------------------------
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple, kwargs: dict
+) -> tuple[tuple, dict]:
+    if kwargs:
+        kwargs = {name: _cast(dtype, value) for name, value in kwargs.items()}
+    return tuple([_cast(dtype, value) for value in args]), kwargs
+
+
+def _cast_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
+    if type(output) is tuple:
+        return tuple(_cast(dtype, value) for value in output)
+    return _cast(dtype, output)
+
+
+def _cast(dtype: torch.dtype, value: Any) -> Any:
+    if not isinstance(value, Tensor) or value.dtype is dtype or not value.is_floating_point():
+        return value
+    return value.to(dtype)

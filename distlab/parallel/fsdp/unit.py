@@ -1,295 +1,117 @@
-"""A unit: parameters that are gathered and freed together, because one module's forward needs them; and their memory.
+"""The memory of FSDP: units, their flat buffers, and the vectors that every rank keeps whole.
+
+    Unit         parameters that are gathered and freed together, because one module needs them
+    FlatParam    those of them that share a flat buffer
+    Replicated   norms, biases and other small parameters
+    NotGathered  what a module's attribute finds while its unit is sharded
 
 `FlatParam` holds a flat buffer to gather into, this rank's slice of the masters, and a flat
-gradient (`layout.py` says what lies where). All-gathering the slices yields the buffer itself, and
-the full parameters are views of it: nothing is copied after the all-gather.
+gradient (`layout.py` plans all of them). All-gathering the slices yields the buffer itself, and the
+full parameters are views of it, so nothing is copied after the all-gather.
 
-A flat buffer's storage is resized to zero bytes when it is freed and back before it is gathered.
-The tensor objects stay, so what autograd saved in forward is valid again in backward without any
-bookkeeping; and the full parameters have version counters separate from the buffer's, so that
-autograd does not treat the refill as a modification.
+A flat buffer's storage is resized to zero bytes when it is freed, and back before it is gathered.
+The tensor objects stay, so a tensor that autograd saved in forward is valid again in backward. The
+full parameters have version counters separate from the buffer's, so that autograd does not take the
+refill for a modification.
 
-On CUDA everything here is issued from the compute stream. A collective starts after what that
-stream holds at its issue, and `wait()` makes the stream wait for the collective: so memory that the
-stream freed may be gathered into at once, and memory that a collective uses is freed only after
-`wait()`.
+On CUDA everything here is issued from the compute stream. A collective starts after the work that
+this stream holds when it is issued, and `wait()` makes the stream wait for the collective. So
+memory that the stream freed may be gathered into at once, and memory that a collective uses is
+freed only after `wait()`.
 """
 
 from collections.abc import Sequence
 from enum import Enum
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
+from torch.utils._pytree import tree_leaves
 
 from distlab.comm import collectives
 from distlab.comm.subgroups import MeshGroups
-from distlab.parallel.fsdp.entry import Entry
-from distlab.parallel.fsdp.layout import RowLayout, plan_buffers
-from distlab.parallel.fsdp.not_gathered import NotGathered
-from distlab.parallel.fsdp.units import UnitPlan
-
-
-class FlatParam:
-    """Parameters of one unit that share a buffer: this rank's slice of the masters, and the buffer to gather into.
-
-    Args:
-        entries: the parameters, alike in both dtypes and in `requires_grad`.
-        device: where masters and buffers lie.
-        groups: the shard group, and the ranks that hold the same slice.
-
-    Attributes:
-        master: this rank's slice, `(layout.slice_numel,)`.
-        shards: what the optimizer sees, by parameter: views of the master slice, perhaps empty.
-        buffer: `(layout.numel,)`, of no memory while sharded.
-        full: what forward sees: views of the buffer.
-    """
-
-    def __init__(self, entries: Sequence[Entry], device: torch.device, groups: MeshGroups):
-        self.entries = list(entries)
-        self.group = group = groups.shard
-        self.replicate = groups.replicate
-        self.rank = group.rank()
-        self.layout = layout = RowLayout([entry.sizes for entry in entries], group.size())
-        self._places_in_buffer = [
-            entry.place_of(entry.sizes, offset)
-            for entry, offset in zip(entries, layout.offsets, strict=True)
-        ]
-        self._places_in_slice = [
-            entry.place_of(layout.shard_sizes(index, self.rank), layout.place(index, self.rank))
-            for index, entry in enumerate(entries)
-        ]
-        self.trainable = entries[0].parameter.requires_grad
-        self.master = torch.zeros(layout.slice_numel, dtype=entries[0].master_dtype, device=device)
-        self.buffer = torch.empty(layout.numel, dtype=entries[0].compute_dtype, device=device)
-        # `.data` gives each full parameter a version counter of its own, which no gather moves.
-        self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
-        # `(rows, …)` with the parameter's dimensions, perhaps empty.
-        shards = [self.master.as_strided(*place) for place in self._places_in_slice]
-        self.shards = [nn.Parameter(shard, self.trainable) for shard in shards]
-        for index, shard in enumerate(self.shards):
-            shard.spread = layout.spread(index, entries[index].parameter, group)
-        self._storage, self._num_bytes = self.buffer.untyped_storage(), self.buffer.nbytes
-        self._storage.resize_(0)
-        self._gathering: tuple[Work, Tensor] | None = None
-        self._reducing: tuple[Work, Tensor] | None = None
-        self._replicating: tuple[Work, Tensor] | None = None
-        # the flat gradient, in the master's dtype, holds what has not been sent
-        self.has_gradient = False
-        if self.trainable:
-            self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
-            self._gradient_views = self._views(self._gradient)
-            self._gradient_storage, self._gradient_bytes = (
-                self._gradient.untyped_storage(),
-                self._gradient.nbytes,
-            )
-            self._gradient_storage.resize_(0)
-            self._zero = self.master.new_zeros(())
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        """`(layout.numel,)` → one view per parameter, of its shape."""
-        return [flat.as_strided(*place) for place in self._places_in_buffer]
-
-    @torch.no_grad()
-    def load(self, index: int, full: Tensor) -> None:
-        """Overwrite this rank's shard of parameter `index` by its rows of `full` (the parameter's shape)."""
-        first, last = self.layout.shard_range(index, self.rank)
-        entry, sizes = self.entries[index], self.layout.shard_sizes(index, self.rank)
-        self.shards[index].copy_(entry.unflatten(entry.flatten(full)[first:last], sizes))
-
-    @torch.no_grad()
-    def gather_masters(self) -> list[Tensor]:
-        """Every parameter in full, in the masters' dtype and its own shape.
-
-        Blocks; needs the memory of both.
-        """
-        flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
-        collectives.wait(
-            collectives.all_gather(flat, self.master, self.group),
-            self.group,
-            "gathering parameters",
-        )
-        return [view.clone() for view in self._views(flat)]
-
-    # -- parameters ----------------------------------------------------------------------------------------
-
-    def unshard(self) -> None:
-        """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
-        self._storage.resize_(self._num_bytes)
-        sent = self.master.to(self.buffer.dtype)
-        self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
-
-    def wait_for_unshard(self) -> None:
-        """Wait for the all-gather in flight, if there is one: the buffer then holds the full parameters."""
-        gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
-        if gathering is not None:
-            collectives.wait(gathering[0], self.group, "gathering parameters")
-
-    def reshard(self) -> None:
-        """Give the buffer's memory back; tensors that are views of it become valid again with the next gather."""
-        if self._gathering is not None:
-            self.wait_for_unshard()  # the collective may still be writing
-        self._storage.resize_(0)
-
-    # -- gradients -----------------------------------------------------------------------------------------
-
-    def accumulate_gradients(self) -> bool:
-        """Add the full parameters' gradients to the flat gradient, in the masters' dtype, and drop them.
-
-        A parameter without a gradient counts as zero; returns whether any has one.
-
-        Raises TypeError for a sparse gradient, with the parameter's name.
-        """
-        if self.has_gradient:
-            self.drop_zeroed()
-        fresh, self.has_gradient = not self.has_gradient, True
-        self._gradient_storage.resize_(self._gradient_bytes)
-        targets, gradients = [], []
-        for entry, parameter, view in zip(
-            self.entries, self.full, self._gradient_views, strict=True
-        ):
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is None:
-                if fresh:
-                    view.zero_()
-            elif gradient.layout is not torch.strided:
-                raise TypeError(
-                    f"the gradient of '{entry.name}' is sparse; FSDP averages dense gradients: "
-                    "build the embedding with sparse=False"
-                )
-            else:
-                targets.append(view)
-                gradients.append(gradient)
-        if targets and fresh:
-            torch._foreach_copy_(targets, gradients)
-        elif targets:
-            torch._foreach_add_(targets, gradients)
-        return bool(targets)
-
-    def hold_gradients(self) -> None:
-        """Give every shard a `.grad`, of no memory, so that `zero_grad()` can drop what the flat gradient keeps."""
-        for shard in self.shards:
-            if shard.grad is None:
-                shard.grad = self._zero.expand(shard.shape)
-
-    def drop_zeroed(self) -> None:
-        """Drop of a flat gradient that is kept what belongs to shards whose `.grad` was dropped."""
-        for shard, view in zip(self.shards, self._gradient_views, strict=True):
-            if shard.grad is None:
-                view.zero_()
-
-    def reduce_scatter(self) -> None:
-        """Start to send the flat gradient, if there is one; this rank will receive its slice of the mean."""
-        assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
-        if self.has_gradient:
-            received = torch.empty_like(self.master)
-            self._reducing = (
-                collectives.reduce_scatter_mean(received, self._gradient, self.group),
-                received,
-            )
-            self.has_gradient = False
-
-    def wait_for_reduce_scatter(self) -> None:
-        """Wait, and put the means into the shards' `.grad` (added to what is there); those of a shard group are sent to
-        its replicas first.
-        """
-        if self._reducing is None:
-            return
-        work, received = self._reducing
-        collectives.wait(work, self.group, "averaging gradients")
-        self._reducing = None
-        self._gradient_storage.resize_(0)
-        if self.replicate is None:
-            self._add_to_grad(received)
-        else:
-            self.wait_for_all_reduce()  # of an earlier backward
-            self._replicating = (collectives.all_reduce_mean(received, self.replicate), received)
-
-    def wait_for_all_reduce(self) -> None:
-        """Wait for the means over the replicas, too, and put them into the shards' `.grad`."""
-        if self._replicating is not None:
-            work, received = self._replicating
-            collectives.wait(work, self.replicate, "averaging gradients of replicas")
-            self._replicating = None
-            self._add_to_grad(received)
-
-    def _add_to_grad(self, received: Tensor) -> None:
-        for shard, place in zip(self.shards, self._places_in_slice, strict=True):
-            gradient = received.as_strided(*place)
-            if shard.grad is None or shard.grad._base is self._zero:
-                shard.grad = gradient
-            else:
-                shard.grad += gradient
-
-    def drop_gradients(self) -> None:
-        """Forget gradients that were not sent (after an exception, or on zero_grad)."""
-        if self.has_gradient:
-            self.has_gradient = False
-            self._gradient_storage.resize_(0)
-        for parameter in self.full:
-            parameter.grad = None
+from distlab.parallel.bucketed import GradientBucket
+from distlab.parallel.buckets import plan_of
+from distlab.parallel.fsdp.layout import Entry, RowLayout, UnitPlan, plan_buffers
 
 
 class State(Enum):
-    """Where a unit's full parameters are."""
+    """State of a unit's full parameters."""
 
-    SHARDED = "sharded"  # nowhere
-    UNSHARDING = "unsharding"  # being gathered
-    UNSHARDED = "unsharded"  # in the buffers, and what the module's attributes find
+    SHARDED = "sharded"  # they have no memory
+    UNSHARDING = "unsharding"  # they are being gathered
+    UNSHARDED = "unsharded"  # they are in the buffers, and the module's attributes find them
 
 
 class Unit:
     """Parameters that are gathered and freed together, because one module's forward needs them.
 
     Args:
-        plan: which module and parameters.
+        index: position among the units.
+        plan: module and parameters.
         device, groups: see `FlatParam`.
 
     Attributes:
-        state: of the full parameters.
-        uses: forwards whose backward has not run yet.
+        state: state of the full parameters.
+        params: one `FlatParam` per dtype and length of rows.
+        trainable: those of them that get gradients.
         full: every entry with its full parameter.
         trained: full parameters that get gradients.
-        touched: backward has reached it since its gradients were last accumulated.
-        watching: forward is running, in which attributes must not find shards.
+        uses: forwards whose backward has not run yet.
+        touched: True if backward has reached the unit since its gradients were last accumulated.
+        watching: True while the wrapper's forward runs, in which attributes must not find shards.
     """
 
     def __init__(self, index: int, plan: UnitPlan, device: torch.device, groups: MeshGroups):
         self.index, self.name, self.module = index, plan.name, plan.module
         kinds: dict[tuple, list[Entry]] = {}
         for entry in plan.entries:
-            key = (entry.compute_dtype, entry.master_dtype, entry.parameter.requires_grad)
-            kinds.setdefault(key, []).append(entry)
-        self.params = [
-            FlatParam([entries[index] for index in indices], device, groups)
-            for entries in kinds.values()
-            for indices in plan_buffers([entry.sizes for entry in entries], groups.shard.size())
-        ]
+            kind = (entry.compute_dtype, entry.master_dtype, entry.parameter.requires_grad)
+            kinds.setdefault(kind, []).append(entry)
+        self.params: list[FlatParam] = []
+        for entries in kinds.values():
+            for indices in plan_buffers([entry.sizes for entry in entries], groups.shard.size()):
+                in_buffer = [entries[index] for index in indices]
+                self.params.append(FlatParam(in_buffer, device, groups))
         self.trainable = [param for param in self.params if param.trainable]
         self.trained = [full for param in self.trainable for full in param.full]
         self.storages = {param.buffer.untyped_storage()._cdata for param in self.params}
-        self.full = [
-            pair for param in self.params for pair in zip(param.entries, param.full, strict=True)
-        ]
-        # of the parameters, what is found there when they are gathered, and when they are not
-        self._places = [
-            (owner, attribute, full, not_gathered)
-            for entry, full in self.full
-            for not_gathered in [
-                NotGathered(entry.parameter, entry.compute_dtype, device, self._read_outside(entry))
-            ]
-            for owner, attribute in entry.owners
-        ]
-        self.watching = False
+        self.full: list[tuple[Entry, nn.Parameter]] = []
+        for param in self.params:
+            self.full += zip(param.entries, param.full, strict=True)
+        self._attributes = self._list_attributes(device)
         self.state = State.SHARDED
         self.uses = 0
         self.touched = False
-        for param in self.params:  # lets go of full parameters before the next unit takes memory
+        self.watching = False
+        for param in self.params:
             for number, entry in enumerate(param.entries):
                 if not entry.parameter.is_meta:
                     param.load(number, entry.parameter.detach())
-                entry.forget_values()
+                entry.forget_values()  # before the next unit takes memory
         self.register()
+
+    def __repr__(self) -> str:
+        return f"Unit({self.name}: {self.state.value}, {self.uses} uses before backward)"
+
+    def _list_attributes(
+        self, device: torch.device
+    ) -> list[tuple[nn.Module, str, nn.Parameter, "NotGathered"]]:
+        """Return (module, attribute, full parameter, stand-in while sharded) of every place."""
+        found = []
+        for entry, full in self.full:
+            message = (
+                f"FSDP: forward reads '{entry.name}' while its unit '{self.name}' is not gathered: "
+                "read it in the forward of the module that owns it, or let the module that reads "
+                "it own it too (reader.weight = owner.weight, before wrapping), and it is gathered "
+                "for the whole pass"
+            )
+            stand_in = NotGathered(entry.parameter, entry.compute_dtype, device, message)
+            for owner, attribute in entry.owners:
+                found.append((owner, attribute, full, stand_in))
+        return found
 
     def register(self) -> None:
         """Let `parameters()` yield the shards."""
@@ -305,7 +127,7 @@ class Unit:
                 param.unshard()
 
     def wait_for_unshard(self) -> None:
-        """Make the full parameters usable, and what the module's attributes find."""
+        """Wait for the full parameters, and let the module's attributes find them."""
         if self.state is State.UNSHARDED:
             return
         try:
@@ -313,32 +135,350 @@ class Unit:
                 param.wait_for_unshard()
         except RuntimeError as error:
             raise RuntimeError(f"FSDP: gathering unit '{self.name}' failed: {error}") from error
-        for owner, attribute, full, _ in self._places:
+        for owner, attribute, full, _ in self._attributes:
             owner.__dict__[attribute] = full
         self.state = State.UNSHARDED
 
     def reshard(self) -> None:
-        """Give the full parameters' memory back, after which the module's attributes do not find them."""
-        if self.state is not State.SHARDED:
-            self.state = State.SHARDED
-            # first: reading a freed buffer would end the process, not raise
-            self.watch(self.watching)
-            for param in self.params:
-                param.reshard()
+        """Free the full parameters' memory. The module's attributes no longer find them."""
+        if self.state is State.SHARDED:
+            return
+        self.state = State.SHARDED
+        # Before memory is freed: reading a freed buffer would end the process instead of raising.
+        self.watch(self.watching)
+        for param in self.params:
+            param.reshard()
 
     def watch(self, watching: bool) -> None:
-        """From now on let the module's attributes find, while nothing is gathered, an error (or shards again)."""
+        """Let the module's attributes find an error while nothing is gathered, or shards again."""
         self.watching = watching
-        if self.state is State.SHARDED:
-            for owner, attribute, _, not_gathered in self._places:
-                if watching:
-                    owner.__dict__[attribute] = not_gathered
-                else:
-                    owner.__dict__.pop(attribute, None)
+        if self.state is not State.SHARDED:
+            return
+        for owner, attribute, _, stand_in in self._attributes:
+            if watching:
+                owner.__dict__[attribute] = stand_in
+            else:
+                owner.__dict__.pop(attribute, None)
 
-    def _read_outside(self, entry: Entry) -> str:
-        return (
-            f"FSDP: forward reads '{entry.name}' while its unit '{self.name}' is not gathered: read it in the forward "
-            "of the module that owns it, or let the module that reads it own it too (reader.weight = owner.weight, "
-            "before wrapping), and it is gathered for the whole pass"
+
+class FlatParam:
+    """Parameters of one unit that share a buffer: this rank's masters, and the buffer to gather into.
+
+    Args:
+        entries: the parameters, of the same two dtypes and the same `requires_grad`.
+        device: device of masters and buffers.
+        groups: the shard group, and the ranks that hold the same slice.
+
+    Attributes:
+        master: this rank's slice, `(layout.slice_numel,)`.
+        shards: parameters that the optimizer sees: views of the master slice, `(rows, …)`, perhaps
+            empty.
+        buffer: `(layout.numel,)`, without memory while sharded.
+        full: parameters that forward sees: views of the buffer.
+        has_gradient: True if the flat gradient holds what has not been sent.
+    """
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device, groups: MeshGroups):
+        self.entries = list(entries)
+        self.group = group = groups.shard
+        self.replicate = groups.replicate
+        self.rank = group.rank()
+        self.layout = layout = RowLayout([entry.sizes for entry in entries], group.size())
+        self._places_in_buffer = []
+        self._places_in_slice = []
+        for index, entry in enumerate(entries):
+            self._places_in_buffer.append(entry.place_of(entry.sizes, layout.offsets[index]))
+            shard_sizes = layout.shard_sizes(index, self.rank)
+            offset_in_slice = layout.place(index, self.rank)
+            self._places_in_slice.append(entry.place_of(shard_sizes, offset_in_slice))
+
+        self.trainable = entries[0].parameter.requires_grad
+        self.master = torch.zeros(layout.slice_numel, dtype=entries[0].master_dtype, device=device)
+        self.shards = []
+        for index, place in enumerate(self._places_in_slice):
+            shard = nn.Parameter(self.master.as_strided(*place), self.trainable)
+            shard.spread = layout.spread(index, entries[index].parameter, group)
+            self.shards.append(shard)
+
+        self.buffer = torch.empty(layout.numel, dtype=entries[0].compute_dtype, device=device)
+        # `.data` gives each full parameter a version counter of its own, which no gather moves.
+        self.full = [nn.Parameter(view.data, self.trainable) for view in self._views(self.buffer)]
+        self._storage = self.buffer.untyped_storage()
+        self._num_bytes = self.buffer.nbytes
+        self._storage.resize_(0)
+
+        self.has_gradient = False
+        if self.trainable:
+            self._gradient = torch.empty(layout.numel, dtype=self.master.dtype, device=device)
+            self._gradient_views = self._views(self._gradient)
+            self._gradient_storage = self._gradient.untyped_storage()
+            self._gradient_bytes = self._gradient.nbytes
+            self._gradient_storage.resize_(0)
+            self._zero = self.master.new_zeros(())
+
+        # Collectives in flight, each with the tensor that it must not lose.
+        self._gathering: tuple[Work, Tensor] | None = None
+        self._reducing: tuple[Work, Tensor] | None = None
+        self._replicating: tuple[Work, Tensor] | None = None
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        """Return one view of a buffer `(layout.numel,)` per parameter, of its shape."""
+        return [flat.as_strided(*place) for place in self._places_in_buffer]
+
+    @torch.no_grad()
+    def load(self, index: int, full: Tensor) -> None:
+        """Overwrite this rank's shard of parameter `index` by its rows of the whole `full`."""
+        first, last = self.layout.shard_range(index, self.rank)
+        entry, sizes = self.entries[index], self.layout.shard_sizes(index, self.rank)
+        self.shards[index].copy_(entry.unflatten(entry.flatten(full)[first:last], sizes))
+
+    @torch.no_grad()
+    def gather_masters(self) -> list[Tensor]:
+        """Return every parameter in full, in the masters' dtype and its own shape.
+
+        Blocks, and needs the memory of both.
+        """
+        flat = torch.empty(self.layout.numel, dtype=self.master.dtype, device=self.master.device)
+        work = collectives.all_gather(flat, self.master, self.group)
+        collectives.wait(work, self.group, "gathering parameters")
+        return [view.clone() for view in self._views(flat)]
+
+    # -- parameters --------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
+        self._storage.resize_(self._num_bytes)
+        sent = self.master.to(self.buffer.dtype)
+        self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
+
+    def wait_for_unshard(self) -> None:
+        """Wait for the all-gather in flight, if there is one. The buffer then holds the parameters."""
+        gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
+        if gathering is not None:
+            work, _ = gathering
+            collectives.wait(work, self.group, "gathering parameters")
+
+    def reshard(self) -> None:
+        """Free the buffer's memory. Views of it become valid again with the next gather."""
+        if self._gathering is not None:
+            self.wait_for_unshard()  # the collective may still be writing
+        self._storage.resize_(0)
+
+    # -- gradients ---------------------------------------------------------------------------------
+
+    def accumulate_gradients(self) -> bool:
+        """Add the full parameters' gradients to the flat gradient, and drop them.
+
+        The flat gradient has the masters' dtype. A parameter without a gradient counts as zero.
+
+        Returns:
+            True if any parameter has a gradient.
+
+        Raises:
+            TypeError: a sparse gradient.
+        """
+        is_first = not self.has_gradient
+        if not is_first:
+            self.drop_zeroed()
+        self.has_gradient = True
+        self._gradient_storage.resize_(self._gradient_bytes)
+        targets, gradients = [], []
+        for entry, parameter, view in zip(
+            self.entries, self.full, self._gradient_views, strict=True
+        ):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is None:
+                if is_first:
+                    view.zero_()
+                continue
+            if gradient.layout is not torch.strided:
+                raise TypeError(
+                    f"the gradient of '{entry.name}' is sparse; FSDP averages dense gradients: "
+                    "build the embedding with sparse=False"
+                )
+            targets.append(view)
+            gradients.append(gradient)
+        if not targets:
+            return False
+        if is_first:
+            torch._foreach_copy_(targets, gradients)
+        else:
+            torch._foreach_add_(targets, gradients)
+        return True
+
+    def hold_gradients(self) -> None:
+        """Give every shard a `.grad` without memory, which `zero_grad()` can drop.
+
+        It stands for the flat gradient that is kept inside no_sync().
+        """
+        for shard in self.shards:
+            if shard.grad is None:
+                shard.grad = self._zero.expand(shard.shape)
+
+    def drop_zeroed(self) -> None:
+        """Zero those parts of the kept flat gradient whose shard's `.grad` was dropped."""
+        for shard, view in zip(self.shards, self._gradient_views, strict=True):
+            if shard.grad is None:
+                view.zero_()
+
+    def reduce_scatter(self) -> None:
+        """Start to send the flat gradient, if there is one. This rank gets its slice of the mean."""
+        assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
+        if self.has_gradient:
+            received = torch.empty_like(self.master)
+            work = collectives.reduce_scatter_mean(received, self._gradient, self.group)
+            self._reducing = (work, received)
+            self.has_gradient = False
+
+    def wait_for_reduce_scatter(self) -> None:
+        """Wait for the mean, and add it to the shards' `.grad`.
+
+        The mean of a shard group is first sent to its replicas, which are waited for later.
+        """
+        if self._reducing is None:
+            return
+        work, received = self._reducing
+        collectives.wait(work, self.group, "averaging gradients")
+        self._reducing = None
+        self._gradient_storage.resize_(0)
+        if self.replicate is None:
+            self._add_to_grad(received)
+        else:
+            self.wait_for_all_reduce()  # of an earlier backward
+            self._replicating = (collectives.all_reduce_mean(received, self.replicate), received)
+
+    def wait_for_all_reduce(self) -> None:
+        """Wait for the mean over the replicas, and add it to the shards' `.grad`."""
+        if self._replicating is not None:
+            work, received = self._replicating
+            collectives.wait(work, self.replicate, "averaging gradients of replicas")
+            self._replicating = None
+            self._add_to_grad(received)
+
+    def _add_to_grad(self, received: Tensor) -> None:
+        for shard, place in zip(self.shards, self._places_in_slice, strict=True):
+            gradient = received.as_strided(*place)
+            if shard.grad is None or shard.grad._base is self._zero:
+                shard.grad = gradient
+            else:
+                shard.grad += gradient
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not sent, after an exception or on zero_grad."""
+        if self.has_gradient:
+            self.has_gradient = False
+            self._gradient_storage.resize_(0)
+        for parameter in self.full:
+            parameter.grad = None
+
+
+class Replicated:
+    """Masters of the small parameters (norms, biases, integers), whole on every rank.
+
+    One all-reduce per dtype averages their gradients. Where the module computes in another dtype
+    than the master's, its attributes find a copy in that dtype. `refresh()` brings it up to date,
+    and the copy's gradient is moved to the master as soon as it is complete.
+
+    Attributes:
+        masters: every entry with its master.
+        trainable: the masters that get gradients.
+        cast: masters that forward does not read, with names.
+    """
+
+    def __init__(self, entries: Sequence[Entry], device: torch.device, group: ProcessGroup):
+        self.masters: list[tuple[Entry, nn.Parameter]] = []
+        self.cast: list[tuple[str, nn.Parameter]] = []
+        self._copies: list[nn.Parameter] = []  # of `cast`, which forward reads instead
+        self._group = group
+        for entry in entries:
+            before = entry.parameter
+            if before.is_meta:
+                values = torch.empty_like(before, device=device, dtype=entry.master_dtype)
+            else:
+                values = before.detach().to(entry.master_dtype)
+            master = nn.Parameter(values, before.requires_grad)
+            self.masters.append((entry, master))
+            entry.register(master)
+            if entry.compute_dtype != master.dtype:
+                copy = nn.Parameter(master.detach().to(entry.compute_dtype), master.requires_grad)
+                if copy.requires_grad:
+                    copy.register_post_accumulate_grad_hook(partial(_move_gradient, master))
+                entry.install(copy)
+                self._copies.append(copy)
+                self.cast.append((entry.name, master))
+        self.trainable = [master for _, master in self.masters if master.requires_grad]
+        plans = plan_of(self.trainable, bucket_size_mb=None)
+        self._buckets = [GradientBucket(plan, self.trainable) for plan in plans]
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Cast the masters again."""
+        # Through `.data`, because a forward before this one may have saved the copy.
+        copies = [copy.data for copy in self._copies]
+        torch._foreach_copy_(copies, [master for _, master in self.cast])
+
+    def average(self) -> None:
+        """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient.
+
+        Blocks.
+        """
+        for bucket in self._buckets:
+            bucket.work = collectives.all_reduce_mean(bucket.seal(), self._group)
+        for bucket in self._buckets:
+            collectives.wait(bucket.work, self._group, "averaging gradients")
+            bucket.unpack()
+
+
+def _move_gradient(master: nn.Parameter, copy: nn.Parameter) -> None:
+    """Add the gradient of a low-precision copy to its master's, and drop it. A hook of the copy."""
+    gradient, copy.grad = copy.grad.to(master.dtype), None
+    master.grad = gradient if master.grad is None else master.grad + gradient
+
+
+class NotGathered(Tensor):
+    """A tensor with the gathered parameter's shape, strides, dtype and device, and an error.
+
+    A module's attribute finds it in forward while its unit is sharded. A shard has the dimensions
+    of its parameter, so an operator might well compute with it: a head that reads
+    `embedding.weight` would silently give logits of a part of the vocabulary.
+
+    Args:
+        like: any tensor of that shape and these strides.
+        dtype, device: dtype and device of the gathered parameter.
+        message: text of the RuntimeError that any operator on it raises, and asking for its
+            address.
+    """
+
+    _message: str
+
+    @staticmethod
+    def __new__(
+        cls, like: Tensor, dtype: torch.dtype, device: torch.device, message: str
+    ) -> "NotGathered":
+        stand_in = Tensor._make_wrapper_subclass(
+            cls,
+            like.shape,
+            strides=like.stride(),
+            storage_size=0,
+            dtype=dtype,
+            device=device,
+            requires_grad=like.requires_grad,
         )
+        stand_in._message = message
+        return stand_in
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> NoReturn:
+        found = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise RuntimeError(found._message)
+
+    def data_ptr(self) -> NoReturn:
+        """Raise RuntimeError: a kernel that is given this address would read unallocated memory."""
+        raise RuntimeError(self._message)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({tuple(self.shape)}, {self.dtype})"
