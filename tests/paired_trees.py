@@ -17,6 +17,7 @@ runs, which is larger than the differences that matter here, hits both.
 import argparse
 import importlib
 import importlib.util
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from pathlib import Path
 from types import ModuleType
 
 import torch
+import torch.distributed as dist
 
 from distlab.comm import RankContext, rank_context
 from distlab.measure.statistics import paired_ratio, percentiles
@@ -56,6 +58,20 @@ def _forget() -> dict[str, ModuleType]:
     return {name: sys.modules.pop(name) for name in ours}
 
 
+# torch's own function, and how many times a tree has been attached.
+_prefix_store, _attached = dist.PrefixStore, itertools.count()
+
+
+def _use_new_keys() -> None:
+    """Give what is attached next keys of its own in the job's store.
+
+    On gloo, wrappers connect their ranks once per import of `distlab.comm.agreement`, under one name,
+    and would find the addresses of the tree before.
+    """
+    number = next(_attached)
+    dist.PrefixStore = lambda prefix, store: _prefix_store(f"{prefix}/{number}", store)
+
+
 def samples(
     context: RankContext, options: argparse.Namespace, strategy: str, shard_size: int | None
 ) -> list[float]:
@@ -78,6 +94,7 @@ def samples(
     # which an older tree does not know
     mesh = {} if shard_size is None else {"shard_size": shard_size}
     row = bench_module.variants([strategy], [options.bucket_size_mb], **mesh)
+    _use_new_keys()
     blocks = {
         "rounds": 1,
         "warmup": options.warmup,
@@ -92,6 +109,7 @@ def losses(context: RankContext, options: argparse.Namespace, strategy: str) -> 
     from distlab.model import TransformerLM, cross_entropy, preset
     from distlab.parallel import get_strategy
 
+    _use_new_keys()
     torch.manual_seed(context.rank)
     config = preset(options.size)
     module = TransformerLM(config).to(context.device)
