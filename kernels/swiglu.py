@@ -102,8 +102,8 @@ def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor,
     options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * cdiv(cols, options.block),)
     if rows == 1:
-        # The stride of a single row is never used. Pass 0 for it: Triton compiles a kernel again for
-        # integers with other divisors, and the stride here would be the number of elements.
+        # The stride of a single row is never used. Pass 0, because it would be the number of
+        # elements, and Triton compiles a kernel again for an integer with other divisors.
         strides = [0] * len(matrices)
     else:
         strides = [matrix.stride(0) for matrix in matrices]
