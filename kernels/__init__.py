@@ -1,11 +1,11 @@
 """Triton kernels, one operation per file.
 
-Imports none of them: take what you need from the submodules.
+This file imports none of them: import the submodules that you need.
 
-Hugging Face's package is also called `kernels`. Where it is installed and a clone of this
-repository comes before it on `sys.path`, this file makes way: `import kernels` is then their
-package, with this folder added to its path. So both `import kernels.rmsnorm` and `from kernels
-import get_kernel` work. setup.py says what happens in an installation.
+Hugging Face's package is also called `kernels`. If it is installed, and a clone of this repository
+comes before it on `sys.path`, this file makes way: `import kernels` then gives their package, with
+this folder added to its path. So both `import kernels.rmsnorm` and `from kernels import get_kernel`
+work. setup.py explains what happens in an installation.
 """
 
 import importlib.metadata
@@ -25,11 +25,11 @@ def _make_way() -> None:
         return
     spec = importlib.util.spec_from_file_location(__name__, theirs)
     package = importlib.util.module_from_spec(spec)
-    # First, because their folder may also have the kernels of an installed distlab, which the clone
-    # comes before.
+    # First in the path: their folder may also contain the kernels of an installed distlab, and the
+    # clone takes precedence.
     package.__path__.insert(0, str(Path(__file__).parent))
-    # Before their code runs, because it imports its own submodules by this name. After it, Python's
-    # import takes what it finds here as the result of `import kernels`.
+    # Before their code runs, because it imports its own submodules by this name. When this file
+    # ends, Python takes the entry as the result of `import kernels`.
     sys.modules[__name__] = package
     spec.loader.exec_module(package)
 

@@ -1,12 +1,16 @@
-"""RMSNorm and LayerNorm of rows that do not fit in one program's registers: in chunks, read twice.
+"""RMSNorm and LayerNorm of rows that do not fit in one program's registers.
 
-Forward: one program per row walks over it once for the statistics and once more, backwards, to
-normalise: the chunks that were read last are still in the cache. The variance of LayerNorm merges
-the moments of the chunks (Chan et al. 1979, the parallel form of Welford's recurrence), which does
-not cancel as Σx² − (Σx)²/n does.
+Mathematics, shapes and names are those of `rmsnorm.py`. A row is cut into chunks of BLOCK columns
+and read twice.
 
-Backward: a first kernel computes each row's two means, which `rmsnorm.backward_kernel`, whose
-programs own some columns of many rows then, reads.
+Forward: one program per row. Its first loop reads the chunks for the statistics, its second loop
+reads them again to normalise. The second loop runs from the last chunk to the first, because the
+chunks that were read last are still in the cache. LayerNorm merges the moments of the chunks (Chan
+et al. 1979, the parallel form of Welford's recurrence). Unlike Σx² − (Σx)²/n this does not cancel.
+
+Backward: a first kernel computes the means of w·g·ŝ and w·g of each row. Then
+`rmsnorm.backward_kernel` reads them. Its programs own some columns of many rows, so that none of
+them needs a whole row.
 """
 
 import torch
@@ -19,12 +23,16 @@ from .rmsnorm import gradient_before
 
 @triton.jit
 def merge_moments(count, mean, m2, piece_count, piece_mean, piece_m2):
-    """Mean and sum of squared deviations of two sets together; counts are above 0 for the second."""
+    """Return count, mean and sum of squared deviations of two sets of numbers together.
+
+    The first set may be empty, with all three 0. The second may not.
+    """
     total = count + piece_count
     delta = piece_mean - mean
     return (
         total,
         mean + delta * (piece_count / total),
+        # Each set's deviations count from its own mean. The last term moves them to the common one.
         m2 + piece_m2 + delta * delta * (count * piece_count / total),
     )
 
@@ -46,12 +54,13 @@ def long_forward_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row per program; CENTRE makes it LayerNorm."""
+    """Normalise one row per program. CENTRE makes it LayerNorm, SILU applies SiLU to the result."""
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * stride_x
     y_ptr += row * cols
     s_ptr += row * cols
     offsets = tl.arange(0, BLOCK)
+    # Moments of the chunks so far. RMSNorm leaves the mean at 0 and m2 is the sum of squares.
     count = 0.0
     mean = 0.0
     m2 = 0.0
@@ -62,10 +71,11 @@ def long_forward_kernel(
             s += load_fp32(residual_ptr + row * stride_residual + start + offsets, inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + start + offsets, rounded, mask=inside)
-            s = rounded.to(tl.float32)
+            s = rounded.to(tl.float32)  # backward reads the rounded sum, so normalise that
         if CENTRE:
             here = tl.minimum(cols - start, BLOCK).to(tl.float32)  # the last chunk may be shorter
             piece_mean = tl.sum(s, 0) / here
+            # Columns beyond the row are 0 − mean here, and must not count.
             deviation = tl.where(inside, s - piece_mean, 0.0)
             count, mean, m2 = merge_moments(
                 count, mean, m2, here, piece_mean, tl.sum(deviation * deviation, 0)
@@ -77,7 +87,8 @@ def long_forward_kernel(
     if CENTRE:
         tl.store(r_ptr + tl.num_programs(0) + row, mean)
     if residual_ptr is not None:
-        tl.debug_barrier()  # other threads of this program wrote what is read now
+        # s is read back from memory, where other threads of this program wrote it.
+        tl.debug_barrier()
     pieces = tl.cdiv(cols, BLOCK)
     for piece in tl.range(0, pieces):
         columns = (pieces - 1 - piece) * BLOCK + offsets
@@ -105,13 +116,17 @@ def row_products_kernel(
     SILU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """c: of each row mean(w·g·ŝ), and for LayerNorm then of each row mean(w·g)."""
+    """Compute one row's mean(w·g·ŝ) per program and, with CENTRE, its mean(w·g).
+
+    c is (N) fp32, or (2, N) with CENTRE: first the means of w·g·ŝ of all rows, then those of w·g.
+    """
     row = tl.program_id(0).to(tl.int64)
     offsets = tl.arange(0, BLOCK)
     r = tl.load(r_ptr + row)
     mean = 0.0
     if CENTRE:
         mean = tl.load(r_ptr + tl.num_programs(0) + row)
+    # One sum per column of a chunk: threads exchange their sums only once, after the loop.
     c1 = tl.zeros([BLOCK], tl.float32)
     c2 = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
@@ -128,8 +143,18 @@ def row_products_kernel(
         tl.store(c_ptr + tl.num_programs(0) + row, tl.sum(c2, 0) / cols)
 
 
-def launch_long_forward(x, residual, w, y, s, r, eps, silu, bias=None) -> None:
-    """Fill y, r and with a residual s; all as for `rmsnorm.launch_forward`."""
+def launch_long_forward(
+    x: Tensor,
+    residual: Tensor | None,
+    w: Tensor,
+    y: Tensor,
+    s: Tensor,
+    r: Tensor,
+    eps: float,
+    silu: bool,
+    bias: Tensor | None = None,
+) -> None:
+    """Fill y, r and, with a residual, s; all arguments are those of `rmsnorm.launch_forward`."""
     rows, cols = x.shape
     launch = chosen("long_forward", Launch(block=8192, warps=16))
     launch.start(
@@ -151,8 +176,11 @@ def launch_long_forward(x, residual, w, y, s, r, eps, silu, bias=None) -> None:
     )
 
 
-def launch_products(dy, s, w, r, silu) -> Tensor:
-    """Per row mean(w·g·ŝ), (1, N), for LayerNorm with mean(w·g) as (2, N); all as for `rmsnorm.launch_backward`."""
+def launch_products(dy: Tensor, s: Tensor, w: Tensor, r: Tensor, silu: bool) -> Tensor:
+    """Return each row's mean(w·g·ŝ) as (1, N), or for LayerNorm with its mean(w·g) as (2, N), fp32.
+
+    The arguments are those of `rmsnorm.launch_backward`.
+    """
     rows, cols = s.shape
     centre = r.dim() == 2
     c = s.new_empty(1 + centre, rows, dtype=torch.float32)

@@ -1,12 +1,14 @@
-"""What the kernels that treat a tensor as rows share: checks, the two-dimensional view, tiles and launch parameters.
+"""Shared parts of the kernels that treat a tensor as rows: checks, views, launches, small kernels.
 
-A row kernel works on tiles of ROWS × BLOCK elements, BLOCK a power of two that covers a whole row,
-so that a row is read once, kept in registers, and written once. How a tile is launched depends on
-the row's length only, unless it is `forced`.
+A row kernel views its tensor as a matrix and works on tiles of ROWS × BLOCK elements. BLOCK is a
+power of two that covers a whole row, so that a row is read once, kept in registers and written
+once. The launch parameters depend only on the length of a row, unless a test or a measurement sets
+them with `_dispatch.forced`.
 
-Gradients of a weight that all rows share are summed in two stages: each of P programs adds up its
-own rows in fp32 and writes one row of a (P, columns) matrix, whose columns `sum_columns` adds.
-Unlike atomic additions the order is fixed, and so are the bits of the result.
+The gradient of a weight that all rows share is summed in two stages. First, each of P programs adds
+up its own rows in fp32 and writes one row of a (P, columns) matrix. Then `sum_columns` adds the P
+rows. Atomic additions would need one stage, but their order changes from run to run, and with it
+the rounding. Here the order is fixed, so the result is the same bit for bit.
 """
 
 from collections.abc import Sequence
@@ -19,25 +21,26 @@ from torch import Tensor
 from . import _dispatch
 from ._dispatch import cdiv, power_of_two, tl, triton
 
-# Bytes of all stages of pipelined loads, of which one less than their number lies in shared memory:
-# a program has 163 KiB of that or more on these generations, and 99 on others (CUDA programming
-# guide, compute capabilities).
-TILES_IN_FLIGHT, TILES_IN_LESS = 200 * 1024, 140 * 1024
-MOST_IN_TILE = 8192  # elements of a pipelined tile, as long as a row fits
+# Bytes of all stages of a pipelined load. One stage less than their number is in shared memory.
+# These generations have at least 163 KiB of shared memory per program, the others have 99 KiB (CUDA
+# programming guide, "Compute Capabilities").
 MUCH_SHARED_MEMORY = frozenset({"sm_80", "sm_87", "sm_90", "sm_100", "sm_103", "interpreter"})
+STAGE_BYTES = 200 * 1024
+STAGE_BYTES_LITTLE_SHARED_MEMORY = 140 * 1024
+MAX_PIPELINED_ELEMENTS = 8192  # per tile, unless a single row is longer
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How one kernel is launched.
+    """Launch parameters of one kernel.
 
     Args:
         block: columns per tile, a power of two.
         rows: rows per tile, a power of two.
-        warps: of 32 threads.
-        stages: tiles in flight in the loop over tiles; 1 loads a tile when it is needed.
-        per_sm: programs per multiprocessor, each of which walks over many tiles; 0 starts one
+        warps: warps per program, 32 threads each.
+        stages: tiles in flight in the loop over tiles. With 1, a tile is loaded when it is needed.
+        per_sm: programs per multiprocessor, each of which loops over many tiles. 0 starts one
             program per tile.
     """
 
@@ -48,94 +51,139 @@ class Launch:
     per_sm: int = 0
 
     def programs(self, rows: int, device: torch.device) -> int:
-        """Size of the grid for that many rows."""
+        """Return the number of programs for a matrix with this number of rows."""
         tiles = cdiv(rows, self.rows)
-        return (
-            tiles
-            if self.per_sm == 0
-            else min(tiles, self.per_sm * _dispatch.multiprocessors(device))
-        )
+        if self.per_sm == 0:
+            return tiles
+        return min(tiles, self.per_sm * _dispatch.multiprocessors(device))
 
     def start(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launch a kernel with tiles of BLOCK columns; options are its other constants."""
+        """Launch a Triton kernel with tiles of BLOCK columns.
+
+        Args:
+            kernel: function decorated with `triton.jit`.
+            grid: number of programs along each axis.
+            args: arguments of the kernel, in order.
+            options: the kernel's other constants and Triton's launch options.
+        """
         _dispatch.launch(kernel, grid, *args, BLOCK=self.block, num_warps=self.warps, **options)
 
 
 def chosen(kernel: str, default: Launch) -> Launch:
-    """Return the launch parameters forced upon `kernel`, or the default."""
+    """Return the launch parameters that `forced` sets for this kernel, or else the default."""
     return _dispatch.FORCED.get(kernel, default)
 
 
 def row_launch(
-    kernel: str, cols: int, per_thread: int = 16, tile: int = 2048, **options: int
+    kernel: str,
+    cols: int,
+    per_thread: int = 16,
+    tile: int = 2048,
+    stages: int = 1,
+    per_sm: int = 0,
 ) -> Launch:
-    """Launch parameters for tiles of whole rows.
+    """Return launch parameters for tiles of whole rows.
 
     Args:
-        kernel: its name, for `forced`.
-        cols: elements of a row.
-        per_thread: elements that a thread holds, as long as there are at most 32 warps.
-        tile: elements of a tile at the least; short rows share one.
-        options: stages and per_sm of `Launch`.
+        kernel: name of the kernel for `_dispatch.forced`.
+        cols: elements per row.
+        per_thread: elements per thread. Rows that would then need more than 32 warps get 32.
+        tile: smallest number of elements per tile. Several short rows share one tile.
+        stages: as for `Launch`.
+        per_sm: as for `Launch`.
     """
     block = power_of_two(cols)
     rows = max(1, tile // block)
-    warps = min(32, max(1, rows * block // (32 * per_thread)))
-    return chosen(kernel, Launch(block, rows, warps, **options))
+    warps_needed = rows * block // (32 * per_thread)
+    warps = min(32, max(1, warps_needed))
+    return chosen(kernel, Launch(block, rows, warps, stages, per_sm))
 
 
 def pipelined_launch(cols: int, itemsize: int, device: torch.device) -> Launch:
-    """Launch parameters of a norm's backward: a program per multiprocessor walks over tiles of rows, loads under way.
+    """Return launch parameters for the backward of a norm.
 
-    Few programs keep what each of them adds up over its rows small in all; several tiles in flight
-    make up for it.
+    One program per multiprocessor loops over tiles of rows. Few programs keep the matrix of their
+    partial weight gradients small. Each of them has several tiles in flight, because a single
+    program per multiprocessor would otherwise wait for memory.
 
     Args:
-        cols: elements of a row.
-        itemsize: bytes per element of all tensors that are loaded together.
-        device: where it runs.
+        cols: elements per row.
+        itemsize: bytes per element, summed over all tensors that are loaded together.
+        device: device of the tensors.
     """
     block = power_of_two(cols)
-    if block < 1024:  # many short rows: smaller tiles, more programs
+    if block < 1024:
+        # A tile of short rows needs few registers: several programs share a multiprocessor.
         return row_launch("rmsnorm_backward", cols, stages=2, per_sm=4)
-    most = (
-        TILES_IN_FLIGHT
-        if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY
-        else TILES_IN_LESS
+    if _dispatch.generation(device.index) in MUCH_SHARED_MEMORY:
+        stage_bytes = STAGE_BYTES
+    else:
+        stage_bytes = STAGE_BYTES_LITTLE_SHARED_MEMORY
+    # Choose the largest tile of which three fit, then the number of tiles that really fit: a single
+    # row can be longer than a third of the budget.
+    elements = min(MAX_PIPELINED_ELEMENTS, stage_bytes // (3 * itemsize))
+    rows_that_fit = max(1, elements // block)
+    rows = power_of_two(rows_that_fit + 1) // 2  # largest power of two that is not above it
+    tiles_that_fit = stage_bytes // (rows * block * itemsize)
+    launch = Launch(
+        block,
+        rows,
+        warps=min(16, rows * block // 512),
+        stages=max(1, min(3, tiles_that_fit)),
+        per_sm=1,
     )
-    rows = power_of_two(max(1, min(MOST_IN_TILE, most // (3 * itemsize)) // block) + 1) // 2
-    fit = most // (rows * block * itemsize)
-    return chosen(
-        "rmsnorm_backward",
-        Launch(block, rows, min(16, rows * block // 512), max(1, min(3, fit)), per_sm=1),
-    )
+    return chosen("rmsnorm_backward", launch)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x as a matrix (rows, last dimension) whose rows are contiguous; copied where its strides do not allow a view."""
-    matrix = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
-    return matrix if matrix.stride(-1) == 1 or matrix.shape[-1] == 1 else matrix.contiguous()
+    """Return x as a matrix (rows, last dimension) whose rows are contiguous.
+
+    The result is a view where the strides of x allow one, and a copy otherwise.
+    """
+    if x.numel():
+        matrix = x.reshape(-1, x.shape[-1])
+    else:
+        matrix = x.new_empty(0, x.shape[-1])  # -1 is ambiguous in a tensor without elements
+    if matrix.stride(-1) == 1 or matrix.shape[-1] == 1:
+        return matrix
+    return matrix.contiguous()
 
 
 def check(name: str, x: object, dims: int = 0, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
-    """Raise unless x is a tensor of an allowed dtype with at least `dims` dimensions."""
+    """Raise unless x is a tensor of an allowed dtype with at least `dims` dimensions.
+
+    Args:
+        name: name of the argument, for the error.
+        x: the argument.
+        dims: smallest number of dimensions.
+        dtypes: allowed dtypes.
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: the dtype or the number of dimensions does not fit.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in dtypes:
-        allowed = ", ".join(str(d).removeprefix("torch.") for d in dtypes)
+        allowed = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
         raise ValueError(f"{name} has dtype {x.dtype}; allowed: {allowed}")
     if x.dim() < dims:
-        raise ValueError(
-            f"{name} has shape {tuple(x.shape)}; at least {dims} dimension{'s' * (dims > 1)} needed"
-        )
+        unit = "dimension" if dims == 1 else "dimensions"
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; at least {dims} {unit} needed")
 
 
 def check_like(name: str, x: object, other_name: str, other: Tensor, *, dtype: bool = True) -> None:
-    """Raise unless x is a tensor of the other's shape, device and (if asked for) dtype."""
+    """Raise unless x is a tensor of the other's shape and device and, with `dtype`, of its dtype.
+
+    Raises:
+        TypeError: x is not a tensor.
+        ValueError: shape, dtype or device differ.
+    """
     check(name, x)
     if x.shape != other.shape:
         raise ValueError(
-            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; they must be equal"
+            f"{name} has shape {tuple(x.shape)}, {other_name} {tuple(other.shape)}; "
+            "they must be equal"
         )
     if dtype and x.dtype != other.dtype:
         raise ValueError(
@@ -145,7 +193,7 @@ def check_like(name: str, x: object, other_name: str, other: Tensor, *, dtype: b
 
 
 def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """Raise unless both are on one device."""
+    """Raise ValueError unless both tensors are on one device."""
     if x.device != other.device:
         raise ValueError(
             f"{name} is on {x.device}, {other_name} on {other.device}; they must be on one device"
@@ -155,17 +203,23 @@ def check_device(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 def check_width(
     name: str, weight: object, x_name: str, x: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES
 ) -> None:
-    """Raise unless weight is a vector as long as x's last dimension, on x's device."""
+    """Raise unless weight is a vector as long as x's last dimension, on x's device.
+
+    Raises:
+        TypeError: weight is not a tensor.
+        ValueError: its dtype, shape or device does not fit.
+    """
     check(name, weight, dtypes=dtypes)
     if tuple(weight.shape) != (x.shape[-1],):
         raise ValueError(
-            f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), as wide as {x_name}"
+            f"{name} has shape {tuple(weight.shape)}; allowed: ({x.shape[-1]},), "
+            f"as wide as {x_name}"
         )
     check_device(name, weight, x_name, x)
 
 
 def check_positive(name: str, value: object) -> None:
-    """Raise unless value is a number above zero."""
+    """Raise TypeError or ValueError unless value is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not 0 < value < float("inf"):
@@ -173,12 +227,12 @@ def check_positive(name: str, value: object) -> None:
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Return the results' dtype: autocast's where it is on, else x's.
+    """Return the dtype of an operation's result: autocast's where autocast is on, else x's.
 
-    Meta knows no autocast; fp64 stays.
+    Autocast does not cover the meta device, and float64 is never cast.
     """
     if not isinstance(x, Tensor):
-        return torch.float32  # the operator's check says what is wrong
+        return torch.float32  # any dtype will do: the operator's check raises next
     if not torch._C._is_any_autocast_enabled():
         return x.dtype
     device = x.device.type
@@ -188,9 +242,10 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
-    """Return the dtype of y and x, autocast's where it is on.
+    """Return the dtype that y and x have, after autocast where it is on.
 
-    Raise unless it is one then, on one device.
+    Raises:
+        ValueError: their dtypes differ, or their devices.
     """
     check_device(y_name, y, x_name, x)
     if y.dtype != x.dtype and autocast_dtype(y) != autocast_dtype(x):
@@ -199,31 +254,41 @@ def common_dtype(y_name: str, y: Tensor, x_name: str, x: Tensor) -> torch.dtype:
 
 
 def autocast(*tensors: Tensor) -> Sequence[Tensor]:
-    """Cast tensors as autocast does, where it is on; what is no tensor is left to the operator's check.
+    """Cast tensors as autocast does, where it is on.
 
-    Autograd casts the gradients back.
+    Autograd casts the gradients back. Arguments that are not tensors are returned as they are,
+    because the operator's check has the better error.
     """
-    first = autocast_dtype(tensors[0])
+    dtype = autocast_dtype(tensors[0])
     for x in tensors:
-        if getattr(x, "dtype", None) is not first:
-            dtypes = [autocast_dtype(x) for x in tensors]
-            return [
-                x if getattr(x, "dtype", y) is y else x.to(y)
-                for x, y in zip(tensors, dtypes, strict=True)
-            ]
-    return tensors  # nothing to cast: the usual case, in few microseconds
+        if getattr(x, "dtype", None) is not dtype:
+            return [_autocast_one(x) for x in tensors]
+    return tensors  # the usual case: it must not cost more than a few microseconds
+
+
+def _autocast_one(x: object) -> object:
+    """Cast one tensor as autocast does, and return any other object as it is."""
+    if not isinstance(x, Tensor):
+        return x
+    dtype = autocast_dtype(x)
+    return x if x.dtype is dtype else x.to(dtype)
 
 
 def sum_over_rows(x: Tensor) -> Tensor:
-    """Σ over all dimensions but the last, (…, D) → (D), in fp32 (float64 for float64)."""
-    return x.unsqueeze(0).flatten(0, -2).sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
+    """Sum over all dimensions but the last, (…, D) → (D), in fp32, or in float64 for float64."""
+    rows = x.unsqueeze(0).flatten(0, -2)  # the extra dimension lets a vector be a single row
+    return rows.sum(0, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @triton.jit
 def load_fp32(pointers, inside, other=0.0, policy: tl.constexpr = None):
-    """Load what the pointers address, as fp32, and `other` where `inside` is false.
+    """Load the elements at the pointers as fp32.
 
-    The policy is a hint for the L2 cache.
+    Args:
+        pointers: block of pointers.
+        inside: boolean block. Elements where it is false are not read.
+        other: value of the elements that are not read.
+        policy: hint for the L2 cache, see `_dispatch.STREAMED`.
     """
     return tl.load(pointers, mask=inside, other=other, eviction_policy=policy).to(tl.float32)
 
@@ -238,10 +303,17 @@ def store_rounded(pointers, x, inside):
 def column_sum_kernel(
     parts_ptr, out_ptr, second_ptr, count, cols, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """BLOCK columns of out (cols) = Σ over the rows of parts (count, cols) fp32; program_id(1) = 1: of the second."""
+    """Sum BLOCK columns of one (count, cols) fp32 matrix over its rows.
+
+    parts is one such matrix or two, one after the other. The second axis of the grid says which:
+    programs with program_id(1) = 0 write to out, those with 1 to the second output.
+    """
+    # int64: count · cols may exceed 2³¹ elements.
     parts_ptr += tl.program_id(1).to(tl.int64) * count * cols
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     rows = tl.arange(0, ROWS)
+    # ROWS sums per column stay apart until the end: each thread adds only its own elements, and
+    # threads exchange sums once.
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, count, ROWS):
         inside = (start + rows < count)[:, None] & (columns < cols)[None, :]
@@ -256,22 +328,31 @@ def column_sum_kernel(
 def sum_columns(
     parts: Tensor, first: torch.dtype, second: torch.dtype | None = None
 ) -> list[Tensor | None]:
-    """parts (K, P, columns) fp32, K 1 or 2 → two vectors (columns) in these dtypes, in one launch; or one and None."""
+    """Sum one or two matrices of partial sums over their rows, in one launch.
+
+    Args:
+        parts: (K, P, columns) fp32 with K = 1 or 2: K matrices of P partial sums.
+        first: dtype of the first matrix's sum.
+        second: dtype of the second matrix's sum, or None if K is 1.
+
+    Returns:
+        Two vectors (columns), of which the second is None if K is 1.
+    """
     kinds, count, cols = parts.shape
-    out = [
-        None if dtype is None else parts.new_empty(cols, dtype=dtype) for dtype in (first, second)
-    ]
-    # Few columns per program: the matrix is small, and what counts is that all SMs take part.
+    first_sum = parts.new_empty(cols, dtype=first)
+    second_sum = None if second is None else parts.new_empty(cols, dtype=second)
+    # The matrix is small. Few columns per program make enough programs for all multiprocessors.
     block = 16
     _dispatch.launch(
         column_sum_kernel,
         (cdiv(cols, block), kinds),
         parts,
-        *out,
+        first_sum,
+        second_sum,
         count,
         cols,
         ROWS=64,
         BLOCK=block,
         num_warps=4,
     )
-    return out
+    return [first_sum, second_sum]

@@ -1,8 +1,8 @@
-"""A gradient that was made for an upstream of 1, multiplied by the actual upstream.
+"""Multiply a gradient that was made for an upstream gradient of 1 by the actual one.
 
-The upstream of a loss is usually 1, but it lies in device memory: to look at it the host would have
-to wait. So the kernel looks, and leaves without touching the gradient; only other factors cost a
-pass over it.
+The upstream gradient of a loss is usually 1, but it is in device memory, and the host would have to
+wait to see it. So the kernel reads it, and returns without touching the gradient if it is 1. Only
+other factors cost a pass over the gradient.
 """
 
 import torch
@@ -15,10 +15,14 @@ from ._rows import Launch, store_rounded
 
 @triton.jit
 def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """x *= factor over every num_programs-th block, unless the factor is 1; zeros stay, whatever the factor."""
+    """Multiply x by factor, in the blocks i, i + P, i + 2·P, … in program i of P.
+
+    A factor of 1 changes nothing, and elements that are 0 stay 0 for every factor.
+    """
     factor = tl.load(factor_ptr).to(tl.float32)
     if factor != 1.0:
         for block in tl.range(tl.program_id(0), tl.cdiv(count, BLOCK), tl.num_programs(0)):
+            # int64: x may have 2³¹ elements or more.
             offsets = tl.cast(block, tl.int64) * BLOCK + tl.arange(0, BLOCK)
             inside = offsets < count
             x = tl.load(x_ptr + offsets, mask=inside).to(tl.float32)
@@ -28,10 +32,14 @@ def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
 
 @_dispatch.operator("scale_", mutates_args=("x",), opaque=True)
 def scale_(x: Tensor, factor: Tensor) -> None:
-    """x *= factor, in place; x contiguous, of any shape, factor one element of any floating dtype on its device.
+    """Multiply x by factor in place.
 
-    Zeros stay zeros where the factor is infinite or NaN, as loss scaling makes it: rows that are
-    ignored have none.
+    Elements that are 0 stay 0 where the factor is infinite or NaN, which loss scaling can make it:
+    rows that are ignored have gradient 0 in any case.
+
+    Args:
+        x: contiguous tensor of any shape.
+        factor: one element of any floating dtype on x's device.
     """
     if _dispatch.idle(x):
         return
@@ -39,6 +47,7 @@ def scale_(x: Tensor, factor: Tensor) -> None:
         zero = x == 0
         x.mul_(factor.to(torch.float32)).masked_fill_(zero, 0)
         return
+    # A fixed number of programs: those that find a factor of 1 should be few and return at once.
     launch = Launch(block=4096, warps=8, per_sm=8)
     blocks = cdiv(x.numel(), launch.block)
     launch.start(scale_kernel, (launch.programs(blocks, x.device),), x, factor, x.numel())

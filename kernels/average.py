@@ -1,10 +1,13 @@
-"""The mean of several tensors, written over one of them: what is left to compute of an all-reduce by copy engines.
+"""Mean of several tensors, written over one of them.
 
-Math:  own ← (own + Σₖ others[k]) · scale, in fp32, or fp64 for tensors of it, added in the order k = 0, 1, …
+It is the computation that remains of an all-reduce after copy engines have brought every rank's
+chunk here.
 
-Shapes: `n` elements, `K` others; own `(n,)` and others `(K, n)`, contiguous rows. Bytes: (K +
-2)·n·itemsize. FLOPs: (K + 1)·n. Nothing is differentiated. The result is rounded once to own's
-dtype.
+Mathematics:  own ← (own + Σₖ others[k])·scale, added in the order k = 0, 1, …
+The arithmetic is fp32, or fp64 for fp64 tensors. The result is rounded once to own's dtype.
+
+Shapes: n elements, K other tensors. own (n,); others (K, n) with contiguous rows.
+Bytes: (K + 2)·n·itemsize. FLOPs: (K + 1)·n. Nothing is differentiated.
 """
 
 import torch
@@ -13,7 +16,7 @@ from torch import Tensor
 from . import _dispatch, reference
 from ._dispatch import cdiv, tl, triton
 
-BLOCK = 2048
+BLOCK = 2048  # elements per program
 
 
 @triton.jit
@@ -27,26 +30,29 @@ def average_kernel(
     SUM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of own.
+    """Compute one block of own per program.
 
-    SCALE is a constant, since a number that is passed would be rounded to fp32.
+    SCALE: a constant of the kernel, because Triton would round a float argument to fp32.
+    OTHERS: K, a constant so that the loop over the tensors is unrolled.
+    SUM: type of the sum.
     """
+    # int64, also in the product below: offsets may exceed 2³¹ elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     total = tl.load(own_ptr + offsets, mask=inside).to(SUM)
     for k in tl.static_range(OTHERS):
-        total += tl.load(others_ptr + k * tl.cast(row_stride, tl.int64) + offsets, mask=inside).to(
-            SUM
-        )
+        other_ptr = others_ptr + k * tl.cast(row_stride, tl.int64)
+        total += tl.load(other_ptr + offsets, mask=inside).to(SUM)
     tl.store(own_ptr + offsets, (total * SCALE).to(own_ptr.dtype.element_ty), mask=inside)
 
 
 def average_into(own: Tensor, others: Tensor, scale: float) -> None:
-    """own `(n,)` ← (own + the sum of others' rows) · scale, in place.
+    """Replace own by (own + the sum of the rows of others)·scale.
 
     Args:
-        others: `(K, n)`, rows contiguous, of own's dtype and device.
-        scale: 1/(K + 1) for the mean.
+        own: tensor (n,), contiguous.
+        others: tensor (K, n) of own's dtype and device, with contiguous rows.
+        scale: factor, 1/(K + 1) for the mean.
 
     Raises:
         ValueError: shapes, dtypes or strides that do not fit.
@@ -57,7 +63,8 @@ def average_into(own: Tensor, others: Tensor, scale: float) -> None:
         )
     if own.dtype != others.dtype or own.device != others.device:
         raise ValueError(
-            f"own is {own.dtype} on {own.device}, others {others.dtype} on {others.device}: give one of each"
+            f"own is {own.dtype} on {own.device}, others {others.dtype} on {others.device}: "
+            "give one of each"
         )
     if not own.is_contiguous() or (own.numel() > 1 and others.stride(1) != 1):
         raise ValueError(

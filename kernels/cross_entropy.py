@@ -1,24 +1,34 @@
 """Cross-entropy over large vocabularies, with label smoothing and ignored targets.
 
-Math, per row with target t:  m = max z,  s = Σ_v exp(z_v − m),  loss = log s + (1 − ε)·(m − z_t) + ε·(m − mean(z)).
-    dz_v = upstream·(exp(z_v − m)/s − (1 − ε)·[v = t] − ε/V), 0 in ignored rows.
-With reduction "mean" both are divided by the number of rows that are not ignored; of none, the mean
-is 0. m and s are kept apart: their sum m + log s, rounded to fp32, would lose log s beside logits
-of 1e7.
+Mathematics, per row of logits z over V classes, with target t and smoothing ε:
+    m = max(z),  s = Σ_v exp(z_v − m)
+    loss = log s + (1 − ε)·(m − z_t) + ε·(m − mean(z))
+    dz_v = upstream·(exp(z_v − m)/s − (1 − ε)·[v = t] − ε/V)
+Rows whose target is `ignore_index` have loss 0 and gradient 0. Reduction "mean" divides both by the
+number of other rows. The mean of no rows is 0. m and s are stored apart: next to logits of 1e7,
+their sum m + log s would lose log s when rounded to fp32.
 
-Shapes: `N` rows, `V` vocabulary: logits (N, V), targets (N) int64, loss, m and s (N) fp32. Bytes:
-three passes over the logits, whatever arrives from upstream: forward reads z, backward reads z and
-writes dz, new or over z. Nothing is rounded before the upstream has come in. FLOPs: about 5 per
-logit and pass. `loss_and_gradient` makes both in one launch where the upstream is known: each row
-is read for the sums and again, from its end, for the gradient, which hits the L2 as far as that
-reaches. Saved for backward: logits, targets, m, s. Arithmetic in fp32 for every input dtype.
+Shapes: N rows, V classes. logits (N, V); targets (N) int64 or int32; loss, m and s (N) fp32.
+Arithmetic is fp32 for every dtype of the logits. The gradient is rounded only after the upstream
+gradient has been multiplied in.
+Saved for backward: logits, targets, m, s.
+Bytes: three passes over the logits. Forward reads z. Backward reads z and writes dz, into new
+memory or over z. FLOPs: about 5 per logit and pass.
 
-The sums are online: each thread keeps a running maximum and a sum scaled by it, per 16 bytes that
-it loads, and the program merges them once at the end of the row (Milakov & Gimelshein 2018).
+Kernels:
+- `loss_kernel`: a program owns whole rows. It loops over a row once, and for every 16 bytes of a
+  block it keeps a running maximum and a sum of exponentials relative to that maximum. They are
+  merged once, at the end of the row (online softmax). With GRADIENT it then loops over the row
+  again, from its end, and writes dz. That saves one launch where the upstream gradient is known,
+  and the second loop finds as much of the row as fits in the L2.
+- `gradient_kernel`: one program per block of one row, from the saved m and s.
+- `total_kernel`: a single program for the sum of the losses, or for the number of rows that count.
 
-A target that is neither `ignore_index` nor within [0, V) is an error: raised where the targets are
-on a CPU; on a GPU, where a check would make the host wait, its row's loss and gradient are NaN.
-Nothing outside the row is read.
+A target that is neither `ignore_index` nor in [0, V) is an error. It is raised where the targets
+are on a CPU. On a GPU a check would make the host wait, so the row's loss and gradient are NaN
+instead. The kernels never read outside the row.
+
+Source: Milakov & Gimelshein, Online normalizer calculation for softmax (2018).
 """
 
 import torch
@@ -52,9 +62,12 @@ def loss_kernel(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """Loss, m and s of every num_programs-th row and, with GRADIENT, dz times the scalar at scale_ptr."""
+    """Compute loss, m and s of the rows i, i + P, i + 2·P, … in program i of P.
+
+    With GRADIENT, also compute dz, with the scalar at scale_ptr as the upstream gradient.
+    """
     for index in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        row = tl.cast(index, tl.int64)  # the interpreter counts with Python integers
+        row = tl.cast(index, tl.int64)  # in the interpreter index is a Python integer
         _one_row(
             z_ptr + row * stride_z,
             target_ptr + row,
@@ -92,49 +105,60 @@ def _one_row(
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
 ):
-    """One row of `loss_kernel`; the pointers are those of the row, dz may be z itself."""
+    """Compute one row of `loss_kernel`. The pointers are those of the row; dz may be z itself."""
     target = tl.load(target_ptr)
-    # VECTOR neighbouring columns are one thread's: their maximum costs no exchange and one
-    # rescaling serves all.
+    # A block is (BLOCK/VECTOR, VECTOR). A thread loads VECTOR neighbouring columns, 16 bytes, at a
+    # time. Their maximum needs no exchange between threads, and one rescaling serves all of them.
     offsets = tl.arange(0, BLOCK // VECTOR)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    # For each vector of columns: the maximum so far, Σ exp(z − maximum), and Σ (z − first).
     largest = tl.full([BLOCK // VECTOR], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK // VECTOR], tl.float32)
     plain = tl.zeros([BLOCK // VECTOR], tl.float32)
     if SMOOTH:
-        # The sum of large logits would be rounded: what is added up are differences from the first
-        # of the row.
+        # Σ z of large logits would lose digits. Add up differences from the row's first logit.
         first = tl.load(z_ptr).to(tl.float32)
         first = tl.where(first == float("-inf"), 0.0, first)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
+        # Columns beyond the row are −inf: never the maximum, and 0 in the sum. KEPT: the loop for
+        # the gradient reads the row again.
         z = load_fp32(
             z_ptr + columns, columns < cols, float("-inf"), KEPT if GRADIENT else STREAMED
         )
         larger = tl.maximum(largest, tl.max(z, 1))
-        shift = tl.where(larger == float("-inf"), 0.0, larger)  # nothing but −inf so far
+        # While all logits are −inf, subtract 0: −inf − (−inf) is NaN.
+        shift = tl.where(larger == float("-inf"), 0.0, larger)
+        # The sum so far is relative to the old maximum. exp(largest − shift) makes it relative to
+        # the new one.
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(z - shift[:, None]), 1)
         if SMOOTH:
             plain += tl.sum(tl.where(columns < cols, z - first, 0.0), 1)
         largest = larger
+    # Merge the vectors' sums, relative to the maximum of the row.
     m = tl.max(largest, 0)
     m = tl.where(m == float("-inf"), 0.0, m)
     s = tl.sum(total * tl.exp(largest - m), 0)
     kept = target != ignore_index
     within = (target >= 0) & (target < cols)
+    # A target outside the row is not read, and gives NaN.
     z_target = tl.load(z_ptr + target, mask=kept & within, other=float("nan")).to(tl.float32)
     loss = tl.log(s) + (1.0 - smoothing) * (m - z_target)
     if SMOOTH:
+        # ε·(m − mean(z)), with both relative to the first logit.
         loss += smoothing * ((m - first) - tl.sum(plain, 0) / cols)
     tl.store(loss_ptr, tl.where(kept, loss, 0.0))
     tl.store(largest_ptr, m)
     tl.store(total_ptr, s)
     if GRADIENT:
-        tl.debug_barrier()  # all threads have read z_target, which may be overwritten now
+        # dz may overwrite z: wait until all threads have read z_target.
+        tl.debug_barrier()
         dz_ptr += dz_offset
         scale = tl.where(within, tl.load(scale_ptr), float("nan"))
         share = 1.0 / s
         blocks = tl.cdiv(cols, BLOCK)
         if kept:
+            # From the last block to the first: the blocks that were read last are still in the L2.
+            # The target's column gets the same formula here, and its own below.
             for block in tl.range(0, blocks):
                 columns = (blocks - 1 - block) * BLOCK + offsets
                 z = load_fp32(z_ptr + columns, columns < cols, float("-inf"), STREAMED)
@@ -142,10 +166,13 @@ def _one_row(
                 if SMOOTH:
                     dz -= smoothing / cols
                 store_rounded(dz_ptr + columns, dz * scale, columns < cols)
-            tl.debug_barrier()  # the one column that differs is written again, after all
+            # Write the target's column again, after the thread that owns it has. A test in the loop
+            # would cost a comparison per column.
+            tl.debug_barrier()
             dz = (tl.exp(z_target - m) * share - smoothing / cols - (1.0 - smoothing)) * scale
             store_rounded(dz_ptr + target, dz, within)
         else:
+            # An ignored row: zeros, whatever its logits are.
             for block in tl.range(0, blocks):
                 columns = block * BLOCK + offsets
                 nothing = tl.zeros([BLOCK // VECTOR, VECTOR], dz_ptr.dtype.element_ty)
@@ -169,18 +196,19 @@ def gradient_kernel(
     smoothing,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of one row of dz, which may be z; the last rows, which the forward read last, first."""
+    """Compute BLOCK columns of one row of dz per program. dz may be z itself."""
+    # The first programs own the last rows: the forward read those last, so they may be in the L2.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row = (program // blocks).to(tl.int64)
     columns = (program % blocks) * BLOCK + tl.arange(0, BLOCK)
     target = tl.load(target_ptr + row)
     kept = target != ignore_index
+    # stride_upstream is 0 where all rows share one upstream gradient.
     scale = tl.load(upstream_ptr + row * stride_upstream).to(tl.float32) * tl.load(scale_ptr)
     scale = tl.where((target >= 0) & (target < cols), scale, float("nan"))
     z = load_fp32(z_ptr + row * stride_z + columns, columns < cols)
-    dz = (
-        tl.exp(z - tl.load(largest_ptr + row)) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
-    )
+    m = tl.load(largest_ptr + row)
+    dz = tl.exp(z - m) * (1.0 / tl.load(total_ptr + row)) - smoothing / cols
     dz = tl.where(columns == target, dz - (1.0 - smoothing), dz)
     dz = tl.where(kept, dz * scale, 0.0)
     store_rounded(dz_ptr + row * cols + columns, dz, columns < cols)
@@ -197,19 +225,24 @@ def total_kernel(
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One program: with COUNT 1 / (rows that are not ignored) into scale, else the sum of loss times scale."""
+    """Reduce over all rows in a single program.
+
+    With COUNT, write 1/(number of rows that are not ignored) to scale. Otherwise write the sum of
+    the losses times scale to total. One program adds in a fixed order, so the result is the same
+    bit for bit, and N numbers are few.
+    """
     offsets = tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
     for start in tl.range(0, rows, BLOCK):
         inside = start + offsets < rows
         if COUNT:
-            kept = inside & (
-                tl.load(targets_ptr + start + offsets, mask=inside, other=0) != ignore_index
-            )
+            targets = tl.load(targets_ptr + start + offsets, mask=inside, other=0)
+            kept = inside & (targets != ignore_index)
             acc += tl.where(kept, 1.0, 0.0)
         else:
             acc += tl.load(loss_ptr + start + offsets, mask=inside, other=0.0)
     if COUNT:
+        # At least 1: the mean of no rows is 0 and not NaN.
         tl.store(scale_ptr, 1.0 / tl.maximum(tl.sum(acc, 0), 1.0))
     else:
         tl.store(total_ptr, tl.sum(acc, 0) * tl.load(scale_ptr))
@@ -226,11 +259,25 @@ def launch_loss(
     dz: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> None:
-    """Fill loss, m (`largest`) and s (`total`) and, where given, dz (which may be z) times the one element of scale."""
+    """Fill loss, largest, total and, where given, dz.
+
+    Args:
+        z: (N, V), logits with contiguous rows.
+        targets: (N), class indices, contiguous.
+        loss: (N) fp32, output.
+        largest: (N) fp32, output: m.
+        total: (N) fp32, output: s.
+        ignore_index: target of rows that do not count.
+        smoothing: ε.
+        dz: (N, V), output, or None. It may be z.
+        scale: one fp32 element by which the gradient is multiplied, required for dz.
+    """
     rows, cols = z.shape
     if dz is None:
         launch = chosen("cross_entropy", Launch(block=4096, warps=8))
-    else:  # one row per multiprocessor: what it reads again is still in the L2
+    else:
+        # One row per multiprocessor at a time: more rows at once would not fit in the L2, where the
+        # second loop looks for them.
         launch = chosen("cross_entropy_both", Launch(block=16384, warps=32, per_sm=1))
     launch.start(
         loss_kernel,
@@ -265,7 +312,19 @@ def launch_gradient(
     ignore_index: int,
     smoothing: float,
 ) -> None:
-    """Fill dz, contiguous. upstream has one element or one per row."""
+    """Fill dz.
+
+    Args:
+        z: (N, V), logits with contiguous rows.
+        targets: (N), class indices, contiguous.
+        largest: (N) fp32: m of each row.
+        total: (N) fp32: s of each row.
+        upstream: gradient of the loss, one element or one per row, contiguous.
+        scale: one fp32 element, see `mean_scale`.
+        dz: (N, V), output, contiguous. It may be z.
+        ignore_index: target of rows that do not count.
+        smoothing: ε.
+    """
     rows, cols = z.shape
     launch = chosen("cross_entropy_gradient", Launch(block=4096, warps=8))
     blocks = cdiv(cols, launch.block)
@@ -289,7 +348,10 @@ def launch_gradient(
 
 
 def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
-    """What each row's loss is multiplied by, a scalar in fp32 on the targets' device."""
+    """Return the factor of each row's loss, an fp32 scalar on the targets' device.
+
+    It is 1/(number of rows that are not ignored) for the reduction "mean", and 1 otherwise.
+    """
     if reduction != "mean":
         return targets.new_ones((), dtype=torch.float32)
     if _dispatch.idle(targets) or not _dispatch.runs_triton(targets):
@@ -299,7 +361,7 @@ def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
         total_kernel,
         (1,),
         targets.contiguous(),
-        scale,
+        scale,  # no loss is read and no total is written with COUNT: any pointer will do
         scale,
         scale,
         len(targets),
@@ -312,21 +374,22 @@ def mean_scale(targets: Tensor, reduction: str, ignore_index: int) -> Tensor:
 
 
 def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
-    """What is returned of the rows' losses, which is no view of them: those cannot be changed in place."""
+    """Return the losses (N) for the reduction "none", and else their sum times scale, a scalar."""
     if reduction == "none":
         return loss
     if _dispatch.idle(loss) or not _dispatch.runs_triton(loss):
         return loss.sum() * scale
+    # A tensor of its own: torch would not let the caller change a view in place.
     total = loss.new_empty(())
     _dispatch.launch(
         total_kernel,
         (1,),
-        loss,
+        loss,  # no targets are read without COUNT: any pointer will do
         loss,
         scale,
         total,
         len(loss),
-        0,
+        0,  # ignore_index, not used
         COUNT=False,
         BLOCK=4096,
         num_warps=16,
@@ -335,20 +398,24 @@ def _reduced(loss: Tensor, scale: Tensor, reduction: str) -> Tensor:
 
 
 def check_classes(targets: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise ValueError for a target (N) outside [0, classes), on a CPU; a GPU's are not looked at: that would wait."""
+    """Raise ValueError if a target (N) on a CPU is not in [0, classes).
+
+    Targets on a GPU are not checked, because the host would have to wait for them.
+    """
     if targets.is_cpu and not _dispatch.idle(targets):
         wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
         if wrong.any():
             row = int(wrong.nonzero()[0])
             raise ValueError(
-                f"targets has class {int(targets[row])} in row {row}; allowed: 0 to {classes - 1}, or "
-                f"ignore_index, {ignore_index}"
+                f"targets has class {int(targets[row])} in row {row}; "
+                f"allowed: 0 to {classes - 1}, or ignore_index, {ignore_index}"
             )
 
 
 def _check(
     z: object, targets: object, ignore_index: object, smoothing: object, reduction: object
 ) -> None:
+    """Raise TypeError or ValueError for arguments of `forward_op` that do not fit."""
     check("logits", z, 2)
     if z.dim() != 2 or z.shape[1] == 0:
         raise ValueError(f"logits has shape {tuple(z.shape)}; allowed: (rows, vocabulary)")
@@ -359,7 +426,11 @@ def _check(
 def forward_op(
     z: Tensor, targets: Tensor, ignore_index: int, smoothing: float, reduction: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """z (N, V), targets (N) → the loss, m and s (N) fp32, and what each row's loss was multiplied by."""
+    """Return loss, m, s and scale.
+
+    The loss is a scalar, or (N) for the reduction "none". m and s are (N) fp32. scale is the factor
+    of each row's loss, see `mean_scale`.
+    """
     check_classes(targets, z.shape[1], ignore_index)
     scale = mean_scale(targets, reduction, ignore_index)
     loss, largest, total = _empty_rows(z)
@@ -369,19 +440,28 @@ def forward_op(
                 as_rows(z), targets.contiguous(), loss, largest, total, ignore_index, smoothing
             )
         else:
-            z = reference.wide(z)
-            torch.amax(z, -1, out=largest).masked_fill_(largest == -torch.inf, 0)
-            torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
-            loss.copy_(
-                reference.cross_entropy(
-                    z,
-                    targets,
-                    ignore_index=ignore_index,
-                    label_smoothing=smoothing,
-                    reduction="none",
-                )
-            )
+            _plain_loss(z, targets, loss, largest, total, ignore_index, smoothing)
     return _reduced(loss, scale, reduction), largest, total, scale
+
+
+def _plain_loss(
+    z: Tensor,
+    targets: Tensor,
+    loss: Tensor,
+    largest: Tensor,
+    total: Tensor,
+    ignore_index: int,
+    smoothing: float,
+) -> None:
+    """Fill loss, m and s in plain torch; the arguments are those of `launch_loss`."""
+    z = reference.wide(z)
+    torch.amax(z, -1, out=largest)
+    largest.masked_fill_(largest == -torch.inf, 0)  # −inf − (−inf) would be NaN
+    torch.sum(torch.exp(z - largest[:, None]), -1, out=total)
+    row_losses = reference.cross_entropy(
+        z, targets, ignore_index=ignore_index, label_smoothing=smoothing, reduction="none"
+    )
+    loss.copy_(row_losses)
 
 
 @_dispatch.operator("cross_entropy_gradient", mutates_args=("dz",), opaque=True)
@@ -396,13 +476,13 @@ def gradient_op(
     ignore_index: int,
     smoothing: float,
 ) -> None:
-    """Fill dz (N, V), contiguous, in z's dtype; it may be z."""
+    """Fill dz (N, V), contiguous, in z's dtype. It may be z."""
     if _dispatch.idle(z):
         return
     if not _dispatch.runs_triton(z):
-        dz.copy_(
-            plain_gradient(z, targets, largest, total, upstream * scale, ignore_index, smoothing)
-        )
+        row_scale = upstream * scale
+        gradient = plain_gradient(z, targets, largest, total, row_scale, ignore_index, smoothing)
+        dz.copy_(gradient)
         return
     launch_gradient(
         as_rows(z),
@@ -426,19 +506,24 @@ def plain_gradient(
     ignore_index: int,
     smoothing: float,
 ) -> Tensor:
-    """dz (N, V) in plain torch; scale has one element or one per row."""
+    """Return dz (N, V) in plain torch. scale has one element or one per row."""
+    classes = z.shape[1]
     kept = (targets != ignore_index)[:, None]
-    hot = torch.arange(z.shape[1], device=z.device) == targets[:, None]
-    p = torch.exp(reference.wide(z) - largest[:, None]) * (1 / total[:, None])
-    dz = torch.where(
-        hot.any(1, keepdim=True), p - smoothing / z.shape[1] - (1 - smoothing) * hot, torch.nan
-    )
+    is_target = torch.arange(classes, device=z.device) == targets[:, None]
+    probability = torch.exp(reference.wide(z) - largest[:, None]) * (1 / total[:, None])
+    dz = probability - smoothing / classes - (1 - smoothing) * is_target
+    # A row that has its target in no column has a target outside of [0, classes).
+    dz = torch.where(is_target.any(1, keepdim=True), dz, torch.nan)
     return torch.where(kept, dz * scale.view(-1, 1), 0.0)
 
 
 def _empty_rows(z: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss, m and s, three tensors (N) in fp32."""
-    return tuple(z.new_empty(z.shape[0], dtype=torch.float32) for _ in range(3))
+    """Allocate loss, m and s, three tensors (N) in fp32."""
+    rows = z.shape[0]
+    loss = z.new_empty(rows, dtype=torch.float32)
+    largest = z.new_empty(rows, dtype=torch.float32)
+    total = z.new_empty(rows, dtype=torch.float32)
+    return loss, largest, total
 
 
 def check_arguments(
@@ -449,7 +534,20 @@ def check_arguments(
     label_smoothing: object,
     reduction: object,
 ) -> None:
-    """Raise unless the targets fit `logits_rows` rows and the options are allowed."""
+    """Raise unless the targets fit the logits and the options are allowed.
+
+    Args:
+        logits_rows: number of rows of the logits.
+        logits: tensor on whose device the targets must be.
+        targets: class indices, one per row.
+        ignore_index: target of rows that do not count.
+        label_smoothing: ε, 0 to 1.
+        reduction: one of REDUCTIONS.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device, number or reduction does not fit.
+    """
     if not isinstance(targets, Tensor):
         raise TypeError(f"targets must be a torch.Tensor, got {type(targets).__name__}")
     if targets.dtype not in (torch.int64, torch.int32):
@@ -473,9 +571,9 @@ def check_arguments(
 
 
 class CrossEntropy(Function):
-    """`apply(logits, targets, ignore_index=-100, label_smoothing=0.0, reduction="mean", inplace_backward=False)`.
+    """Cross-entropy: `apply(logits, targets, …)` → loss, with the options of `cross_entropy`.
 
-    Saved: logits, targets, m, s, and one fp32 element (1 over the number of rows that count).
+    Saved for backward: logits, targets, m, s, and one fp32 element, the factor of each row's loss.
     """
 
     @staticmethod
@@ -488,29 +586,41 @@ class CrossEntropy(Function):
         reduction="mean",
         inplace_backward=False,
     ):
-        loss, *saved = forward_op(logits, targets, ignore_index, label_smoothing, reduction)
-        if (
-            inplace_backward
-            and ctx.needs_input_grad[0]
-            and (logits.is_leaf or not logits.is_contiguous())
-        ):
-            raise ValueError(
-                "inplace_backward writes the gradient over the logits, here a leaf or not contiguous; "
-                "allowed: contiguous results of other operations, or inplace_backward=False"
-            )
-        ctx.options = ignore_index, float(label_smoothing)
+        loss, largest, total, scale = forward_op(
+            logits, targets, ignore_index, label_smoothing, reduction
+        )
+        if inplace_backward and ctx.needs_input_grad[0]:
+            if logits.is_leaf or not logits.is_contiguous():
+                raise ValueError(
+                    "inplace_backward writes the gradient over the logits, here a leaf or not "
+                    "contiguous; allowed: contiguous results of other operations, or "
+                    "inplace_backward=False"
+                )
+        ctx.ignore_index = ignore_index
+        ctx.smoothing = float(label_smoothing)
         ctx.inplace = inplace_backward
-        ctx.save_for_backward(logits, targets, *saved)
+        ctx.save_for_backward(logits, targets, largest, total, scale)
         return loss
 
     @staticmethod
     def backward(ctx, dloss):
-        logits, *saved, scale = ctx.saved_tensors
+        logits, targets, largest, total, scale = ctx.saved_tensors
         if ctx.inplace and not torch.compiler.is_compiling():
             dz = logits.detach()
         else:
             dz = logits.new_empty(logits.shape)
-        gradient_op(logits, *saved, dloss.reshape(-1), scale, dz, *ctx.options)
+        upstream = dloss.reshape(-1)
+        gradient_op(
+            logits,
+            targets,
+            largest,
+            total,
+            upstream,
+            scale,
+            dz,
+            ctx.ignore_index,
+            ctx.smoothing,
+        )
         return dz, None, None, None, None, None
 
 
@@ -523,27 +633,34 @@ def cross_entropy(
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Tensor:
-    """Cross-entropy of softmax(logits) with the targets, as `torch.nn.functional.cross_entropy`; fp32.
+    """Return the cross-entropy of softmax(logits) with the targets, in fp32.
+
+    The options mean what they mean for `torch.nn.functional.cross_entropy`.
 
     Args:
-        logits: (N, V), fp32, fp16 or bf16, any strides; differentiable.
-        targets: (N) int64 or int32 class indices.
-        ignore_index: rows with this target count nothing; where all do, the mean is 0 (torch gives
-            NaN).
-        label_smoothing: ε, the weight that is spread evenly over all classes.
-        reduction: "mean" over the rows that count, "sum", or "none" for (N).
-        inplace_backward: backward writes the gradient over the logits, which saves as much memory
-            as they take. They are then gone: a second backward, and any other that has saved them,
-            raises torch's error about tensors modified in place. Compiled code, whose memory the
-            compiler plans, does not.
+        logits: tensor (N, V) in fp32, fp16 or bf16, with any strides; differentiable once.
+        targets: int64 or int32 tensor (N) of class indices.
+        ignore_index: target of rows that do not count. If no row counts, the mean is 0, where torch
+            returns NaN.
+        label_smoothing: ε, 0 to 1: the weight that is spread evenly over all classes.
+        reduction: "mean" over the rows that count, "sum", or "none" for a loss per row, (N).
+        inplace_backward: whether backward writes the gradient over the logits. It saves memory of
+            their size. The logits are then gone: a second backward, and any other operation that
+            has saved them, raises torch's error about tensors modified in place. Code compiled by
+            torch.compile ignores this option, because its compiler plans the memory.
+
+    Returns:
+        A scalar, or (N) for the reduction "none".
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed; on
-            a CPU also a target outside [0, V). On a GPU nobody looks, and such a row's loss and
-            gradient are NaN.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or option does not fit, or a target on a CPU is not in
+            [0, V). Targets on a GPU are not checked: the loss and the gradient of such a row are
+            NaN.
     """
     if not torch.is_grad_enabled() and isinstance(logits, Tensor):
-        logits = logits.detach()  # inside the Function nobody could tell that no gradient is wanted
+        # Inside a Function gradients are always off, so it could not see that none are wanted here.
+        logits = logits.detach()
     return apply(
         CrossEntropy, logits, targets, ignore_index, label_smoothing, reduction, inplace_backward
     )
@@ -558,11 +675,20 @@ def loss_and_gradient(
     label_smoothing: float = 0.0,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(loss (N) fp32, gradient of Σ loss·scale in the logits), in one launch and without autograd.
+    """Return the losses and the gradient of the logits in one launch, without autograd.
 
     Args:
-        scale: one fp32 element, see `mean_scale`.
-        out: where the gradient goes; the logits themselves are allowed, and overwritten.
+        logits: tensor (N, V), contiguous.
+        targets: int64 or int32 tensor (N) of class indices, contiguous.
+        scale: one fp32 element by which the gradient is multiplied, see `mean_scale`.
+        ignore_index: as for `cross_entropy`.
+        label_smoothing: as for `cross_entropy`.
+        out: tensor (N, V) that receives the gradient. It may be the logits, which are then
+            overwritten. None allocates one.
+
+    Returns:
+        The loss per row, (N) fp32, not multiplied by scale, and the gradient of Σ loss·scale, (N,
+        V) in the logits' dtype.
     """
     out = logits.new_empty(logits.shape) if out is None else out
     if logits.numel() and _dispatch.runs_triton(logits):
@@ -574,12 +700,20 @@ def loss_and_gradient(
     loss, largest, total, _ = forward_op(
         logits, targets, ignore_index, float(label_smoothing), "none"
     )
-    return loss, out.copy_(
-        plain_gradient(logits, targets, largest, total, scale, ignore_index, label_smoothing)
-    )
+    gradient = plain_gradient(logits, targets, largest, total, scale, ignore_index, label_smoothing)
+    return loss, out.copy_(gradient)
 
 
 def cost(shape: tuple[int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes of one pass: the logits; backward also their gradient."""
-    count = torch.Size(shape).numel()
-    return Cost(5 * count, (1 + backward) * count * dtype.itemsize + 20 * shape[0])
+    """Return the least work of one pass.
+
+    Args:
+        shape: (N, V).
+        dtype: dtype of the logits.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    rows = shape[0]
+    logits = torch.Size(shape).numel()
+    passes = 2 if backward else 1  # z is read; backward also writes dz
+    row_bytes = 20  # an int64 target and three fp32 numbers: loss, m and s
+    return Cost(5 * logits, passes * logits * dtype.itemsize + row_bytes * rows)

@@ -1,16 +1,20 @@
-"""Dropout whose mask is never stored, alone and after GeLU.
+"""Dropout without a stored mask, alone or after bias and GeLU.
 
-Math:  y = a·k/(1 − q),  k_i = [u_i ≥ q], a = x or GeLU(x + b);   dx = dy·k/(1 − q)·a′.
-q is p rounded to a multiple of 2⁻¹⁶, u_i a 16-bit random number from the counter-based generator
-Philox4x32 keyed by the seed, with the element's index as the counter: forward and backward draw the
-same u_i without keeping them. One counter gives eight elements their numbers: a generator call per
-element would cost more than the memory traffic.
+Mathematics, per element i, with a = x or a = GeLU(x + b) and p rounded to a multiple q of 2⁻¹⁶:
+    k_i = [u_i ≥ q], u_i uniform in [0, 1)
+    y_i = a_i·k_i/(1 − q)
+    dx_i = dy_i·k_i/(1 − q)·a_i′
+u_i is a 16-bit number from the counter-based generator Philox4x32. Its key is the seed, and its
+counter follows from i. So forward and backward draw the same numbers, and no mask is stored. One
+counter gives the numbers of eight elements, because one call of the generator per element would
+take longer than the memory traffic.
 
-Shapes: x, y any; with a bias x (…, F), b (F). Bytes: x and y once; backward dy, (x) and dx once.
-FLOPs: about 3 per element, 13 with GeLU, and the generator's integer operations. Saved for
-backward: the seed, and x, b with GeLU.
+Shapes: x, y any; with a bias x (…, F) and b (F). Arithmetic is fp32, rounded once.
+Saved for backward: the seed, and with GeLU also x and b.
+Bytes: forward reads x and writes y. Backward reads dy, with GeLU also x, and writes dx. FLOPs per
+element: about 3, and 13 with GeLU, without the integer operations of the generator.
 
-Source: Srivastava et al., Dropout (2014); Salmon et al., Parallel Random Numbers: As Easy as 1, 2,
+Sources: Srivastava et al., Dropout (2014). Salmon et al., Parallel Random Numbers: As Easy as 1, 2,
 3 (2011).
 """
 
@@ -24,17 +28,21 @@ from ._rows import check, check_width, chosen, common_dtype, load_fp32, store_ro
 from .cost import Cost
 from .elementwise import FLAT, gelu_of, gelu_slope
 
-LEVELS = 1 << 16
+LEVELS = 1 << 16  # random numbers are integers below this
 ROUNDS = tl.constexpr(7)  # Philox4x32 passes BigCrush from 7 rounds on (Salmon et al., table 2)
 
 
 @triton.jit
 def random_levels(seed, first, BLOCK: tl.constexpr):
-    """BLOCK random integers in [0, 2¹⁶) for the elements first, first + 1, …; first is a multiple of 8."""
+    """Return random integers in [0, 2¹⁶) for BLOCK elements from `first`, a multiple of 8."""
+    # Element i belongs to counter i // 8. Philox takes the 64-bit counter as two words of 32 bits
+    # (the other two are 0), and returns four random words.
     counters = first // 8 + tl.arange(0, BLOCK // 8)
     low = (counters & 0xFFFFFFFF).to(tl.uint32)
     high = (counters >> 32).to(tl.uint32)
     a, b, c, d = tl.philox(seed, low, high, low * 0, low * 0, ROUNDS)
+    # Split each word into two halves, which makes eight numbers per counter, and put the eight of a
+    # counter next to each other.
     ab = tl.join(a, b)
     cd = tl.join(c, d)
     words = tl.join(ab, cd)
@@ -56,7 +64,12 @@ def dropout_kernel(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of y."""
+    """Compute one block of y per program.
+
+    threshold: integer below which a random number drops its element.
+    scale: factor of the elements that are kept, 1/(1 − q).
+    """
+    # int64: offsets, and the generator's counters, may exceed 2³¹.
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
@@ -85,12 +98,13 @@ def backward_kernel(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One block of dx, with the mask drawn again."""
+    """Compute one block of dx per program. The mask is drawn again from the seed."""
     first = tl.program_id(0).to(tl.int64) * BLOCK
     offsets = first + tl.arange(0, BLOCK)
     inside = offsets < count
     dx = load_fp32(dy_ptr + offsets, inside) * scale
     if GELU:
+        # dGeLU/dx at x + b, computed again instead of stored.
         x = load_fp32(x_ptr + offsets, inside)
         if BIAS:
             x += load_fp32(bias_ptr + offsets % cols, inside)
@@ -100,9 +114,15 @@ def backward_kernel(
 
 
 def levels(p: float) -> tuple[int, float]:
-    """(threshold, scale): numbers below the threshold are dropped, the others' elements multiplied by the scale."""
+    """Return threshold and scale of the dropout probability p.
+
+    Elements whose random number is below the threshold are dropped, the others are multiplied by
+    the scale. The scale follows from the rounded probability, so that the mean of y is exact.
+    """
     threshold = round(p * LEVELS)
-    return threshold, 0.0 if threshold == LEVELS else LEVELS / (LEVELS - threshold)
+    if threshold == LEVELS:
+        return threshold, 0.0  # all are dropped
+    return threshold, LEVELS / (LEVELS - threshold)
 
 
 def launch_dropout(
@@ -114,51 +134,76 @@ def launch_dropout(
     gelu: bool,
     dy: Tensor | None = None,
 ) -> None:
-    """Fill y from contiguous x or, with a dy, the gradient of x from that."""
-    options = chosen("dropout", FLAT)
-    bias = None if bias is None else bias.contiguous()
-    count, cols = y.numel(), 1 if bias is None else bias.numel()
-    kernel, read = (dropout_kernel, (x,)) if dy is None else (backward_kernel, (dy, x))
-    options.start(
+    """Fill y with the result of dropout, or with a dy fill it with the gradient of x.
+
+    Args:
+        x: input, contiguous.
+        bias: vector as long as x's last dimension, or None.
+        seed: one int64 element.
+        y: output of x's shape, contiguous.
+        p: probability of dropping an element.
+        gelu: whether GeLU precedes dropout.
+        dy: gradient of the result, contiguous, or None for the forward pass.
+    """
+    launch = chosen("dropout", FLAT)
+    count = y.numel()
+    cols = 1
+    if bias is not None:
+        bias = bias.contiguous()
+        cols = bias.numel()
+    threshold, scale = levels(p)
+    if dy is None:
+        kernel = dropout_kernel
+        inputs = [x]
+    else:
+        kernel = backward_kernel
+        inputs = [dy, x]
+    launch.start(
         kernel,
-        (cdiv(count, options.block),),
-        *read,
+        (cdiv(count, launch.block),),
+        *inputs,
         bias,
         seed,
         y,
         count,
         cols,
-        *levels(p),
+        threshold,
+        scale,
         GELU=gelu,
         BIAS=bias is not None,
     )
 
 
 def _plain_mask(x: Tensor, seed: Tensor, p: float) -> Tensor:
-    """Where elements are kept, from torch's generator: without Triton the masks are others, and as reproducible."""
+    """Return a mask of the elements to keep, from torch's generator.
+
+    It is another mask than that of the kernel, and also the same for equal seeds.
+    """
+    threshold, _ = levels(p)
     generator = torch.Generator(x.device).manual_seed(int(seed.item()))
     drawn = torch.randint(LEVELS, x.shape, generator=generator, device=x.device)
-    return drawn >= levels(p)[0]
+    return drawn >= threshold
 
 
 def _plain_sum(x: Tensor, bias: Tensor | None) -> Tensor:
-    return reference.wide(x) if bias is None else reference.wide(x) + reference.wide(bias)
+    """Return x + bias in the dtype of `reference.wide`."""
+    x_wide = reference.wide(x)
+    return x_wide if bias is None else x_wide + reference.wide(bias)
 
 
 @_dispatch.operator("dropout_forward", opaque=True)
 def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool) -> Tensor:
-    """y, contiguous, in x's dtype."""
+    """Return dropout of x, or with gelu of GeLU(x + bias), contiguous, in x's dtype."""
     x = x.contiguous()
     y = torch.empty_like(x)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
         a = _plain_sum(x, bias)
-        return y.copy_(
-            torch.where(
-                _plain_mask(x, seed, p), (reference.gelu(a) if gelu else a) * levels(p)[1], 0.0
-            )
-        )
+        if gelu:
+            a = reference.gelu(a)
+        _, scale = levels(p)
+        return y.copy_(torch.where(_plain_mask(x, seed, p), a * scale, 0.0))
     launch_dropout(x, bias, seed, y, p, gelu)
     return y
 
@@ -167,35 +212,42 @@ def forward_op(x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: boo
 def backward_op(
     dy: Tensor, x: Tensor, bias: Tensor | None, seed: Tensor, p: float, gelu: bool
 ) -> Tensor:
-    """dx, contiguous; x is read only with gelu."""
+    """Return dx, contiguous, in dy's dtype. x and bias are read only with gelu."""
     dy = dy.contiguous()
     dx = torch.empty_like(dy)
     if _dispatch.idle(dy):
         return dx
     if not _dispatch.runs_triton(dy):
-        g = torch.where(_plain_mask(dy, seed, p), reference.wide(dy) * levels(p)[1], 0.0)
+        _, scale = levels(p)
+        g = torch.where(_plain_mask(dy, seed, p), reference.wide(dy) * scale, 0.0)
         if gelu:
-            a = _plain_sum(x, bias)
-            g = g * reference.gelu_slope(a)
+            g = g * reference.gelu_slope(_plain_sum(x, bias))
         return dx.copy_(g)
     launch_dropout(x.contiguous(), bias, seed, dx, p, gelu, dy)
     return dx
 
 
 def _check_p(p: object) -> None:
+    """Raise ValueError unless p is a probability."""
     if isinstance(p, bool) or not isinstance(p, int | float) or not 0 <= p <= 1:
         raise ValueError(f"p is {p!r}; allowed: a probability from 0 to 1")
 
 
 def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
-    """One int64 element; drawn from torch's global generator of that device where no seed is given."""
+    """Return the seed as one int64 element on the device.
+
+    A seed of None is drawn from torch's global generator of that device.
+
+    Raises:
+        ValueError: the seed is not such an element or an integer from 0 to 2⁶³ − 1.
+    """
     if seed is None:
         return torch.randint(2**62, (1,), device=device)
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.numel() != 1 or seed.device != device:
             raise ValueError(
-                f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; allowed: an int, or "
-                f"one int64 element on {device}"
+                f"seed is {seed.dtype} of shape {tuple(seed.shape)} on {seed.device}; "
+                f"allowed: an int, or one int64 element on {device}"
             )
         return seed.reshape(1)
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
@@ -204,7 +256,10 @@ def _seed_tensor(seed: int | Tensor | None, device: torch.device) -> Tensor:
 
 
 class Dropout(Function):
-    """`apply(x, seed, p)` → y; seed is one int64 element on x's device. Saved: the seed."""
+    """Dropout: `apply(x, seed, p)` → y, with seed one int64 element on x's device.
+
+    Saved for backward: the seed.
+    """
 
     @staticmethod
     def forward(ctx, x, seed, p):
@@ -215,13 +270,14 @@ class Dropout(Function):
     @staticmethod
     def backward(ctx, dy):
         (seed,) = ctx.saved_tensors
+        # Without GeLU x is not read. dy stands in for it.
         return backward_op(dy, dy, None, seed, ctx.p, False), None, None
 
 
 class GeLUDropout(Function):
-    """`apply(x, bias, seed, p)` → dropout(GeLU(x + bias)), bias may be None.
+    """Bias, GeLU and dropout: `apply(x, bias, seed, p)` → dropout(GeLU(x + bias)).
 
-    Saved: x, bias, seed.
+    bias may be None. Saved for backward: x, bias, seed.
     """
 
     @staticmethod
@@ -236,31 +292,35 @@ class GeLUDropout(Function):
         dx = backward_op(dy, x, bias, seed, ctx.p, True)
         db = None
         if bias is not None and ctx.needs_input_grad[1]:
-            db = sum_over_rows(dx).to(bias.dtype)
+            db = sum_over_rows(dx).to(bias.dtype)  # x and bias are added, so they share a gradient
         return dx, db, None, None
 
 
 def dropout(
     x: Tensor, p: float = 0.5, *, training: bool = True, seed: int | Tensor | None = None
 ) -> Tensor:
-    """x with each element dropped with probability p and the others divided by 1 − p; differentiable.
+    """Return x with each element set to 0 with probability p, and the others divided by 1 − p.
+
+    The result is differentiable once.
 
     Args:
-        x: any shape, fp32, fp16 or bf16.
-        p: rounded to a multiple of 2⁻¹⁶, by which the scale goes too, so that the mean is exact.
-        training: False returns x.
-        seed: equal seeds drop equal elements; None draws one from torch's generator.
+        x: tensor of any shape in fp32, fp16 or bf16.
+        p: probability, 0 to 1, rounded to a multiple of 2⁻¹⁶. The others are divided by 1 minus the
+            rounded number, so that the mean is exact.
+        training: whether to drop elements. False returns x.
+        seed: integer, or one int64 element on x's device. Equal seeds drop equal elements. None
+            draws a seed from torch's generator.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     check("x", x)
     _check_p(p)
-    return (
-        apply(Dropout, x, _seed_tensor(seed, x.device), float(p))
-        if training and levels(p)[0]
-        else x
-    )
+    threshold, _ = levels(p)
+    if not training or threshold == 0:
+        return x
+    return apply(Dropout, x, _seed_tensor(seed, x.device), float(p))
 
 
 def linear_gelu_dropout(
@@ -272,19 +332,24 @@ def linear_gelu_dropout(
     training: bool = True,
     seed: int | Tensor | None = None,
 ) -> Tensor:
-    """dropout(GeLU(x weightᵀ + bias)), a feed-forward layer's first half: cuBLAS's matmul, then one pass.
+    """Return dropout(GeLU(x weightᵀ + bias)), the first half of a feed-forward layer.
 
-    Bias, GeLU and dropout read the matmul's result once and write once, where torch launches three
-    kernels. Kept for backward are that result and a seed, no mask.
+    The matmul is cuBLAS's. Bias, GeLU and dropout then read its result once and write once, where
+    torch launches three kernels. Kept for backward are the matmul's result and a seed, but no mask.
+    The result is differentiable once in x, weight and bias.
 
     Args:
-        x: (…, D); weight: (F, D) of the same dtype, fp32, fp16 or bf16; both cast under autocast.
-        bias: (F) in any of these dtypes, or None; it is added in fp32 and its gradient summed in
-            fp32.
-        p, training, seed: as for `dropout`.
+        x: tensor (…, D) in fp32, fp16 or bf16; cast under autocast.
+        weight: tensor (F, D) of x's dtype; cast under autocast.
+        bias: tensor (F) in any of these dtypes, or None. It is added in fp32, and its gradient is
+            summed in fp32.
+        p: as for `dropout`.
+        training: as for `dropout`.
+        seed: as for `dropout`.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     check("x", x, 1)
     check("weight", weight, 2)
@@ -296,17 +361,22 @@ def linear_gelu_dropout(
     if bias is not None:
         check_width("bias", bias, "weight.T", weight.T)
     _check_p(p)
-    return apply(
-        GeLUDropout,
-        F.linear(x, weight),
-        bias,
-        _seed_tensor(seed, x.device),
-        float(p) if training else 0.0,
-    )
+    if not training:
+        p = 0.0
+    return apply(GeLUDropout, F.linear(x, weight), bias, _seed_tensor(seed, x.device), float(p))
 
 
 def cost(
     shape: tuple[int, ...], dtype: torch.dtype, *, gelu: bool = False, backward: bool = False
 ) -> Cost:
-    """Least FLOPs and bytes of the element-wise part."""
-    return Cost.of_elements(shape, dtype, 13 if gelu else 3, 3 if gelu and backward else 2)
+    """Return the least work of one pass over the elements, without the matmul.
+
+    Args:
+        shape: dimensions of x.
+        dtype: dtype of all tensors.
+        gelu: whether GeLU precedes dropout.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    flops = 13 if gelu else 3
+    tensors = 3 if gelu and backward else 2  # with GeLU, backward also reads x
+    return Cost.of_elements(shape, dtype, flops, tensors)

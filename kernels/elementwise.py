@@ -1,16 +1,22 @@
-"""Element-wise operations: vector addition, the first kernel to read, and GeLU, forward and backward.
+"""Element-wise operations: vector addition, the first kernel to read, and GeLU.
 
-Math:  add z = x + y.   GeLU y = x·sigmoid(2u), u = √(2/π)·(x + 0.044715·x³), which is x/2·(1 + tanh u).
-       dGeLU/dx = s + x·s·(1 − s)·2u′, s = sigmoid(2u), u′ = √(2/π)·(1 + 3·0.044715·x²).
+Mathematics, per element:
+    add:   z = x + y;  dx = dy = dz
+    GeLU:  y = x·s with s = sigmoid(2u), u = √(2/π)·(x + 0.044715·x³)
+           dGeLU/dx = s + x·s·(1 − s)·2u′, u′ = √(2/π)·(1 + 3·0.044715·x²)
+This is the tanh form x/2·(1 + tanh u), because (1 + tanh u)/2 = sigmoid(2u).
 
-How a kernel is laid out: n elements are cut into blocks of BLOCK. Program i of a one-dimensional
-grid owns elements [i·BLOCK, (i + 1)·BLOCK); the mask keeps the last program within the tensor. Each
-thread of a program loads 16 bytes at a time, neighbours next to each other, so that a warp's
-request is a few whole lines of memory.
+How an element-wise kernel is laid out: `count` elements are cut into blocks of BLOCK. Program i of
+a one-dimensional grid owns elements i·BLOCK to (i + 1)·BLOCK − 1. The mask keeps the last program
+inside the tensor. Each thread loads 16 bytes at a time, and neighbouring threads load neighbouring
+bytes, so that the request of a warp consists of a few whole cache lines.
 
-Shapes: any; x and y alike. Bytes: each input and the output once. FLOPs: 1 (add), about 10 (GeLU)
-per element. Saved for backward: nothing (add), x (GeLU). Arithmetic in fp32, results in the input's
-dtype.
+Shapes: any, the same for all tensors. Arithmetic is fp32, results have the input's dtype.
+Saved for backward: nothing (add), x (GeLU).
+Bytes: every input is read and the output is written once. FLOPs per element: 1 (add), about 10
+(GeLU), about 20 (its backward).
+
+Source: Hendrycks & Gimpel, Gaussian Error Linear Units (2016).
 """
 
 import torch
@@ -21,41 +27,40 @@ from ._dispatch import Function, apply, cdiv, tl, triton
 from ._rows import Launch, check, check_like, chosen, load_fp32, store_rounded
 from .cost import Cost
 
-# In Triton's interpreter a constexpr times a tensor is a constexpr: the tensor stands on the left
-# in what follows.
+# In Triton's interpreter, constexpr times tensor is a constexpr and not a tensor. So the kernels
+# below write the tensor on the left of these constants.
 GELU_DOUBLED = tl.constexpr(2 * reference.GELU_SCALE)
 GELU_CUBIC = tl.constexpr(reference.GELU_CUBIC)
-# Beyond this GeLU is x or 0 and its derivative 1 or 0 in fp32, while x² in the derivative could
-# still overflow.
+# For |x| above this, GeLU is x or 0 in fp32 and its derivative is 1 or 0. The derivative clamps x
+# here, because x² could overflow.
 GELU_FLAT = tl.constexpr(30.0)
 FLAT = Launch(block=4096, warps=16)  # 8 elements per thread: one load of 16 bytes in bf16
 
 
 @triton.jit
 def add_kernel(x_ptr, y_ptr, z_ptr, count, BLOCK: tl.constexpr):
-    """z = x + y on one block."""
+    """Compute one block of z = x + y per program."""
+    # int64: offsets may exceed 2³¹ elements.
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     x = tl.load(x_ptr + offsets, mask=inside)
     y = tl.load(y_ptr + offsets, mask=inside)
-    tl.store(
-        z_ptr + offsets,
-        (x.to(tl.float32) + y.to(tl.float32)).to(z_ptr.dtype.element_ty),
-        mask=inside,
-    )
+    z = x.to(tl.float32) + y.to(tl.float32)
+    tl.store(z_ptr + offsets, z.to(z_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def gelu_of(x):
-    """GeLU of fp32 values. The exponential may overflow: x/∞ is the 0 that is wanted."""
+    """Return GeLU of fp32 values."""
     doubled = (x + x * x * x * GELU_CUBIC) * GELU_DOUBLED
+    # x·sigmoid(2u). An exponential that overflows gives x/∞ = 0, which is right.
     return x / (1.0 + tl.exp(-doubled))
 
 
 @triton.jit
 def gelu_slope(x):
-    """dGeLU/dx of fp32 values."""
-    # comparisons let NaN through
+    """Return dGeLU/dx of fp32 values."""
+    # Clamp by comparisons: for NaN both are false and NaN stays, whereas min and max would drop it.
     x = tl.where(x > GELU_FLAT, GELU_FLAT, tl.where(x < -GELU_FLAT, -GELU_FLAT, x))
     s = tl.sigmoid((x + x * x * x * GELU_CUBIC) * GELU_DOUBLED)
     return s + x * s * (1.0 - s) * GELU_DOUBLED * (1.0 + x * x * GELU_CUBIC * 3.0)
@@ -63,7 +68,7 @@ def gelu_slope(x):
 
 @triton.jit
 def gelu_forward_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
-    """y = GeLU(x) on one block."""
+    """Compute one block of y = GeLU(x) per program."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     x = load_fp32(x_ptr + offsets, inside)
@@ -72,7 +77,7 @@ def gelu_forward_kernel(x_ptr, y_ptr, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
-    """dx = dy·GeLU′(x) on one block."""
+    """Compute one block of dx = dy·GeLU′(x) per program."""
     offsets = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = offsets < count
     x = load_fp32(x_ptr + offsets, inside)
@@ -81,7 +86,14 @@ def gelu_backward_kernel(dy_ptr, x_ptr, dx_ptr, count, BLOCK: tl.constexpr):
 
 
 def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> None:
-    """Launch an element-wise kernel over contiguous tensors of equal size, nothing empty."""
+    """Launch an element-wise kernel.
+
+    Args:
+        kernel: Triton kernel that takes the tensors' pointers, the number of elements, and BLOCK.
+        name: name of the launch for `_dispatch.forced`.
+        tensors: contiguous tensors with the same number of elements, at least one.
+        default: launch parameters.
+    """
     count = tensors[0].numel()
     launch = chosen(name, default)
     launch.start(kernel, (cdiv(count, launch.block),), *tensors, count)
@@ -89,8 +101,9 @@ def launch_flat(kernel, name: str, *tensors: Tensor, default: Launch = FLAT) -> 
 
 @_dispatch.operator("add")
 def add_op(x: Tensor, y: Tensor) -> Tensor:
-    """x, y (…, D) → x + y, contiguous."""
-    x, y = x.contiguous(), y.contiguous()
+    """Return x + y, contiguous, from two tensors of one shape."""
+    x = x.contiguous()
+    y = y.contiguous()
     z = torch.empty_like(x)
     if _dispatch.idle(x):
         return z
@@ -102,7 +115,7 @@ def add_op(x: Tensor, y: Tensor) -> Tensor:
 
 @_dispatch.operator("gelu_forward")
 def gelu_forward_op(x: Tensor) -> Tensor:
-    """x (…, D) → GeLU(x), contiguous."""
+    """Return GeLU(x), contiguous, for a tensor of any shape."""
     x = x.contiguous()
     y = torch.empty_like(x)
     if _dispatch.idle(x):
@@ -115,8 +128,9 @@ def gelu_forward_op(x: Tensor) -> Tensor:
 
 @_dispatch.operator("gelu_backward")
 def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
-    """dy, x (…, D) → dx, contiguous."""
-    dy, x = dy.contiguous(), x.contiguous()
+    """Return dx, contiguous, from the gradient of GeLU(x) and x."""
+    dy = dy.contiguous()
+    x = x.contiguous()
     dx = torch.empty_like(x)
     if _dispatch.idle(x):
         return dx
@@ -126,8 +140,9 @@ def gelu_backward_op(dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-class Add(torch.autograd.Function):  # the gradients of its gradients are defined
-    """`apply(x, y)` → x + y."""
+# Not `_dispatch.Function`, which refuses gradients of gradients: those of a sum are defined.
+class Add(torch.autograd.Function):
+    """Addition: `apply(x, y)` → x + y. Nothing is saved for backward."""
 
     @staticmethod
     def forward(ctx, x, y):
@@ -141,7 +156,7 @@ class Add(torch.autograd.Function):  # the gradients of its gradients are define
 
 
 class GeLU(Function):
-    """`apply(x)` → GeLU(x), the tanh form. Saved: x."""
+    """GeLU in its tanh form: `apply(x)` → GeLU(x). Saved for backward: x."""
 
     @staticmethod
     def forward(ctx, x):
@@ -151,32 +166,52 @@ class GeLU(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return gelu_backward_op(dy, *ctx.saved_tensors)
+        (x,) = ctx.saved_tensors
+        return gelu_backward_op(dy, x)
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y for tensors of one shape and dtype; no broadcasting.
+    """Return x + y, without broadcasting; differentiable any number of times in both.
+
+    Args:
+        x: tensor of any shape in fp32, fp16 or bf16.
+        y: tensor of x's shape and dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(Add, x, y)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GeLU in its tanh form (Hendrycks & Gimpel 2016), of any shape; finite for every finite x.
+    """Return GeLU(x) in its tanh form; differentiable once.
+
+    The result is finite for every finite x.
+
+    Args:
+        x: tensor of any shape in fp32, fp16 or bf16.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(GeLU, x)
 
 
 def add_cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
-    """Two inputs, one output."""
-    return Cost.of_elements(shape, dtype, 1, 3)
+    """Return the least work of `add` for tensors of this shape and dtype."""
+    return Cost.of_elements(shape, dtype, flops=1, tensors=3)  # x, y, z
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Of GeLU: x and y forward; dy, x and dx backward."""
-    return Cost.of_elements(shape, dtype, 20 if backward else 10, 2 + backward)
+    """Return the least work of one pass of `gelu`.
+
+    Args:
+        shape: dimensions of x.
+        dtype: dtype of all tensors.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    if backward:
+        return Cost.of_elements(shape, dtype, flops=20, tensors=3)  # dy, x, dx
+    return Cost.of_elements(shape, dtype, flops=10, tensors=2)  # x, y

@@ -1,15 +1,19 @@
-"""LayerNorm.
+"""LayerNorm. Its kernels are those of `rmsnorm.py` with CENTRE; this file adds mean and bias.
 
-Math, per row:  m = mean(x),  r = 1/√(mean((x − m)²) + eps),  x̂ = (x − m)·r,  y = x̂·w + b.
-    dx = r·(w·dy − mean(w·dy) − x̂·mean(w·dy·x̂)),  dw = Σ_rows dy·x̂,  db = Σ_rows dy.
+Mathematics, per row of D elements:
+    m = mean(x),  r = 1/√(mean((x − m)²) + eps),  x̂ = (x − m)·r
+    y = x̂·w + b
+Backward, from the gradient dy of y:
+    dx = r·(w·dy − mean(w·dy) − x̂·mean(w·dy·x̂))
+    dw = Σ over rows of dy·x̂,  db = Σ over rows of dy
 
-Shapes: `N` rows, `D` columns: x, y (N, D); w, b (D); r and m in one tensor (2, N) fp32. Bytes:
-forward x and y once; backward dy, x and dx once. FLOPs: about 7 per element forward, 12 backward.
-Saved for backward: x, w, r, m. Statistics in fp32, the variance from deviations, never as mean(x²)
-− m²; y in x's dtype.
-
-The kernels are RMSNorm's, too: `rmsnorm.py`; of longer rows `_long_rows.py`, with Welford's update
-by chunks.
+Shapes: N rows, D columns. x, y (N, D); w, b (D). r and m are one (2, N) fp32 tensor, r first.
+Statistics are fp32. The variance comes from the deviations and never from mean(x²) − m², which
+cancels where the mean is large. Rows too long for a program's registers merge the moments of their
+chunks instead, see `_long_rows.py`. y has x's dtype, or autocast's.
+Saved for backward: x, w, r, m.
+Bytes: forward reads x and writes y. Backward reads dy and x and writes dx. FLOPs per element: about
+7 forward, 12 backward.
 
 Source: Ba, Kiros & Hinton, Layer Normalization (2016).
 """
@@ -25,6 +29,7 @@ from .rmsnorm import launch_backward, launch_forward, plain_backward
 
 
 def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
+    """Raise TypeError or ValueError for arguments of `forward_op` that do not fit."""
     check("x", x, 1)
     check_width("weight", w, "x", x)
     if b is not None:
@@ -36,81 +41,111 @@ def _check(x: object, w: object, b: object, eps: object, *_: object) -> None:
 def forward_op(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x (…, D) → y in `dtype`, r and m as one (2, N) fp32."""
+    """Return y (…, D) in `dtype`, and r and m as one (2, N) fp32 tensor."""
     y = x.new_empty(x.shape, dtype=dtype)
-    rm = x.new_empty(2, x.shape[:-1].numel(), dtype=torch.float32)
+    statistics = x.new_empty(2, x.shape[:-1].numel(), dtype=torch.float32)
     if _dispatch.idle(x):
-        return y, rm
-    w, b = w.contiguous(), None if b is None else b.contiguous()
+        return y, statistics
+    w = w.contiguous()
+    if b is not None:
+        b = b.contiguous()
     if not _dispatch.runs_triton(x):
-        x32 = reference.wide(x)
-        variance, mean = (stat.flatten() for stat in torch.var_mean(x32, -1, correction=0))
-        return y.copy_(reference.layer_norm(x32, w, b, eps)), rm.copy_(
-            torch.stack([(variance + eps).rsqrt(), mean])
-        )
-    launch_forward(as_rows(x), None, w, y, y, rm, eps, False, b)
-    return y, rm
+        variance, mean = torch.var_mean(reference.wide(x), -1, correction=0)
+        r = (variance + eps).rsqrt()
+        y.copy_(reference.layer_norm(reference.wide(x), w, b, eps))
+        statistics.copy_(torch.stack([r.flatten(), mean.flatten()]))
+        return y, statistics
+    # s is the result of a residual addition. Without one, any pointer will do.
+    launch_forward(as_rows(x), None, w, y, y, statistics, eps, False, b)
+    return y, statistics
 
 
 @_dispatch.operator("layer_norm_backward")
 def backward_op(
-    dy: Tensor, x: Tensor, w: Tensor, rm: Tensor, bias_dtype: torch.dtype | None
+    dy: Tensor, x: Tensor, w: Tensor, statistics: Tensor, bias_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(dx, dw, db): db in bias_dtype, empty without a bias."""
+    """Return (dx, dw, db). db has bias_dtype; without a bias it is an empty tensor."""
     dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
-        return (
-            dx,
-            w.new_zeros(w.shape),
-            w.new_zeros(0 if bias_dtype is None else w.shape, dtype=bias_dtype),
-        )
+        if bias_dtype is None:
+            db = w.new_zeros(0)
+        else:
+            db = w.new_zeros(w.shape, dtype=bias_dtype)
+        return dx, w.new_zeros(w.shape), db
     if not _dispatch.runs_triton(x):
-        db = w.new_zeros(0) if bias_dtype is None else sum_over_rows(dy).to(bias_dtype)
-        return *plain_backward(dy, None, x, w, rm[1], rm[0]), db
+        r, mean = statistics
+        dx, dw = plain_backward(dy, None, x, w, mean, r)
+        if bias_dtype is None:
+            db = w.new_zeros(0)
+        else:
+            db = sum_over_rows(dy).to(bias_dtype)
+        return dx, dw, db
     dw, db = launch_backward(
-        as_rows(dy), None, as_rows(x), w.contiguous(), rm, dx, False, bias_dtype
+        as_rows(dy), None, as_rows(x), w.contiguous(), statistics, dx, False, bias_dtype
     )
+    # torch operators cannot return None.
     return dx, dw, w.new_empty(0) if db is None else db
 
 
 class LayerNorm(Function):
-    """`apply(x, weight, bias=None, eps=1e-5)` → y of x's shape.
+    """LayerNorm: `apply(x, weight, bias=None, eps=1e-5)` → y of x's shape.
 
-    Saved: x, weight, 1/std and mean of each row.
+    Saved for backward: x, weight, and 1/std and mean of each row.
     """
 
     @staticmethod
     def forward(ctx, x, weight, bias=None, eps=1e-5):
-        y, rm = forward_op(x, weight, bias, eps, autocast_dtype(x))
-        ctx.save_for_backward(x, weight, rm)
+        y, statistics = forward_op(x, weight, bias, eps, autocast_dtype(x))
+        ctx.save_for_backward(x, weight, statistics)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y
 
     @staticmethod
     def backward(ctx, dy):
-        dtype = ctx.bias_dtype
-        dx, dw, db = backward_op(dy, *ctx.saved_tensors, dtype)
-        return dx, dw, None if dtype is None else db, None
+        x, weight, statistics = ctx.saved_tensors
+        dx, dw, db = backward_op(dy, x, weight, statistics, ctx.bias_dtype)
+        if ctx.bias_dtype is None:
+            db = None
+        return dx, dw, db, None
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x − mean)/√(var + eps)·weight + bias over the last dimension; differentiable in x, weight and bias.
+    """Return (x − mean)/√(variance + eps)·weight + bias, normalised over the last dimension.
+
+    The result is differentiable once in x, weight and bias.
 
     Args:
-        x: (…, D), fp32, fp16 or bf16, any strides.
-        weight, bias: (D), any of these dtypes.
-        eps: above 0.
+        x: tensor (…, D) in fp32, fp16 or bf16, with any strides.
+        weight: tensor (D) in any of these dtypes.
+        bias: tensor (D) in any of these dtypes, or None.
+        eps: number above 0.
 
     Returns:
-        x's shape and dtype; under autocast autocast's dtype.
+        A tensor of x's shape and dtype. Under autocast it has autocast's dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(LayerNorm, x, weight, bias, eps)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes, with a bias."""
-    vectors = 2 * shape[-1] * dtype.itemsize * (1 + backward) + 8 * torch.Size(shape[:-1]).numel()
-    return Cost.of_elements(shape, dtype, 12 if backward else 7, 2 + backward) + Cost(0, vectors)
+    """Return the least work of one pass of LayerNorm with a bias.
+
+    Args:
+        shape: dimensions of x.
+        dtype: dtype of all tensors.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    if backward:
+        flops = 12
+        tensors = 3  # dy, x, dx
+        vectors = 4  # w, dw and db, and b counted as if it were read
+    else:
+        flops = 7
+        tensors = 2  # x, y
+        vectors = 2  # w, b
+    rows = torch.Size(shape[:-1]).numel()
+    vector_bytes = vectors * shape[-1] * dtype.itemsize + 8 * rows  # r and m are fp32
+    return Cost.of_elements(shape, dtype, flops, tensors) + Cost(0, vector_bytes)

@@ -1,22 +1,26 @@
-"""Matmul with its epilogue computed on the fp32 accumulator: bias, activation, a norm of short rows.
+"""Matmul that applies its epilogue to the fp32 accumulator: bias, activation, norm of short rows.
 
-Math:  y = f(a b + bias);  with h = a b + bias and g = dy·f′(h):  da = g bᵀ,  db = aᵀ g,  dbias = Σ_rows g.
+Mathematics, with h = a b + bias:
+    y = f(h)
+Backward, from the gradient dy of y, with g = dy·f′(h):
+    da = g bᵀ,  db = aᵀ g,  dbias = Σ over rows of g
 
-Shapes: a (M, K), b (K, N), bias (N), y (M, N). FLOPs: 2·M·N·K. Bytes: a, b and y once; each tile of
-y needs a strip of a and of b, which the L2 has to serve. Saved for backward: a, b, bias; h is
-computed again where f needs it, for fp16 in fp32, since h may exceed the range of fp16 where f(h)
-does not. Dtypes: fp32, fp16, bf16, matmuls summed in fp32, y rounded once; fp32 inputs are
-multiplied as three TF32 matmuls.
+Shapes: a (M, K), b (K, N), bias (N), y (M, N), in fp32, fp16 or bf16. Products are summed in fp32
+and y is rounded once. fp32 inputs are multiplied as three TF32 matmuls unless the caller chooses.
+Saved for backward: a, b, bias. Where f′ needs h, it is computed again. For fp16 that is done in
+fp32, since h may exceed the range of fp16 where f(h) does not.
+FLOPs: 2·M·N·K. Bytes: a, b and y once. Each tile of y reads a strip of a and a strip of b, so most
+of these reads must hit the L2.
 
 Two kernels, in the order in which one would write them:
-- `grouped_kernel`: a program per tile of y. With a GROUP of 1, tiles come in row order, which reads
-  b from memory again for every row of tiles once b is larger than the L2. So tiles are ordered in
-  groups of GROUP rows that advance together: programs that run at the same time share strips of a
-  and b. Any sizes and strides. The last group may be smaller than the others: a fixed group size
-  there would visit some tiles twice and others never.
-- `persistent_kernel`: for 16-bit matrices whose rows are aligned: one program per SM walks over
-  tiles, loads through tensor descriptors (Hopper's TMA), and writes a tile while the loads of the
-  next one are under way.
+- `grouped_kernel`: one program per tile of y, for any sizes and strides. In row order of the tiles,
+  each row of tiles would read all of b, from memory if b is larger than the L2. So tiles are
+  ordered in groups of GROUP rows of tiles, column by column within a group: programs that run at
+  the same time share strips of a and of b. GROUP = 1 is row order. The last group may have fewer
+  rows. With a fixed group size there, some tiles would be computed twice and others never.
+- `persistent_kernel`: for 16-bit matrices with aligned rows. One program per multiprocessor loops
+  over tiles, loads through tensor descriptors (Hopper's TMA), and writes one tile while the loads
+  of the next one are under way.
 """
 
 import functools
@@ -34,16 +38,19 @@ from .elementwise import gelu_of
 EPILOGUES = tuple(reference.EPILOGUES)
 PRECISIONS = ("tf32x3", "tf32", "ieee")
 MAX_NORM_COLUMNS = 256  # a norm needs the whole row in one tile
-GROUP = 8
+GROUP = 8  # rows of tiles that advance together
 
 
 @triton.jit
 def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
-    """f on a tile of fp32 values; 0.01 is leaky ReLU's slope, columns beyond the matrix are 0 for the norm."""
+    """Apply f to a tile of fp32 values.
+
+    For "rms_norm" the tile must hold whole rows of cols columns, and 0 in the columns beyond.
+    """
     if EPILOGUE == "relu":
         y = tl.where(y <= 0, 0.0, y)  # NaN stays NaN
     elif EPILOGUE == "leaky_relu":
-        y = tl.where(y > 0, y, y * 0.01)
+        y = tl.where(y > 0, y, y * 0.01)  # torch's default slope
     elif EPILOGUE == "gelu":
         y = gelu_of(y)
     elif EPILOGUE == "silu":
@@ -55,7 +62,7 @@ def epilogue_of(y, EPILOGUE: tl.constexpr, cols):
 
 @triton.jit
 def grouped_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
-    """(row, column) of the tile-th tile when groups of GROUP rows are walked column by column."""
+    """Return row and column of a tile, numbered group by group and column by column within one."""
     per_group = GROUP * col_tiles
     first = (tile // per_group) * GROUP
     size = tl.minimum(row_tiles - first, GROUP)  # the last group may be smaller
@@ -66,7 +73,7 @@ def grouped_tile(tile, row_tiles, col_tiles, GROUP: tl.constexpr):
 def _finish(
     acc, bias_ptr, y_ptr, row, col, rows, cols, stride_y, BIAS: tl.constexpr, EPILOGUE: tl.constexpr
 ):
-    """Bias, epilogue, rounding and the store of one tile."""
+    """Add the bias to one tile, apply the epilogue, round and store."""
     if BIAS:
         acc += tl.load(bias_ptr + col, mask=col < cols, other=0.0).to(tl.float32)[None, :]
     y = epilogue_of(acc, EPILOGUE, cols).to(y_ptr.dtype.element_ty)
@@ -92,17 +99,19 @@ def _tile_product(
     BLOCK_K: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The fp32 accumulator of one tile: BLOCK_K of the depth at a time."""
+    """Return the fp32 product for one tile of y, summed over BLOCK_K of the depth at a time."""
+    # The pointers address a tile (BLOCK_M, BLOCK_K) of a and a tile (BLOCK_K, BLOCK_N) of b, and
+    # advance along the depth. int64: a row times its stride may exceed 2³¹.
     k = tl.arange(0, BLOCK_K)
     a_ptr += row.to(tl.int64)[:, None] * stride_am + k.to(tl.int64)[None, :] * stride_ak
     b_ptr += k.to(tl.int64)[:, None] * stride_bk + col.to(tl.int64)[None, :] * stride_bn
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, depth, BLOCK_K):
-        left = depth - start  # the mask moves on with the pointers
+        left = depth - start  # the pointers advance, so the mask shrinks
         a = tl.load(a_ptr, mask=(row < rows)[:, None] & (k < left)[None, :], other=0.0)
         b = tl.load(b_ptr, mask=(k < left)[:, None] & (col < cols)[None, :], other=0.0)
         acc = tl.dot(a, b, acc, input_precision=PRECISION)
-        # rows of 2²⁵ elements would overflow 32 bits
+        # int64 again: with rows of 2²⁵ elements, BLOCK_K rows of b would overflow 32 bits.
         a_ptr += BLOCK_K * tl.cast(stride_ak, tl.int64)
         b_ptr += BLOCK_K * tl.cast(stride_bk, tl.int64)
     return acc
@@ -130,7 +139,7 @@ def grouped_kernel(
     GROUP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One tile of y per program, in groups of GROUP rows of tiles; those of 1 are all tiles in row order."""
+    """Compute one tile of y per program. `grouped_tile` says which."""
     row_tile, col_tile = grouped_tile(
         tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(cols, BLOCK_N), GROUP
     )
@@ -174,9 +183,16 @@ def persistent_kernel(
     BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Tiles program_id, program_id + num_programs, …; TMA fills what lies outside with zeros and drops it on stores."""
+    """Compute the tiles i, i + P, i + 2·P, … of y in program i of P.
+
+    TMA needs no masks: it loads zeros for elements outside the matrix and does not store them.
+    A_TRANSPOSED, B_TRANSPOSED: the descriptor is that of the transposed matrix, whose rows are
+    contiguous.
+    """
     row_tiles = tl.cdiv(rows, BLOCK_M)
     col_tiles = tl.cdiv(cols, BLOCK_N)
+    # `flatten` makes one loop of this one and the loop over the depth. Its pipeline then loads the
+    # first operands of the next tile while this tile's epilogue runs.
     for tile in tl.range(tl.program_id(0), row_tiles * col_tiles, tl.num_programs(0), flatten=True):
         row_tile, col_tile = grouped_tile(tile, row_tiles, col_tiles, GROUP)
         row = row_tile * BLOCK_M
@@ -196,8 +212,8 @@ def persistent_kernel(
         if BIAS:
             columns = col + tl.arange(0, BLOCK_N)
             acc += load_fp32(bias_ptr + columns, columns < cols)[None, :]
-        # Two stores of half the width need half the shared memory, which makes room for one more
-        # stage of loads.
+        # Store the tile in two halves, columns [0, BLOCK_N/2) and the rest. A store passes through
+        # shared memory, and half the width leaves room for one more stage of loads.
         halves = tl.permute(tl.reshape(acc, [BLOCK_M, 2, BLOCK_N // 2]), [0, 2, 1])
         left, right = tl.split(halves)
         y_desc.store([row, col], epilogue_of(left, EPILOGUE, cols).to(y_desc.dtype))
@@ -208,36 +224,42 @@ def persistent_kernel(
 def tile_for(
     generation: str, itemsize: int, small: bool, norm_block: int = 0, store_bytes: int = 0
 ) -> tuple[Launch, int]:
-    """Launch parameters and BLOCK_K for a generation of GPUs: within its shared memory, without spilling registers.
+    """Return launch parameters and BLOCK_K that fit the GPU without spilling registers.
 
-    From Hopper on the matrix instructions read shared memory, where each stage of a and b lies, in
-    227 KiB. Before, they read registers, of which eight warps have enough, and one stage less lies
-    in shared memory: up to 96 KiB, where the smaller chips have 99 for a program.
+    From Hopper on, matrix instructions read their operands from shared memory, where every stage of
+    a and b is stored, in at most 227 KiB. Before Hopper they read registers, of which eight warps
+    have enough, and one stage less is in shared memory. Those tiles use up to 96 KiB, because the
+    smaller chips have 99 KiB per program.
 
     Args:
-        generation: as `_dispatch.generation` names it.
+        generation: name that `_dispatch.generation` returns.
         itemsize: bytes per element of a and b.
-        small: rows or columns up to 1024: small tiles, so that more programs share the work.
+        small: whether rows or columns are at most 1024. Small tiles then make enough programs.
         norm_block: columns of a tile that must hold whole rows, or 0.
-        store_bytes: per element of y in `persistent_kernel`, which stores from shared memory; 0 for
-            the other kernels.
+        store_bytes: bytes per element of y in `persistent_kernel`, which stores through shared
+            memory, or 0 for `grouped_kernel`.
     """
     if generation == "interpreter":
         return Launch(block=norm_block or 32, rows=32), 32
-    hopper, half = generation in ("sm_90", "sm_100", "sm_103"), itemsize == 2
+    hopper = generation in ("sm_90", "sm_100", "sm_103")
+    half_precision = itemsize == 2
+    block_k = 64 if half_precision else 32
     if norm_block:
-        wide_fp32 = norm_block > 128 and not half
-        warps = 4 if hopper and not wide_fp32 else 8
-        tile = Launch(norm_block, 32 if wide_fp32 else 64, warps, 4 if hopper and half else 3)
-    elif not half:
-        tile = Launch(128, 64, 4 if hopper else 8, 3)
-    elif small:
-        tile = Launch(128, 64, 4 if hopper else 8, 4)
-    elif hopper:
-        tile = Launch(256, 128, 8, 4 if store_bytes == 2 else 3)
-    else:
-        tile = Launch(128, 128, 8, 4)
-    return tile, 64 if half else 32
+        if norm_block > 128 and not half_precision:
+            rows = 32
+            warps = 8
+        else:
+            rows = 64
+            warps = 4 if hopper else 8
+        stages = 4 if hopper and half_precision else 3
+        return Launch(norm_block, rows, warps, stages), block_k
+    if not half_precision:
+        return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=3), block_k
+    if small:
+        return Launch(block=128, rows=64, warps=4 if hopper else 8, stages=4), block_k
+    if hopper:
+        return Launch(block=256, rows=128, warps=8, stages=4 if store_bytes == 2 else 3), block_k
+    return Launch(block=128, rows=128, warps=8, stages=4), block_k
 
 
 def launch_pointers(
@@ -249,10 +271,22 @@ def launch_pointers(
     precision: str,
     group: int = GROUP,
 ) -> None:
-    """Fill y with `grouped_kernel`; any strides of a and b, y contiguous."""
-    (rows, depth), cols = a.shape, b.shape[1]
+    """Fill y with `grouped_kernel`.
+
+    Args:
+        a: (M, K), with any strides.
+        b: (K, N), with any strides.
+        bias: (N), contiguous, or None.
+        y: (M, N), output, contiguous.
+        epilogue: one of EPILOGUES.
+        precision: one of PRECISIONS, for fp32.
+        group: rows of tiles that advance together.
+    """
+    rows, depth = a.shape
+    cols = b.shape[1]
     norm_block = max(16, power_of_two(cols)) if epilogue == "rms_norm" else 0
-    generation, small = _dispatch.generation(a.device.index), min(rows, cols) <= 1024
+    generation = _dispatch.generation(a.device.index)
+    small = min(rows, cols) <= 1024
     launch, block_k = tile_for(generation, a.element_size(), small, norm_block)
     launch = chosen("matmul", launch)
     block_n = norm_block or launch.block
@@ -283,15 +317,19 @@ def launch_pointers(
 
 
 def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
-    """x, or xᵀ and True, with contiguous aligned rows as TMA needs them; None where neither is."""
+    """Return a form of the matrix x that a tensor descriptor can describe.
+
+    TMA needs contiguous rows that begin at multiples of 16 bytes and do not overlap.
+
+    Returns:
+        x and False, or xᵀ and True, or None where neither fits.
+    """
+    if x.data_ptr() % 16 or max(x.shape) >= 2**31:
+        return None
     for matrix, transposed in ((x, False), (x.T, True)):
-        aligned = matrix.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
-        if (
-            matrix.stride(1) == 1
-            and aligned
-            and matrix.stride(0) >= matrix.shape[1]
-            and max(x.shape) < 2**31
-        ):
+        row_stride = matrix.stride(0)
+        rows_aligned = row_stride * x.element_size() % 16 == 0
+        if matrix.stride(1) == 1 and rows_aligned and row_stride >= matrix.shape[1]:
             return matrix, transposed
     return None
 
@@ -299,39 +337,53 @@ def _descriptor_form(x: Tensor) -> tuple[Tensor, bool] | None:
 def launch_persistent(
     a: Tensor, b: Tensor, bias: Tensor | None, y: Tensor, epilogue: str | None
 ) -> bool:
-    """Fill y with `persistent_kernel`; False, and nothing done, where the layout does not allow descriptors."""
-    forms = _descriptor_form(a), _descriptor_form(b), _descriptor_form(y)
-    if None in forms or epilogue == "rms_norm":
+    """Fill y with `persistent_kernel`, if the layout of all three matrices allows descriptors.
+
+    Args:
+        a: (M, K), of 16-bit elements.
+        b: (K, N), of a's dtype.
+        bias: (N), contiguous, or None.
+        y: (M, N), output, contiguous.
+        epilogue: one of EPILOGUES.
+
+    Returns:
+        True, or False if nothing was done.
+    """
+    a_form = _descriptor_form(a)
+    b_form = _descriptor_form(b)
+    y_form = _descriptor_form(y)
+    if a_form is None or b_form is None or y_form is None or epilogue == "rms_norm":
         return False
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    (rows, depth), cols = a.shape, b.shape[1]
-    launch, block_k = tile_for(
-        _dispatch.generation(a.device.index),
-        a.element_size(),
-        min(rows, cols) <= 1024,
-        0,
-        y.element_size(),
-    )
-    shapes = (launch.rows, block_k), (block_k, launch.block), (launch.rows, launch.block // 2)
-    descriptors = [
-        TensorDescriptor.from_tensor(matrix, list(shape[::-1] if transposed else shape))
-        for (matrix, transposed), shape in zip(forms, shapes, strict=True)
-    ]
+    def descriptor(form: tuple[Tensor, bool], tile: tuple[int, int]) -> TensorDescriptor:
+        """Return a descriptor that loads or stores a tile of this many rows and columns."""
+        matrix, transposed = form
+        rows, columns = tile
+        shape = [columns, rows] if transposed else [rows, columns]
+        return TensorDescriptor.from_tensor(matrix, shape)
+
+    rows, depth = a.shape
+    cols = b.shape[1]
+    small = min(rows, cols) <= 1024
+    generation = _dispatch.generation(a.device.index)
+    launch, block_k = tile_for(generation, a.element_size(), small, 0, y.element_size())
     tiles = cdiv(rows, launch.rows) * cdiv(cols, launch.block)
     grid = (min(tiles, _dispatch.multiprocessors(a.device)),)
     _dispatch.launch(
         persistent_kernel,
         grid,
-        *descriptors,
+        descriptor(a_form, (launch.rows, block_k)),
+        descriptor(b_form, (block_k, launch.block)),
+        descriptor(y_form, (launch.rows, launch.block // 2)),  # stored in two halves
         bias,
         rows,
         cols,
         depth,
         BIAS=bias is not None,
         EPILOGUE=epilogue,
-        A_TRANSPOSED=forms[0][1],
-        B_TRANSPOSED=forms[1][1],
+        A_TRANSPOSED=a_form[1],
+        B_TRANSPOSED=b_form[1],
         BLOCK_M=launch.rows,
         BLOCK_N=launch.block,
         BLOCK_K=block_k,
@@ -345,6 +397,7 @@ def launch_persistent(
 def _check(
     a: object, b: object, bias: object, epilogue: object, precision: object, *_: object
 ) -> None:
+    """Raise TypeError or ValueError for arguments of `matmul_op` that do not fit."""
     check("a", a, 2)
     check("b", b, 2)
     if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
@@ -373,62 +426,76 @@ def matmul_op(
     precision: str,
     fp32: bool = False,
 ) -> Tensor:
-    """(M, K), (K, N), (N) → (M, N) in a's dtype or in fp32, contiguous."""
+    """Return epilogue(a b + bias), (M, N), contiguous, in a's dtype or with `fp32` in fp32."""
     y = a.new_empty(a.shape[0], b.shape[1], dtype=torch.float32 if fp32 else a.dtype)
     if _dispatch.idle(y):
         return y
     if not _dispatch.runs_triton(a):
-        # which would round the result before the epilogue
+        # Autocast would round the product before the epilogue.
         with torch.autocast(a.device.type, enabled=False):
             return y.copy_(reference.matmul(reference.wide(a), reference.wide(b), bias, epilogue))
-    bias = None if bias is None else bias.contiguous()
-    can_tma = (
-        a.element_size() == 2 and a.shape[1] > 0 and _dispatch.generation(a.device.index) == "sm_90"
-    )
-    if not (can_tma and launch_persistent(a, b, bias, y, epilogue)):
-        launch_pointers(a, b, bias, y, epilogue, precision)
+    if bias is not None:
+        bias = bias.contiguous()
+    half_precision = a.element_size() == 2
+    # A descriptor cannot describe a matrix without elements, so K must not be 0.
+    can_tma = half_precision and a.shape[1] > 0 and _dispatch.generation(a.device.index) == "sm_90"
+    if can_tma and launch_persistent(a, b, bias, y, epilogue):
+        return y
+    launch_pointers(a, b, bias, y, epilogue, precision)
     return y
 
 
 @_dispatch.operator("matmul_slope", opaque=True)
 def slope_op(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """dy·f′(h) (M, N) in dy's dtype, contiguous, in plain torch: a small part of what the matmuls around it cost."""
+    """Return dy·f′(h), (M, N), contiguous, in dy's dtype.
+
+    It is plain torch, since the matmuls before and after it take most of the time.
+    """
     return reference.epilogue_backward(dy.contiguous(), h, epilogue).to(dy.dtype)
 
 
 @register_flop_formula(torch.ops.distlab_kernels.matmul)
 def flops(a, b, *_, out_shape=None, **__) -> int:
-    """Count the matmul only, as FlopCounterMode does."""
-    return 2 * a[0] * a[1] * b[1]
+    """Return the FLOPs of the matmul, which is all that torch's FlopCounterMode counts.
+
+    torch passes the shapes of tensors instead of the tensors.
+    """
+    rows, depth = a
+    cols = b[1]
+    return 2 * rows * depth * cols
 
 
 class MatMul(Function):
-    """`apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias).
+    """Matmul: `apply(a, b, bias=None, epilogue=None, precision="tf32x3")` → epilogue(a b + bias).
 
-    Saved: a, b, bias.
-
-    Autograd casts the gradients back where autocast has cast a and b.
+    Saved for backward: a, b, bias. Autograd casts the gradients back where autocast has cast a and
+    b.
     """
 
     @staticmethod
     def forward(ctx, a, b, bias=None, epilogue=None, precision="tf32x3"):
-        cast = autocast(a, b)
-        y = matmul_op(*cast, bias, epilogue, precision)
-        ctx.save_for_backward(*cast, bias)
-        ctx.options = epilogue, precision
+        a, b = autocast(a, b)
+        y = matmul_op(a, b, bias, epilogue, precision)
+        ctx.save_for_backward(a, b, bias)
+        ctx.epilogue = epilogue
+        ctx.precision = precision
         return y
 
     @staticmethod
     def backward(ctx, dy):
         a, b, bias = ctx.saved_tensors
-        epilogue, precision = ctx.options
+        precision = ctx.precision
         g = dy
-        if epilogue is not None:
-            g = slope_op(
-                dy, matmul_op(a, b, bias, None, precision, a.dtype == torch.float16), epilogue
-            )
-        da = matmul_op(g, b.T, None, None, precision) if ctx.needs_input_grad[0] else None
-        db = matmul_op(a.T, g, None, None, precision) if ctx.needs_input_grad[1] else None
+        if ctx.epilogue is not None:
+            h_in_fp32 = a.dtype == torch.float16  # h may exceed the range of fp16
+            h = matmul_op(a, b, bias, None, precision, h_in_fp32)
+            g = slope_op(dy, h, ctx.epilogue)
+        da = None
+        if ctx.needs_input_grad[0]:
+            da = matmul_op(g, b.T, None, None, precision)
+        db = None
+        if ctx.needs_input_grad[1]:
+            db = matmul_op(a.T, g, None, None, precision)
         dbias = None
         if bias is not None and ctx.needs_input_grad[2]:
             dbias = g.sum(0, dtype=torch.float32).to(bias.dtype)
@@ -443,24 +510,39 @@ def matmul(
     epilogue: str | None = None,
     precision: str = "tf32x3",
 ) -> Tensor:
-    """epilogue(a b + bias); differentiable in a, b and bias.
+    """Return epilogue(a b + bias); differentiable once in a, b and bias.
 
     Args:
-        a: (M, K), fp32, fp16 or bf16; b: (K, N) of the same dtype; any sizes and strides. Cast
-            under autocast.
-        bias: (N) or None.
+        a: tensor (M, K) in fp32, fp16 or bf16, with any strides; cast under autocast.
+        b: tensor (K, N) of a's dtype, with any strides; cast under autocast.
+        bias: tensor (N), or None.
         epilogue: None, "relu", "leaky_relu" (slope 0.01), "gelu" (tanh form), "silu", or "rms_norm"
             without a weight (eps 1e-5), for N up to MAX_NORM_COLUMNS.
-        precision: of fp32 matmuls on the GPU: "tf32x3" (three TF32 matmuls), "tf32", "ieee".
+        precision: arithmetic of fp32 matmuls on the GPU: "tf32x3" (three TF32 matmuls), "tf32" or
+            "ieee".
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or option does not fit. The error says what is allowed.
     """
     return apply(MatMul, a, b, bias, epilogue, precision)
 
 
 def cost(shape: tuple[int, int, int], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes for (M, K, N); backward is two matmuls."""
+    """Return the least work of one pass.
+
+    Args:
+        shape: (M, K, N).
+        dtype: dtype of all matrices.
+        backward: whether to count the two matmuls of the backward pass instead of the forward's.
+    """
     rows, depth, cols = shape
-    passes, inputs = 1 + backward, rows * depth + depth * cols
-    return Cost(2 * passes * rows * depth * cols, (passes * inputs + rows * cols) * dtype.itemsize)
+    inputs = rows * depth + depth * cols
+    outputs = rows * cols
+    if backward:
+        matmuls = 2
+        elements = 2 * inputs + outputs  # a, b, da, db, and dy
+    else:
+        matmuls = 1
+        elements = inputs + outputs
+    return Cost(2 * matmuls * rows * depth * cols, elements * dtype.itemsize)

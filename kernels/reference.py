@@ -1,10 +1,11 @@
-"""The operations of this package in plain torch, one kernel launch per line: what fusing saves, and what is right.
+"""Operations of this package in plain torch, with one kernel launch per line.
 
-Tests compare with these in float64, benchmarks time them as the naive form, and the public
-functions use them where Triton cannot run. Statistics and sums are taken in fp32 (float64 for
-float64 inputs); results have the input's dtype.
+They show what fusion saves, and they define what is right. Tests compare kernels with them in
+float64, benchmarks time them as the naive form, and the public functions use them where Triton
+cannot run. Statistics and sums are fp32, or float64 for float64 inputs. Results have the input's
+dtype.
 
-Shapes: x (…, D), any shape where an operation is element-wise; weight and bias (D); logits (N, V),
+Shapes: x (…, D), any shape where an operation is element-wise. weight and bias (D). logits (N, V).
 targets (N).
 """
 
@@ -18,60 +19,63 @@ GELU_CUBIC = 0.044715
 
 
 def wide(x: Tensor) -> Tensor:
-    """x in the dtype that statistics are computed in: float64 stays, everything else becomes float32."""
+    """Return x in the dtype that statistics are computed in: float64 for float64, else float32."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def add(x: Tensor, y: Tensor) -> Tensor:
-    """x + y."""
+    """Return x + y."""
     return x + y
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…)."""
+    """Return Σ_d x[…, d]·weight[d], (…), for x (…, D) and weight (D)."""
     return (wide(x) * wide(weight)).sum(-1).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x/2 · (1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016)."""
+    """Return x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))) (Hendrycks & Gimpel 2016)."""
     x32 = wide(x)
     inner = GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32)
     return (0.5 * x32 * (1 + torch.tanh(inner))).to(x.dtype)
 
 
 def gelu_slope(x: Tensor) -> Tensor:
-    """dGeLU/dx in the dtype of `wide`; |x| > 30 is flat, and kept from overflowing."""
+    """Return dGeLU/dx in the dtype of `wide`."""
+    # For |x| > 30 the slope is 0 or 1 in fp32, and x² could overflow.
     x32 = wide(x).clamp(-30, 30)
     tanh = torch.tanh(GELU_SCALE * (x32 + GELU_CUBIC * x32 * x32 * x32))
-    return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * (
-        1 + 3 * GELU_CUBIC * x32 * x32
-    )
+    cubic_slope = 1 + 3 * GELU_CUBIC * x32 * x32
+    return 0.5 * (1 + tanh) + 0.5 * x32 * (1 - tanh * tanh) * GELU_SCALE * cubic_slope
 
 
 def softmax(x: Tensor) -> Tensor:
-    """exp(x − max) / Σ exp(x − max) over the last dimension; a row of −inf only becomes NaN, as in torch.
+    """Return exp(x − max)/Σ exp(x − max), taken over the last dimension.
 
-    Whatever is subtracted cancels, so the maximum needs no gradient, which would be half of the
-    backward's time.
+    A row that is −inf everywhere gives NaN, as in torch.
     """
     x32 = wide(x)
+    # Any number that is subtracted cancels, so the maximum needs no gradient. Computing one would
+    # take half of the backward's time.
     powered = torch.exp(x32 - x32.detach().amax(-1, keepdim=True))
     return (powered / powered.sum(-1, keepdim=True)).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
-    """(x − mean)/√(var + eps)·weight + bias over the last dimension (Ba et al.
+    """Return (x − mean)/√(variance + eps)·weight + bias over the last dimension.
 
-    2016), the biased variance.
+    The variance is the biased one (Ba et al. 2016).
     """
     x32 = wide(x)
     centred = x32 - x32.mean(-1, keepdim=True)
-    normed = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * wide(weight)
-    return (normed if bias is None else normed + wide(bias)).to(x.dtype)
+    y = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * wide(weight)
+    if bias is not None:
+        y = y + wide(bias)
+    return y.to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x/√(mean(x²) + eps)·weight over the last dimension (Zhang & Sennrich 2019)."""
+    """Return x/√(mean(x²) + eps)·weight over the last dimension (Zhang & Sennrich 2019)."""
     x32 = wide(x)
     return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * wide(weight)).to(x.dtype)
 
@@ -79,65 +83,102 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(norm(x + residual), x + residual), the norm followed by SiLU where `activation` is "silu"."""
+    """Return (y, s) with s = x + residual and y = rms_norm(s).
+
+    With the activation "silu", y = silu(rms_norm(s)).
+    """
     total = (x + residual).to(residual.dtype)
     y = rms_norm(total, weight, eps)
-    return (silu(y) if activation == "silu" else y), total
+    if activation == "silu":
+        y = silu(y)
+    return y, total
 
 
 def silu(x: Tensor) -> Tensor:
-    """x·sigmoid(x)."""
+    """Return x·sigmoid(x)."""
     x32 = wide(x)
     return (x32 * torch.sigmoid(x32)).to(x.dtype)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate)·up (Shazeer 2020), rounded once."""
-    return (wide(gate) * torch.sigmoid(wide(gate)) * wide(up)).to(gate.dtype)
+    """Return silu(gate)·up (Shazeer 2020), rounded once."""
+    gate32 = wide(gate)
+    return (gate32 * torch.sigmoid(gate32) * wide(up)).to(gate.dtype)
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (x_i, x_{i+D/2}) turned by its position's angle (Su et al. 2021).
+    """Return x with each pair (x_i, x_{i+D/2}) rotated by its position's angle (Su et al. 2021).
 
-    x (…, T, D); cos and sin (T, D): the two halves of cos are equal, those of sin have opposite
-    signs, − first.
+    Args:
+        x: tensor (…, T, D).
+        cos: tensor (T, D) of two equal halves.
+        sin: tensor (T, D) of two halves with opposite signs, the negative one first.
     """
-    return (wide(x) * cos + wide(x).roll(x.shape[-1] // 2, -1) * sin).to(x.dtype)
+    x32 = wide(x)
+    partners = x32.roll(x.shape[-1] // 2, -1)
+    return (x32 * cos + partners * sin).to(x.dtype)
 
 
 def dropout(x: Tensor, keep: Tensor, p: float) -> Tensor:
-    """x/(1 − p) where `keep` is true, else 0."""
+    """Return x/(1 − p) where `keep` is true, and 0 elsewhere."""
     return torch.where(keep, wide(x) / (1 - p), 0.0).to(x.dtype)
 
 
+def _identity(y: Tensor) -> Tensor:
+    """Return y."""
+    return y
+
+
+def _leaky_relu(y: Tensor) -> Tensor:
+    """Return y, multiplied by 0.01 where it is not positive."""
+    return torch.where(y > 0, y, 0.01 * y)
+
+
+def _unweighted_rms_norm(y: Tensor) -> Tensor:
+    """Return y/√(mean(y²) + 1e-5) over the last dimension."""
+    return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5)
+
+
+# Name of an epilogue of `matmul` → the function f that it applies.
 EPILOGUES = {
-    None: lambda y: y,
+    None: _identity,
     "relu": torch.relu,
-    "leaky_relu": lambda y: torch.where(y > 0, y, 0.01 * y),
+    "leaky_relu": _leaky_relu,
     "gelu": gelu,
     "silu": silu,
-    "rms_norm": lambda y: y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-5),
+    "rms_norm": _unweighted_rms_norm,
 }
 
 
 def epilogue_backward(dy: Tensor, h: Tensor, epilogue: str) -> Tensor:
-    """Return the gradient of h from that of EPILOGUES[epilogue](h), in the dtype of `wide`."""
-    g, h32 = wide(dy), wide(h)
+    """Return the gradient of h from the gradient dy of EPILOGUES[epilogue](h).
+
+    The result has the dtype of `wide`.
+    """
+    g = wide(dy)
+    h32 = wide(h)
     if epilogue == "rms_norm":
         r = torch.rsqrt(h32.square().mean(-1, keepdim=True) + 1e-5)
-        return r * (g - h32 * r * (g * h32 * r).mean(-1, keepdim=True))
+        normed = h32 * r
+        return r * (g - normed * (g * h32 * r).mean(-1, keepdim=True))
     if epilogue == "gelu":
         return g * gelu_slope(h32)
     if epilogue == "silu":
         sigmoid = torch.sigmoid(h32)
         return g * sigmoid * (1 + h32 * (1 - sigmoid))
-    return torch.where(h32 > 0, g, g * (0.01 if epilogue == "leaky_relu" else 0.0))
+    negative_slope = 0.01 if epilogue == "leaky_relu" else 0.0
+    return torch.where(h32 > 0, g, g * negative_slope)
 
 
 def matmul(a: Tensor, b: Tensor, bias: Tensor | None = None, epilogue: str | None = None) -> Tensor:
-    """epilogue(a b + bias): (M, K), (K, N), (N) → (M, N); the epilogue acts on the unrounded result of the matmul."""
-    product = wide(a) @ wide(b)
-    return EPILOGUES[epilogue](product if bias is None else product + wide(bias)).to(a.dtype)
+    """Return epilogue(a b + bias), (M, N), for a (M, K), b (K, N) and bias (N).
+
+    The epilogue is applied before the result is rounded.
+    """
+    h = wide(a) @ wide(b)
+    if bias is not None:
+        h = h + wide(bias)
+    return EPILOGUES[epilogue](h).to(a.dtype)
 
 
 def cross_entropy(
@@ -148,32 +189,50 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     reduction: str = "mean",
 ) -> Tensor:
-    """−Σ_v q_v·log softmax(logits)_v with q = (1 − ε)·onehot(target) + ε/V, in fp32.
+    """Return −Σ_v q_v·log softmax(logits)_v in fp32, with q = (1 − ε)·onehot(target) + ε/V.
 
-    Rows whose target is `ignore_index` count nothing; the mean of none is 0. Other targets outside
-    [0, V) give NaN.
+    Rows whose target is `ignore_index` do not count, and the mean of no rows is 0. Other targets
+    outside [0, V) give NaN.
     """
-    # log Σ exp is lost beside large logits
-    shifted = wide(logits) - wide(logits).detach().amax(-1, keepdim=True)
+    # Subtract the maximum first: next to large logits log Σ exp would lose its digits.
+    logits32 = wide(logits)
+    shifted = logits32 - logits32.detach().amax(-1, keepdim=True)
     log_p = shifted - shifted.exp().sum(-1, keepdim=True).log()
     kept = targets != ignore_index
     within = (targets >= 0) & (targets < logits.shape[-1])
-    picked = -log_p.gather(-1, torch.where(within, targets, 0)[:, None].long())[:, 0]
-    loss = picked = torch.where(within, picked, float("nan"))
+    index = torch.where(within, targets, 0)[:, None].long()
+    loss = -log_p.gather(-1, index)[:, 0]
+    loss = torch.where(within, loss, float("nan"))
     if label_smoothing:
-        loss = (1 - label_smoothing) * picked - label_smoothing * log_p.mean(-1)
+        loss = (1 - label_smoothing) * loss - label_smoothing * log_p.mean(-1)
     loss = torch.where(kept, loss, 0.0)
     if reduction == "none":
         return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / kept.sum().clamp(min=1)
+    if reduction == "sum":
+        return loss.sum()
+    return loss.sum() / kept.sum().clamp(min=1)
 
 
-def linear_cross_entropy(x: Tensor, weight: Tensor, targets: Tensor, **options) -> Tensor:
-    """Cross-entropy of the logits x weightᵀ: (N, D), (V, D), (N) → scalar.
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return the cross-entropy of the logits x weightᵀ, for x (N, D), weight (V, D), targets (N).
 
-    The logits stand whole in memory.
+    All logits are in memory at once.
     """
-    return cross_entropy(x @ weight.T, targets, **options)
+    return cross_entropy(
+        x @ weight.T,
+        targets,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        reduction=reduction,
+    )
 
 
 def adamw_(
@@ -188,15 +247,31 @@ def adamw_(
     eps: float,
     weight_decay: float,
 ) -> None:
-    """One AdamW step in place (Loshchilov & Hutter 2019): decay, moments, bias correction, update.
+    """Make one AdamW step in place: decay, moments, bias correction, update.
 
-    In float64, rounded once at the end: in fp32 a β₂ of 0.99999 would be off by 0.14 % of 1 − β₂.
+    Args:
+        parameter: tensor to update.
+        gradient: tensor of the parameter's shape.
+        first: first moment, updated.
+        second: second moment, updated.
+        step: number of this step, from 1.
+        lr: learning rate.
+        betas: β₁ and β₂.
+        eps: number added to the root of the second moment.
+        weight_decay: λ.
+
+    Source: Loshchilov & Hutter, Decoupled Weight Decay Regularization (2019), Algorithm 2.
     """
-    p, g, m, v = (t.double() for t in (parameter, gradient, first, second))
+    # float64, rounded once at the end: in fp32, 1 − β₂ would be off by 0.14 % for β₂ = 0.99999.
+    p = parameter.double()
+    g = gradient.double()
+    m = first.double()
+    v = second.double()
+    beta1, beta2 = betas
     p = p * (1 - lr * weight_decay)
-    m = betas[0] * m + (1 - betas[0]) * g
-    v = betas[1] * v + (1 - betas[1]) * g * g
-    scale = v.sqrt() / math.sqrt(1 - betas[1] ** step) + eps
-    parameter.copy_(p - lr / (1 - betas[0] ** step) * m / scale)
+    m = beta1 * m + (1 - beta1) * g
+    v = beta2 * v + (1 - beta2) * g * g
+    denominator = v.sqrt() / math.sqrt(1 - beta2**step) + eps
+    parameter.copy_(p - lr / (1 - beta1**step) * m / denominator)
     first.copy_(m)
     second.copy_(v)

@@ -1,19 +1,30 @@
-"""RMSNorm, alone and fused with what stands around it in a Transformer block: a residual addition before, SiLU after.
+"""RMSNorm, alone or fused with its neighbours in a Transformer block: residual addition and SiLU.
 
-Math, per row:  s = x + residual (or x),  r = 1/√(mean(s²) + eps),  y = f(s·r·w), f the identity or SiLU.
-    g = dy·f′(s·r·w);  ds = r·(w·g − ŝ·mean(w·g·ŝ)) + what arrives for s itself, ŝ = s·r;  dw = Σ_rows g·ŝ.
+Mathematics, per row of D elements:
+    s = x + residual (s = x without a residual)
+    r = 1/√(mean(s²) + eps),  ŝ = s·r,  u = ŝ·w
+    y = f(u), where f is the identity or SiLU
+Backward, from the gradients dy of y and dtotal of s:
+    g  = dy·f′(u)
+    ds = r·(w·g − ŝ·mean(w·g·ŝ)) + dtotal;  dx and dresidual are both ds
+    dw = Σ over rows of g·ŝ
+`layernorm.py` uses the same kernels with CENTRE: s is then centred first, and g has a second mean.
 
-Shapes: `N` rows, `D` columns: x, residual, s, y (N, D); w (D); r (N) fp32. Bytes: forward x and y
-once (with a residual x, residual, s, y); backward dy, s and ds once. FLOPs: about 4 per element
-forward, 9 backward. Saved for backward: s (x itself where there is no residual), w, r. Statistics
-in fp32; y in x's dtype or autocast's.
+Shapes: N rows, D columns. x, residual, s, y (N, D); w (D); r (N) fp32. LayerNorm stores r and the
+rows' means in one (2, N) tensor. Statistics are fp32. y has x's dtype, or autocast's.
+Saved for backward: s (x itself without a residual), w, r. y is not saved, because ŝ follows from s
+and r with one multiplication.
+Bytes: forward reads x and writes y (with a residual: reads two tensors, writes two). Backward reads
+dy and s and writes ds. FLOPs per element: about 4 forward, 9 backward.
 
-Rows stay in registers from their one load to their one store; longer ones are read twice, in
-`_long_rows.py`. CENTRE makes the kernels LayerNorm's, whose means follow the rows' r in one tensor.
-Beside a row of more than half of ONE_TILE columns w does not stay, so that a multiprocessor has
-room for two. Backward: a fixed number of programs walk over the rows, so that each sums its
-contribution to dw and db in registers and writes it once, for `sum_columns`. A few rows take one
-launch: some programs compute ds, the others read all rows of some columns once more for dw and db.
+How the kernels map to the GPU:
+- Forward: a program holds one tile of whole rows in registers from the load to the store. Rows
+  longer than ONE_TILE do not fit and are read twice, see `_long_rows.py`.
+- Backward: a fixed number of programs loop over the rows. Each program sums its part of dw (and of
+  db for LayerNorm) in registers and writes it once. `sum_columns` adds the parts.
+- Backward of few rows: the second launch would cost more than the work. One launch has two kinds
+  of programs instead: some compute ds of a few rows, the others read all rows of a few columns once
+  more for dw and db.
 
 Source: Zhang & Sennrich, Root Mean Square Layer Normalization (2019).
 """
@@ -41,12 +52,17 @@ from ._rows import (
     sum_over_rows,
 )
 
-ONE_TILE = 16384  # columns up to which the forward keeps a row in registers
-ONE_TILE_BACKWARD = 8192  # there x, dy, w and the sums of dw and db stand side by side
-# Up to which, of s, reading twice takes less than a second launch: where the L2 has what is read
-# again.
-FEW_ROWS, FEW_COLUMNS, FEW_BYTES = 2048, 4096, 11 << 20
-STRIP = 16  # columns, 32 bytes of half precision
+ONE_TILE = 16384  # longest row, in columns, that the forward keeps in registers
+ONE_TILE_BACKWARD = 8192  # shorter: the backward holds x, dy, w and the sums for dw and db at once
+# Limits on rows, columns and bytes of s for the backward in one launch. Below them, what the
+# programs for dw read a second time is still in the L2, and costs less than a second launch.
+FEW_ROWS = 2048
+FEW_COLUMNS = 4096
+FEW_BYTES = 11 << 20
+# The programs for dw in that launch own STRIP columns: 32 bytes of half precision, a sector of the
+# L2. Their tiles have STRIP_ROWS rows, because 16 columns of one row are too few for all threads.
+STRIP = 16
+STRIP_ROWS = tl.constexpr(256)
 
 
 @triton.jit
@@ -70,34 +86,42 @@ def forward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Tiles of ROWS rows; y and s are contiguous.
+    """Normalise tiles of ROWS whole rows. y and s are contiguous, x and residual may have gaps.
 
-    WIDE: w comes from the cache, row by row, which frees registers.
+    CENTRE: LayerNorm. The means go to the second half of r.
+    SILU: apply SiLU to the result.
+    WIDE: load w again for every tile, from the cache, instead of keeping it in registers. Long rows
+    need these registers, or only one program fits on a multiprocessor.
     """
     columns = tl.arange(0, BLOCK)
+    # All rows share w and b: load them once, before the loop.
     if not WIDE:
         w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
     if b_ptr is not None:
         b = tl.load(b_ptr + columns, mask=columns < cols, other=0.0)
-    # One tile, unless `forced`. Without the loop w is loaded earlier, which leaves room for one row
-    # of 16,384 on a multiprocessor: 1.3 times the time on an H200. LayerNorm without it: 0.75 at
-    # 6,144 columns, 1.06 from 10,000 on.
+    # Each program has one tile, so this loop runs once, unless `forced` chooses fewer programs. It
+    # stays because the compiler schedules loads differently without it. Measured on an H200, time
+    # without the loop relative to with it: RMSNorm 1.3 at 16,384 columns (w is loaded earlier, its
+    # registers leave room for only one row per multiprocessor), LayerNorm 0.75 at 6,144 columns
+    # and 1.06 from 10,000 on.
     for tile in tl.range(
         tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0), num_stages=STAGES
     ):
         row = tile * ROWS + tl.arange(0, ROWS)
+        # Two cuts: rows beyond the last, and columns beyond cols, because BLOCK is a power of two.
+        # Columns cut off are loaded as 0, which adds nothing to the sum of squares.
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
-        row64 = row.to(tl.int64)[:, None]
+        row64 = row.to(tl.int64)[:, None]  # the product with a stride may exceed 2³¹
         out = row64 * cols + columns[None, :]
         s = load_fp32(x_ptr + row64 * stride_x + columns[None, :], inside)
         if residual_ptr is not None:
             s += load_fp32(residual_ptr + row64 * stride_residual + columns[None, :], inside)
             rounded = s.to(s_ptr.dtype.element_ty)
             tl.store(s_ptr + out, rounded, mask=inside)
-            s = rounded.to(tl.float32)  # backward sees the rounded sum: normalise the same
+            s = rounded.to(tl.float32)  # backward reads the rounded sum, so normalise that
         if CENTRE:
             mean = tl.sum(s, 1) / cols
-            # columns beyond the row must not count in the variance
+            # Columns cut off are 0 − mean now. Set them to 0 again, or they count in the variance.
             s = tl.where(inside, s - mean[:, None], 0.0)
             tl.store(r_ptr + rows + row, mean, mask=row < rows)
         r = tl.rsqrt(tl.sum(s * s, 1) / cols + eps)
@@ -107,15 +131,16 @@ def forward_kernel(
         if b_ptr is not None:
             y += b.to(tl.float32)[None, :]
         if SILU:
-            y = y / (1.0 + tl.exp(-y))
+            y = y / (1.0 + tl.exp(-y))  # SiLU: y·sigmoid(y)
         tl.store(r_ptr + row, r, mask=row < rows)
         store_rounded(y_ptr + out, y, inside)
 
 
 @triton.jit
 def gradient_before(g, u, SILU: tl.constexpr):
-    """g times the derivative of what follows the norm; u is the norm's result."""
+    """Return the gradient of u = ŝ·w from the gradient g of f(u), f being SiLU or the identity."""
     if SILU:
+        # SiLU′(u) = σ(u)·(1 + u·(1 − σ(u)))
         sigmoid = tl.sigmoid(u)
         g = g * sigmoid * (1.0 + u * (1.0 - sigmoid))
     return g
@@ -147,11 +172,16 @@ def walk(
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """These columns of every step-th tile of ROWS rows: with DS their ds, with SUMS their share of dw and db.
+    """Loop over tiles of ROWS rows × these columns, the body of both backward kernels.
 
-    The columns are whole rows, unless rows' means of w·g·ŝ and w·g are at c.
+    first, step: the tiles are first, first + step, first + 2·step, …
+    DS: write ds of these tiles.
+    SUMS: write the sums of g·ŝ over these tiles to dw and, with BIAS, those of g to db.
+    c_ptr: None if the columns are whole rows. Otherwise it points to the rows' means of w·g·ŝ,
+    followed with CENTRE by their means of w·g, since a part of a row does not suffice for a mean.
     """
     w = tl.load(w_ptr + columns, mask=columns < cols, other=0.0)
+    # One sum for each of the ROWS rows of a tile: the loop then needs no reduction across threads.
     dw = tl.zeros([ROWS, columns.shape[0]], tl.float32)
     db = tl.zeros([ROWS, columns.shape[0]], tl.float32)
     for tile in tl.range(first, tl.cdiv(rows, ROWS), step, num_stages=STAGES):
@@ -159,14 +189,15 @@ def walk(
         inside = (row < rows)[:, None] & (columns < cols)[None, :]
         row64 = row.to(tl.int64)[:, None]
         out = row64 * cols + columns[None, :]
-        # by `load_fp32` these two would take the compiler to other registers, on Ampere to more of
-        # them
+        # Not with `load_fp32`: the compiler would then allocate registers differently, on Ampere
+        # more of them.
         s = tl.load(s_ptr + row64 * stride_s + columns[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
         g = tl.load(dy_ptr + row64 * stride_dy + columns[None, :], mask=inside, other=0.0).to(
             tl.float32
         )
+        # Rows beyond the last get r = 0, so their ŝ is 0 and adds nothing to dw.
         r = tl.load(r_ptr + row, mask=row < rows, other=0.0)
         if CENTRE:
             s -= tl.load(r_ptr + rows + row, mask=row < rows, other=0.0)[:, None]
@@ -178,19 +209,19 @@ def walk(
             if BIAS:
                 db += g
         if DS:
-            g = g * w32  # 0 beyond the row, where normed need not be
-            mean = (
-                tl.sum(g * normed, 1) / cols
-                if c_ptr is None
-                else tl.load(c_ptr + row, mask=row < rows)
-            )
+            # w is 0 beyond the row, and so is g now. normed need not be: it is −mean·r there with
+            # CENTRE. So the means below may sum over the whole tile.
+            g = g * w32
+            if c_ptr is None:
+                mean = tl.sum(g * normed, 1) / cols
+            else:
+                mean = tl.load(c_ptr + row, mask=row < rows)
             ds = g - normed * mean[:, None]
             if CENTRE:
-                mean = (
-                    tl.sum(g, 1) / cols
-                    if c_ptr is None
-                    else tl.load(c_ptr + rows + row, mask=row < rows)
-                )
+                if c_ptr is None:
+                    mean = tl.sum(g, 1) / cols
+                else:
+                    mean = tl.load(c_ptr + rows + row, mask=row < rows)
                 ds -= mean[:, None]
             ds = ds * r[:, None]
             if dtotal_ptr is not None:
@@ -223,7 +254,12 @@ def backward_kernel(
     BLOCK: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """BLOCK columns of tiles of ROWS rows, and this program's share of dw and db as one row of each."""
+    """Compute ds, and partial sums of dw and db, for BLOCK columns of every P-th tile of rows.
+
+    The grid is (strips of BLOCK columns, P). Program (i, j) owns strip i of the tiles j, j + P, …
+    parts is (P, cols) for dw, followed with BIAS by (P, cols) for db. Row j of each belongs to the
+    programs (·, j), so no two programs write to the same place.
+    """
     share = parts_ptr + tl.program_id(1).to(tl.int64) * cols
     walk(
         dy_ptr,
@@ -245,8 +281,8 @@ def backward_kernel(
         CENTRE,
         BIAS,
         SILU,
-        True,
-        True,
+        True,  # ds
+        True,  # dw and db
         ROWS,
         STAGES,
     )
@@ -273,7 +309,11 @@ def few_rows_kernel(
     BLOCK: tl.constexpr,
     STRIP: tl.constexpr,
 ):
-    """STRIP columns of dw and db; programs after these: ds of ROWS rows."""
+    """Compute ds, dw and db of few rows in one launch.
+
+    The first cdiv(cols, STRIP) programs each compute dw and db of STRIP columns, from all rows. The
+    others each compute ds of one tile of ROWS whole rows.
+    """
     tile = tl.program_id(0) - tl.cdiv(cols, STRIP)
     if tile < 0:
         walk(
@@ -287,8 +327,8 @@ def few_rows_kernel(
             dw_ptr,
             db_ptr,
             tl.program_id(0) * STRIP + tl.arange(0, STRIP),
-            0,
-            1,
+            0,  # from the first tile of rows
+            1,  # to the last
             rows,
             cols,
             stride_dy,
@@ -296,9 +336,9 @@ def few_rows_kernel(
             CENTRE,
             BIAS,
             SILU,
-            False,
-            True,
-            256,
+            False,  # no ds
+            True,  # dw and db
+            STRIP_ROWS,
             1,
         )
     else:
@@ -314,7 +354,7 @@ def few_rows_kernel(
             db_ptr,
             tl.arange(0, BLOCK),
             tile,
-            tl.num_programs(0),
+            tl.num_programs(0),  # more than there are tiles: the loop runs once
             rows,
             cols,
             stride_dy,
@@ -322,8 +362,8 @@ def few_rows_kernel(
             CENTRE,
             BIAS,
             SILU,
-            True,
-            False,
+            True,  # ds
+            False,  # neither dw nor db
             ROWS,
             1,
         )
@@ -340,9 +380,18 @@ def launch_forward(
     silu: bool,
     bias: Tensor | None = None,
 ) -> None:
-    """Fill y, r and with a residual s. Inputs have contiguous rows, outputs are contiguous.
+    """Fill y, r and, with a residual, s. Inputs have contiguous rows, outputs are contiguous.
 
-    r is (N), for LayerNorm (2, N): the means are its second row.
+    Args:
+        x: (N, D), input.
+        residual: (N, D), input, or None.
+        w: (D), input, contiguous.
+        y: (N, D), output.
+        s: (N, D), output x + residual. Without a residual it is not written.
+        r: (N) fp32, output. For LayerNorm (2, N): 1/std of each row, then the means.
+        eps: number added to the mean of squares.
+        silu: whether to apply SiLU to the result.
+        bias: (D), input, or None.
     """
     rows, cols = x.shape
     centre = r.dim() == 2
@@ -351,13 +400,15 @@ def launch_forward(
 
         launch_long_forward(x, residual, w, y, s, r, eps, silu, bias)
         return
+    # Next to a row of more than half of ONE_TILE columns w does not stay in registers, so that a
+    # multiprocessor has room for two such rows.
     wide = not centre and cols > ONE_TILE // 2
-    sizes = (
-        {"per_thread": 64, "tile": 8192 if cols > 1024 else 2048}
-        if centre
-        else {"per_thread": 16 if wide else 32}
-    )
-    launch = row_launch("rmsnorm", cols, **sizes)
+    if centre:
+        launch = row_launch("rmsnorm", cols, per_thread=64, tile=8192 if cols > 1024 else 2048)
+    elif wide:
+        launch = row_launch("rmsnorm", cols, per_thread=16)
+    else:
+        launch = row_launch("rmsnorm", cols, per_thread=32)
     launch.start(
         forward_kernel,
         (launch.programs(rows, x.device),),
@@ -391,47 +442,42 @@ def launch_backward(
     silu: bool,
     bias_dtype: torch.dtype | None,
 ) -> list[Tensor | None]:
-    """Fill ds; r as `launch_forward` left it.
+    """Fill ds, and return the gradients of the weight and the bias.
 
-    Returns dw in w's dtype and db in bias_dtype, if there is one.
+    Args:
+        dy: (N, D), gradient of y, with contiguous rows.
+        dtotal: (N, D), gradient of s, contiguous, or None.
+        s: (N, D), what was normalised, with contiguous rows.
+        w: (D), contiguous.
+        r: statistics that `launch_forward` filled, (N), or (2, N) for LayerNorm.
+        ds: (N, D), output, contiguous.
+        silu: whether SiLU follows the norm.
+        bias_dtype: dtype of the bias, or None without a bias.
+
+    Returns:
+        dw (D) in w's dtype and db (D) in bias_dtype, or None without a bias.
     """
     rows, cols = s.shape
-    has_bias, means = bias_dtype is not None, None
-    options = {"CENTRE": r.dim() == 2, "BIAS": has_bias, "SILU": silu}
+    few = rows <= FEW_ROWS and cols <= FEW_COLUMNS and s.nbytes <= FEW_BYTES
+    if few and cols <= ONE_TILE_BACKWARD:
+        return _launch_few_rows(dy, dtotal, s, w, r, ds, silu, bias_dtype)
     if cols > ONE_TILE_BACKWARD:
         from ._long_rows import launch_products
 
+        # A program cannot hold a whole row, so a first kernel computes the rows' means.
         means = launch_products(dy, s, w, r, silu)
         launch = chosen("long_strips", Launch(block=2048, per_sm=6))
-    elif rows <= FEW_ROWS and cols <= FEW_COLUMNS and s.nbytes <= FEW_BYTES:
-        dw, db = w.new_empty(cols), w.new_empty(cols, dtype=bias_dtype) if has_bias else None
-        launch = row_launch("few_rows", cols, tile=4096)
-        grid = cdiv(cols, STRIP) + launch.programs(rows, s.device)
-        launch.start(
-            few_rows_kernel,
-            (grid,),
-            dy,
-            dtotal,
-            s,
-            w,
-            r,
-            ds,
-            dw,
-            db,
-            rows,
-            cols,
-            dy.stride(0),
-            s.stride(0),
-            ROWS=launch.rows,
-            STRIP=STRIP,
-            **options,
-        )
-        return [dw, db]
     else:
-        itemsize = sum(t.element_size() for t in (dy, s, dtotal) if t is not None)
+        means = None
+        loaded = [tensor for tensor in (dy, s, dtotal) if tensor is not None]
+        itemsize = sum(tensor.element_size() for tensor in loaded)
         launch = pipelined_launch(cols, itemsize, s.device)
     strips = cdiv(cols, launch.block)
-    shares = max(1, min(cdiv(rows, launch.rows), launch.programs(1 << 30, s.device) // strips))
+    # Divide all programs that run at the same time among the strips. More of them would not run
+    # earlier, and would make `parts` larger.
+    programs = launch.programs(1 << 30, s.device)
+    shares = max(1, min(cdiv(rows, launch.rows), programs // strips))
+    has_bias = bias_dtype is not None
     parts = s.new_empty(1 + has_bias, shares, cols, dtype=torch.float32)
     launch.start(
         backward_kernel,
@@ -448,14 +494,57 @@ def launch_backward(
         cols,
         dy.stride(0),
         s.stride(0),
+        CENTRE=r.dim() == 2,
+        BIAS=has_bias,
+        SILU=silu,
         ROWS=launch.rows,
         STAGES=launch.stages,
-        **options,
     )
     return sum_columns(parts, w.dtype, bias_dtype)
 
 
+def _launch_few_rows(
+    dy: Tensor,
+    dtotal: Tensor | None,
+    s: Tensor,
+    w: Tensor,
+    r: Tensor,
+    ds: Tensor,
+    silu: bool,
+    bias_dtype: torch.dtype | None,
+) -> list[Tensor | None]:
+    """Launch the backward of few rows; arguments and results are those of `launch_backward`."""
+    rows, cols = s.shape
+    dw = w.new_empty(cols)
+    db = None if bias_dtype is None else w.new_empty(cols, dtype=bias_dtype)
+    launch = row_launch("few_rows", cols, tile=4096)
+    grid = cdiv(cols, STRIP) + launch.programs(rows, s.device)
+    launch.start(
+        few_rows_kernel,
+        (grid,),
+        dy,
+        dtotal,
+        s,
+        w,
+        r,
+        ds,
+        dw,
+        db,
+        rows,
+        cols,
+        dy.stride(0),
+        s.stride(0),
+        CENTRE=r.dim() == 2,
+        BIAS=bias_dtype is not None,
+        SILU=silu,
+        ROWS=launch.rows,
+        STRIP=STRIP,
+    )
+    return [dw, db]
+
+
 def _check(x: object, residual: object, w: object, eps: object, *_: object) -> None:
+    """Raise TypeError or ValueError for arguments of `forward_op` that do not fit."""
     check("x", x, 1)
     if residual is not None:
         check_like("residual", residual, "x", x, dtype=False)
@@ -467,28 +556,41 @@ def _check(x: object, residual: object, w: object, eps: object, *_: object) -> N
 def forward_op(
     x: Tensor, residual: Tensor | None, w: Tensor, eps: float, silu: bool, dtype: torch.dtype
 ) -> list[Tensor]:
-    """x (…, D) → y in `dtype`, r (N) fp32 and, with a residual, s."""
-    y, r = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
-    s = y if residual is None else residual.new_empty(x.shape)
-    made = [y, r] if residual is None else [y, r, s]
+    """Allocate and compute [y, r], and with a residual [y, r, s].
+
+    Args:
+        x: (…, D), input.
+        residual: tensor of x's shape, or None.
+        w: (D), weight.
+        eps: number added to the mean of squares.
+        silu: whether to apply SiLU to the result.
+        dtype: dtype of y.
+    """
+    y = x.new_empty(x.shape, dtype=dtype)
+    r = x.new_empty(x.shape[:-1].numel(), dtype=torch.float32)
+    if residual is None:
+        s = y  # the kernel takes a pointer, and does not write to it
+        results = [y, r]
+    else:
+        s = residual.new_empty(x.shape)
+        results = [y, r, s]
     if _dispatch.idle(x):
-        return made
+        return results
     if not _dispatch.runs_triton(x):
-        normed, plain_r = _plain_forward(
-            x if residual is None else s.copy_(x + residual), w, eps, silu
-        )
-        torch._foreach_copy_([y, r], [normed, plain_r.flatten()])
-        return made
-    residual = None if residual is None else as_rows(residual)
-    launch_forward(as_rows(x), residual, w.contiguous(), y, s, r, eps, silu)
-    return made
+        normalised = x if residual is None else s.copy_(x + residual)
+        plain_y, plain_r = _plain_forward(normalised, w, eps, silu)
+        torch._foreach_copy_([y, r], [plain_y, plain_r.flatten()])
+        return results
+    residual_rows = None if residual is None else as_rows(residual)
+    launch_forward(as_rows(x), residual_rows, w.contiguous(), y, s, r, eps, silu)
+    return results
 
 
 @_dispatch.operator("rms_norm_backward")
 def backward_op(
     dy: Tensor, dtotal: Tensor | None, s: Tensor, w: Tensor, r: Tensor, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """(ds, dw) from the gradient of y and, where there was a residual, of s."""
+    """Return (ds, dw) from the gradient of y and, where there was a residual, of s."""
     ds = s.new_empty(s.shape)
     if _dispatch.idle(s):
         return ds, w.new_zeros(w.shape)
@@ -499,14 +601,16 @@ def backward_op(
     return ds, dw
 
 
-def _plain_forward(s, w, eps, silu):
-    """y and r, of s's leading dimensions, in fp32 or for float64 in that."""
+def _plain_forward(s: Tensor, w: Tensor, eps: float, silu: bool) -> tuple[Tensor, Tensor]:
+    """Return y (…, D) and r (…) in plain torch, in fp32, or in float64 for float64."""
     from . import reference
 
-    normed = reference.rms_norm(reference.wide(s), w, eps)
-    return reference.silu(normed) if silu else normed, torch.rsqrt(
-        reference.wide(s).square().mean(-1) + eps
-    )
+    s_wide = reference.wide(s)
+    y = reference.rms_norm(s_wide, w, eps)
+    if silu:
+        y = reference.silu(y)
+    r = torch.rsqrt(s_wide.square().mean(-1) + eps)
+    return y, r
 
 
 def plain_backward(
@@ -518,24 +622,36 @@ def plain_backward(
     r: Tensor,
     silu: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(ds, dw) in plain torch; with a mean LayerNorm's."""
+    """Return (ds, dw) in plain torch, of LayerNorm where the rows' means are given."""
     from . import reference
 
-    g, w32, r = reference.wide(dy), reference.wide(w), r.view(*s.shape[:-1], 1)
-    normed = (reference.wide(s) - (0 if mean is None else mean.view(r.shape))) * r
+    g = reference.wide(dy)
+    w_wide = reference.wide(w)
+    r = r.view(*s.shape[:-1], 1)
+    centred = reference.wide(s)
+    if mean is not None:
+        centred = centred - mean.view(r.shape)
+    normed = centred * r
     if silu:
-        sigmoid = torch.sigmoid(normed * w32)
-        g = g * sigmoid * (1 + normed * w32 * (1 - sigmoid))
+        u = normed * w_wide
+        sigmoid = torch.sigmoid(u)
+        g = g * sigmoid * (1 + u * (1 - sigmoid))
     dw = sum_over_rows(g * normed)
-    g = g * w32
+    g = g * w_wide
     ds = g - normed * (g * normed).mean(-1, keepdim=True)
     if mean is not None:
         ds = ds - g.mean(-1, keepdim=True)
-    return (ds * r if dtotal is None else ds * r + dtotal).to(s.dtype), dw.to(w.dtype)
+    ds = ds * r
+    if dtotal is not None:
+        ds = ds + dtotal
+    return ds.to(s.dtype), dw.to(w.dtype)
 
 
 class RMSNorm(Function):
-    """`apply(x, weight, eps=1e-5)` → y of x's shape. Saved: x, weight, and 1/rms of each row."""
+    """RMSNorm: `apply(x, weight, eps=1e-5)` → y of x's shape.
+
+    Saved for backward: x, weight, and 1/rms of each row.
+    """
 
     @staticmethod
     def forward(ctx, x, weight, eps=1e-5):
@@ -546,13 +662,14 @@ class RMSNorm(Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
-        return *backward_op(dy, None, x, weight, r, False), None
+        dx, dw = backward_op(dy, None, x, weight, r, False)
+        return dx, dw, None
 
 
 class RMSNormPyTorch(Function):
-    """The same in plain torch, on any device; float64 too, for `gradcheck`.
+    """RMSNorm in plain torch, on any device: `apply(x, weight, eps=1e-5)` → y.
 
-    `apply(x, weight, eps=1e-5)`.
+    It also takes float64, for `torch.autograd.gradcheck`.
     """
 
     @staticmethod
@@ -568,11 +685,12 @@ class RMSNormPyTorch(Function):
     @staticmethod
     def backward(ctx, dy):
         x, weight, r = ctx.saved_tensors
-        return *plain_backward(dy, None, x, weight, None, r), None
+        dx, dw = plain_backward(dy, None, x, weight, None, r)
+        return dx, dw, None
 
 
 class AddRMSNorm(Function):
-    """`apply(x, residual, weight, eps=1e-5, activation=None)` → (y, s).
+    """Addition and RMSNorm: `apply(x, residual, weight, eps=1e-5, activation=None)` → (y, s).
 
     Saved: s, weight, and 1/rms of each row.
     """
@@ -581,35 +699,41 @@ class AddRMSNorm(Function):
     def forward(ctx, x, residual, weight, eps=1e-5, activation=None):
         if activation not in (None, "silu"):
             raise ValueError(f"activation is {activation!r}; allowed: None, 'silu'")
-        y, r, s = forward_op(x, residual, weight, eps, activation == "silu", autocast_dtype(x))
+        silu = activation == "silu"
+        y, r, s = forward_op(x, residual, weight, eps, silu, autocast_dtype(x))
         ctx.save_for_backward(s, weight, r)
-        ctx.silu = activation == "silu"
+        ctx.silu = silu
+        # Without this, autograd fills a missing gradient with zeros, and the kernel reads them.
         ctx.set_materialize_grads(False)
         return y, s
 
     @staticmethod
     def backward(ctx, dy, dtotal):
         s, weight, r = ctx.saved_tensors
-        if dy is None:
+        if dy is None:  # only s was used
             ds, dw = dtotal, None
         else:
             ds, dw = backward_op(dy, dtotal, s, weight, r, ctx.silu)
-        return ds, ds, dw, None, None
+        return ds, ds, dw, None, None  # x and residual have the same gradient
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
-    """x/√(mean(x²) + eps)·weight over the last dimension; differentiable in x and weight.
+    """Return x/√(mean(x²) + eps)·weight, the mean taken over the last dimension.
+
+    The result is differentiable once in x and weight.
 
     Args:
-        x: (…, D), fp32, fp16 or bf16, any strides.
-        weight: (D), any of these dtypes.
-        eps: above 0.
+        x: tensor (…, D) in fp32, fp16 or bf16, with any strides.
+        weight: tensor (D) in any of these dtypes.
+        eps: number above 0.
 
     Returns:
-        x's shape and dtype; under autocast autocast's dtype, because matmuls follow.
+        A tensor of x's shape and dtype. Under autocast it has autocast's dtype, because a matmul
+        usually follows, which would cast it.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(RMSNorm, x, weight, eps)
 
@@ -617,9 +741,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 def add_rms_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-5, activation: str | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(y, s): s = x + residual in residual's dtype, y = rms_norm(s), followed by SiLU where activation is "silu".
+    """Return (y, s) with s = x + residual and y = rms_norm(s), in one pass over memory.
 
-    One pass over memory instead of three or four; arguments and errors as for `rms_norm`.
+    Args:
+        x: as for `rms_norm`.
+        residual: tensor of x's shape in fp32, fp16 or bf16. s has its dtype.
+        weight: as for `rms_norm`.
+        eps: as for `rms_norm`.
+        activation: "silu" to apply SiLU to y, or None.
+
+    Raises:
+        TypeError, ValueError: as for `rms_norm`.
     """
     return apply(AddRMSNorm, x, residual, weight, eps, activation)
 
@@ -627,9 +759,24 @@ def add_rms_norm(
 def cost(
     shape: tuple[int, ...], dtype: torch.dtype, *, residual: bool = False, backward: bool = False
 ) -> "Cost":  # noqa: F821
-    """Least FLOPs and bytes; backward includes the gradient of s where there was a residual."""
+    """Return the least work of one pass.
+
+    Args:
+        shape: dimensions of x.
+        dtype: dtype of all tensors.
+        residual: whether a residual is added.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
     from .cost import Cost
 
-    tensors = 2 + backward + residual * (2 - backward)
-    vectors = shape[-1] * dtype.itemsize * (1 + backward) + 4 * torch.Size(shape[:-1]).numel()
-    return Cost.of_elements(shape, dtype, 9 if backward else 4, tensors) + Cost(0, vectors)
+    if backward:
+        flops = 9
+        tensors = 4 if residual else 3  # dy, s, ds, and the gradient of s
+        vectors = 2  # w and dw
+    else:
+        flops = 4
+        tensors = 4 if residual else 2  # x, y, residual, s
+        vectors = 1  # w
+    rows = torch.Size(shape[:-1]).numel()
+    vector_bytes = vectors * shape[-1] * dtype.itemsize + 4 * rows  # r is fp32
+    return Cost.of_elements(shape, dtype, flops, tensors) + Cost(0, vector_bytes)

@@ -1,15 +1,19 @@
 """Rotary position embedding.
 
-Math, per position and pair (x_i, x_{i+D/2}):  y = x·cos + roll(x, D/2)·sin, with cos = (c | c) and sin = (−s | s):
-    y_i = x_i·c − x_{i+D/2}·s,   y_{i+D/2} = x_{i+D/2}·c + x_i·s.
-Backward rotates by the opposite angle: the same kernel with −s.
+Mathematics, per position and pair (x_i, x_{i+D/2}), with c and s the cosine and sine of its angle:
+    y_i       = x_i·c − x_{i+D/2}·s
+    y_{i+D/2} = x_{i+D/2}·c + x_i·s
+In tables of width D: y = x·cos + roll(x, D/2)·sin with cos = (c | c) and sin = (−s | s).
+Backward rotates dy by the opposite angle: the same kernel with −s.
 
-Shapes: x, y (…, T, D), any strides over the leading dimensions (the transposed view that a fused
-projection gives is read where it lies); cos, sin (T, D) fp32. y is contiguous. Bytes: x and y once
-(the tables stay in the cache). FLOPs: 3 per element. Saved for backward: cos, sin. Arithmetic in
-fp32, rounded once.
+Shapes: x, y (…, T, D); cos, sin (T, D) fp32. The leading dimensions of x may have any strides, so
+the transposed view of a fused projection is read in place. y is contiguous. Arithmetic is fp32,
+rounded once.
+Saved for backward: cos, sin.
+Bytes: x is read and y is written. The tables stay in the cache. FLOPs: 3 per element.
 
-Source: Su et al., RoFormer (2021); pairs are halves of a head, the form of GPT-NeoX and Llama.
+Source: Su et al., RoFormer (2021). Pairs are halves of a head, as in GPT-NeoX and Llama. (RoFormer
+itself pairs neighbours.)
 """
 
 import torch
@@ -42,10 +46,18 @@ def rope_kernel(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """ROWS positions; the leading dimensions of x are (outer, middle, inner) with their strides."""
+    """Rotate ROWS rows per program. A row is one position of one head.
+
+    The leading dimensions of x are (outer, middle, inner), each with its stride. Rows are numbered
+    in that order, with the position as the fastest index. y is contiguous.
+    half: D/2. HALF is the next power of two.
+    sign: 1 rotates by the angle, −1 by the opposite angle.
+    """
+    # int64: the offsets that follow from it may exceed 2³¹.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     t = row % length
     head = row // length
+    # Split the number of the head into its three indices, and find the row's first element.
     start = (
         (head // (inner * middle)) * stride_outer
         + (head // inner % middle) * stride_middle
@@ -54,30 +66,42 @@ def rope_kernel(
     )
     i = tl.arange(0, HALF)
     inside = (row < rows)[:, None] & (i < half)[None, :]
+    # Both members of a pair, from the two halves of the row.
     x = x_ptr + start[:, None] + i[None, :]
     first = load_fp32(x, inside)
     second = load_fp32(x + half, inside)
+    # One half of each table suffices. The second half of sin holds +s, the first −s.
     cos = tl.load(cos_ptr + t[:, None] * stride_cos + i[None, :], mask=inside, other=0.0)
-    sin = (
-        tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0)
-        * sign
-    )
+    sin = tl.load(sin_ptr + t[:, None] * stride_sin + half + i[None, :], mask=inside, other=0.0)
+    sin = sin * sign
     y = y_ptr + row[:, None] * (2 * half) + i[None, :]
     store_rounded(y, first * cos - second * sin, inside)
     store_rounded(y + half, second * cos + first * sin, inside)
 
 
 def _three_outer(x: Tensor) -> Tensor:
-    """x as (outer, middle, inner, T, D), without a copy for up to three leading dimensions."""
-    return x.flatten(0, x.dim() - 5) if x.dim() > 5 else x[(None,) * (5 - x.dim())]
+    """Return x as (outer, middle, inner, T, D), without a copy for up to 3 leading dimensions."""
+    if x.dim() > 5:
+        return x.flatten(0, x.dim() - 5)
+    missing = 5 - x.dim()
+    return x[(None,) * missing]
 
 
 def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> None:
-    """Fill y, contiguous; sign −1 rotates back."""
+    """Fill y.
+
+    Args:
+        x: (…, T, D), input, contiguous in its last dimension.
+        cos: (T, D) fp32, contiguous in its last dimension.
+        sin: (T, D) fp32, contiguous in its last dimension.
+        y: (…, T, D), output, contiguous.
+        sign: 1 rotates by the angles, −1 by the opposite angles.
+    """
     x = _three_outer(x)
     length, width = x.shape[-2:]
     block = max(2, power_of_two(width // 2))
-    rows, tile = x.numel() // width, max(1, 1024 // block)
+    rows = x.numel() // width
+    tile = max(1, 1024 // block)  # rows per program: short heads share one
     _dispatch.launch(
         rope_kernel,
         (cdiv(rows, tile),),
@@ -101,6 +125,7 @@ def launch_rope(x: Tensor, cos: Tensor, sin: Tensor, y: Tensor, sign: float) -> 
 
 
 def _check(x: object, cos: object, sin: object, *_: object) -> None:
+    """Raise TypeError or ValueError for arguments of `rope_op` that do not fit."""
     check("x", x, 2)
     if x.shape[-1] % 2:
         raise ValueError(
@@ -117,48 +142,71 @@ def _check(x: object, cos: object, sin: object, *_: object) -> None:
 
 @_dispatch.operator("rope", _check)
 def rope_op(x: Tensor, cos: Tensor, sin: Tensor, sign: float) -> Tensor:
-    """x (…, T, D) turned by `sign` times its angles, contiguous."""
+    """Return x (…, T, D) rotated by `sign` times its angles, contiguous."""
     y = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return y
     if not _dispatch.runs_triton(x):
         return y.copy_(reference.rope(x, cos, sign * sin))
-    x, cos, sin = (t if t.stride(-1) == 1 else t.contiguous() for t in (x, cos, sin))
-    launch_rope(x, cos, sin, y, sign)
+    launch_rope(_dense_rows(x), _dense_rows(cos), _dense_rows(sin), y, sign)
     return y
 
 
+def _dense_rows(x: Tensor) -> Tensor:
+    """Return x, or a copy if its last dimension is not contiguous."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
 class RoPE(Function):
-    """`apply(x, cos, sin)` → x turned. Saved: the tables, which have no gradient."""
+    """RoPE: `apply(x, cos, sin)` → x rotated.
+
+    Saved for backward: the tables. They have no gradient.
+    """
 
     @staticmethod
     def forward(ctx, x, cos, sin):
         if any(ctx.needs_input_grad[1:]):
             raise ValueError(
-                "cos or sin requires a gradient; allowed: tables that require none, rope gives them none"
+                "cos or sin requires a gradient; allowed: tables that require none, "
+                "rope gives them none"
             )
         ctx.save_for_backward(cos, sin)
         return rope_op(x, cos, sin, 1.0)
 
     @staticmethod
     def backward(ctx, dy):
-        return rope_op(dy, *ctx.saved_tensors, -1.0), None, None
+        cos, sin = ctx.saved_tensors
+        return rope_op(dy, cos, sin, -1.0), None, None
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x with each pair (x_i, x_{i+D/2}) turned by its position's angle; differentiable in x.
+    """Return x with each pair (x_i, x_{i+D/2}) rotated by its position's angle.
+
+    The result is differentiable once in x.
 
     Args:
-        x: (…, T, D), D even, fp32, fp16 or bf16.
-        cos, sin: (T, D) fp32; cos = (c | c), sin = (−s | s), as `distlab.model.ops.rope_tables`
-            makes them.
+        x: tensor (…, T, D) in fp32, fp16 or bf16, with D even.
+        cos: fp32 tensor (T, D), (c | c), as `distlab.model.ops.rope_tables` makes it.
+        sin: fp32 tensor (T, D), (−s | s), as `distlab.model.ops.rope_tables` makes it.
+
+    Returns:
+        A contiguous tensor of x's shape and dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype or device does not fit, or a table requires a gradient. The error
+            says what is allowed.
     """
     return apply(RoPE, x, cos, sin)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype) -> Cost:
-    """Least FLOPs and bytes of either pass: x, y and the two tables."""
-    return Cost.of_elements(shape, dtype, 3, 2) + Cost(0, 8 * shape[-1] * shape[-2])
+    """Return the least work of either pass: x, y and the two fp32 tables.
+
+    Args:
+        shape: (…, T, D).
+        dtype: dtype of x.
+    """
+    length, width = shape[-2:]
+    table_bytes = 2 * 4 * length * width
+    return Cost.of_elements(shape, dtype, flops=3, tensors=2) + Cost(0, table_bytes)

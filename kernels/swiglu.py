@@ -1,11 +1,17 @@
-"""SwiGLU's element-wise part.
+"""SwiGLU's element-wise part, between the matmuls of a gated feed-forward layer.
 
-Math:  y = silu(g)·u, silu(g) = g·σ(g);   dg = dy·u·σ(g)·(1 + g·(1 − σ(g))),  du = dy·silu(g).
+Mathematics, per element, with σ(g) = 1/(1 + exp(−g)):
+    silu(g) = g·σ(g)
+    y = silu(g)·u
+Backward, from the gradient dy of y:
+    dg = dy·u·σ(g)·(1 + g·(1 − σ(g)))
+    du = dy·silu(g)
 
-Shapes: gate, up, y (…, F), one dtype. gate and up may be the two halves of one fused projection:
-rows are addressed by their strides, nothing is copied. Bytes: gate, up and y once; backward dy,
-gate, up, dg and du. FLOPs: about 6 per element forward, 12 backward. Saved for backward: gate, up
-(silu is computed again). Arithmetic in fp32, rounded once.
+Shapes: gate, up, y (…, F) in one dtype. gate and up may be the two halves of one fused projection:
+the kernels address rows by their strides, and nothing is copied. Arithmetic is fp32, rounded once.
+Saved for backward: gate, up. silu(g) is computed again, which is cheaper than storing it.
+Bytes: forward reads gate and up and writes y. Backward reads dy, gate and up and writes dg and du.
+FLOPs per element: about 6 forward, 12 backward.
 
 Source: Shazeer, GLU Variants Improve Transformer (2020).
 """
@@ -21,21 +27,26 @@ from .cost import Cost
 
 @triton.jit
 def _place(cols, BLOCK: tl.constexpr):
-    """(row, columns) of this program: every row is cut into blocks."""
+    """Return this program's row and its BLOCK columns.
+
+    Every row is cut into blocks, and programs are numbered row by row. Both results are int64: a
+    row times its stride may exceed 2³¹, and so may a column where all rows are viewed as one.
+    """
     blocks = tl.cdiv(cols, BLOCK)
     program = tl.program_id(0)
-    return (program // blocks).to(tl.int64), (program % blocks).to(tl.int64) * BLOCK + tl.arange(
-        0, BLOCK
-    )
+    row = (program // blocks).to(tl.int64)
+    columns = (program % blocks).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    return row, columns
 
 
 @triton.jit
 def forward_kernel(gate_ptr, up_ptr, y_ptr, cols, stride_gate, stride_up, BLOCK: tl.constexpr):
-    """One block of one row of y, which is contiguous."""
+    """Compute one block of one row of y per program. y is contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
     gate = load_fp32(gate_ptr + row * stride_gate + columns, inside)
     up = load_fp32(up_ptr + row * stride_up + columns, inside)
+    # gate/(1 + exp(−gate)) is gate·σ(gate). An exponential that overflows gives 0, which is right.
     y = gate / (1.0 + tl.exp(-gate)) * up
     store_rounded(y_ptr + row * cols + columns, y, inside)
 
@@ -53,7 +64,7 @@ def backward_kernel(
     stride_up,
     BLOCK: tl.constexpr,
 ):
-    """One block of one row of both gradients, which are contiguous."""
+    """Compute one block of one row of both gradients per program. dgate and dup are contiguous."""
     row, columns = _place(cols, BLOCK)
     inside = columns < cols
     dy = load_fp32(dy_ptr + row * stride_dy + columns, inside)
@@ -67,23 +78,40 @@ def backward_kernel(
 
 
 def _flat(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """All as matrices with contiguous rows; as a single row where all are contiguous, to waste no half-filled block."""
-    if all(t.is_contiguous() for t in tensors):
-        return tuple(t.view(1, -1) for t in tensors)
-    return tuple(as_rows(t) for t in tensors)
+    """Return the tensors as matrices with contiguous rows.
+
+    Where all are contiguous, each is viewed as a single row. Otherwise the last block of every row
+    may be partly empty.
+    """
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return tuple(tensor.view(1, -1) for tensor in tensors)
+    return tuple(as_rows(tensor) for tensor in tensors)
 
 
 def launch(kernel, name: str, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]) -> None:
-    """Launch over matrices of one shape; outputs contiguous, nothing empty."""
-    inputs = _flat(*inputs)
-    rows, cols = inputs[0].shape
+    """Launch one of the two kernels.
+
+    Args:
+        kernel: `forward_kernel` or `backward_kernel`.
+        name: name of the launch for `_dispatch.forced`.
+        inputs: tensors (…, F) of one shape, with at least one element.
+        outputs: contiguous tensors of that shape.
+    """
+    matrices = _flat(*inputs)
+    rows, cols = matrices[0].shape
     options = chosen(name, Launch(block=2048, warps=8))
     grid = (rows * cdiv(cols, options.block),)
-    strides = (0,) * len(inputs) if rows == 1 else (t.stride(0) for t in inputs)
-    options.start(kernel, grid, *inputs, *outputs, cols, *strides)
+    if rows == 1:
+        # The stride of a single row is never used. Pass 0, because it would be the number of
+        # elements, and Triton compiles a kernel again for an integer with other divisors.
+        strides = [0] * len(matrices)
+    else:
+        strides = [matrix.stride(0) for matrix in matrices]
+    options.start(kernel, grid, *matrices, *outputs, cols, *strides)
 
 
 def _check(gate: object, up: object) -> None:
+    """Raise TypeError or ValueError for arguments of `forward_op` that do not fit."""
     check("gate", gate, 1)
     check("up", up, 1)
     check_like("up", up, "gate", gate)
@@ -91,7 +119,7 @@ def _check(gate: object, up: object) -> None:
 
 @_dispatch.operator("swiglu_forward", _check)
 def forward_op(gate: Tensor, up: Tensor) -> Tensor:
-    """gate, up (…, F) → y, contiguous."""
+    """Return y (…, F), contiguous, from gate and up of that shape."""
     y = gate.new_empty(gate.shape)
     if _dispatch.idle(gate):
         return y
@@ -103,22 +131,27 @@ def forward_op(gate: Tensor, up: Tensor) -> Tensor:
 
 @_dispatch.operator("swiglu_backward")
 def backward_op(dy: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    """(dgate, dup), contiguous."""
-    dgate, dup = (gate.new_empty(gate.shape) for _ in range(2))
+    """Return (dgate, dup), both (…, F) and contiguous, from the gradient of y."""
+    dgate = gate.new_empty(gate.shape)
+    dup = gate.new_empty(gate.shape)
     if _dispatch.idle(gate):
         return dgate, dup
     if not _dispatch.runs_triton(gate):
-        g, u, d = reference.wide(gate), reference.wide(up), reference.wide(dy)
+        g = reference.wide(gate)
+        u = reference.wide(up)
+        dy_wide = reference.wide(dy)
         sigmoid = torch.sigmoid(g)
-        return dgate.copy_(d * u * sigmoid * (1 + g * (1 - sigmoid))), dup.copy_(d * g * sigmoid)
+        dgate.copy_(dy_wide * u * sigmoid * (1 + g * (1 - sigmoid)))
+        dup.copy_(dy_wide * g * sigmoid)
+        return dgate, dup
     launch(backward_kernel, "swiglu_backward", (dy, gate, up), (dgate, dup))
     return dgate, dup
 
 
 class SwiGLU(Function):
-    """`apply(gate, up)` → silu(gate)·up.
+    """SwiGLU: `apply(gate, up)` → silu(gate)·up.
 
-    Saved: gate, up. Under autocast both are cast to its dtype first.
+    Saved for backward: gate, up. Under autocast both are cast to its dtype first.
     """
 
     @staticmethod
@@ -129,21 +162,35 @@ class SwiGLU(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return backward_op(dy, *ctx.saved_tensors)
+        gate, up = ctx.saved_tensors
+        return backward_op(dy, gate, up)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """silu(gate)·up; differentiable in both.
+    """Return silu(gate)·up; differentiable once in both.
 
     Args:
-        gate, up: one shape and dtype: fp32, fp16 or bf16; any strides.
+        gate: tensor (…, F) in fp32, fp16 or bf16, with any strides.
+        up: tensor of gate's shape and dtype, with any strides.
+
+    Returns:
+        A contiguous tensor of the same shape and dtype.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(SwiGLU, gate, up)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes."""
-    return Cost.of_elements(shape, dtype, 12 if backward else 6, 5 if backward else 3)
+    """Return the least work of one pass.
+
+    Args:
+        shape: dimensions of gate.
+        dtype: dtype of all tensors.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    if backward:
+        return Cost.of_elements(shape, dtype, flops=12, tensors=5)  # dy, gate, up, dgate, dup
+    return Cost.of_elements(shape, dtype, flops=6, tensors=3)  # gate, up, y

@@ -1,14 +1,17 @@
 """Weighted sum of each row, the smallest kernel with a reduction and a weight that all rows share.
 
-Math:  y_n = Σ_d x_nd·w_d;   dx_nd = dy_n·w_d,   dw_d = Σ_n dy_n·x_nd.
+Mathematics:
+    y_n = Σ_d x_nd·w_d
+    dx_nd = dy_n·w_d,  dw_d = Σ_n dy_n·x_nd
 
-Shapes: x (N, D), w (D), y (N). Bytes: forward x once; backward x and dx once. FLOPs: 2 per element
-forward, 3 backward. Saved for backward: x, w. Sums in fp32, y in x's dtype.
+Shapes: N rows, D columns. x (N, D), w (D), y (N). Sums are fp32, y has x's dtype.
+Saved for backward: x, w.
+Bytes: forward reads x. Backward reads x and writes dx. FLOPs per element: 2 forward, 3 backward.
 
-A program owns ROWS rows and walks over their columns. dw needs all rows: in the first stage each
-program writes its partial sum, in the second `sum_columns` adds these. The loop bound is the row's
-length, not a multiple of the tile: a column beyond the first tile that is never visited is the
-classic mistake here.
+A program owns ROWS rows and loops over their columns. The bound of that loop is the length of a
+row. A loop over a fixed number of tiles, which leaves columns out, is the usual mistake here.
+dw needs all rows. In the first stage each program writes the sum over its own rows, in the second
+`sum_columns` adds these.
 """
 
 import torch
@@ -33,9 +36,11 @@ from .cost import Cost
 def forward_kernel(
     x_ptr, w_ptr, y_ptr, rows, cols, stride_x, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """ROWS elements of y."""
+    """Compute ROWS elements of y per program."""
+    # int64: a row times its stride may exceed 2³¹.
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     offsets = tl.arange(0, BLOCK)
+    # One sum per column of a tile: threads exchange their sums only once, after the loop.
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     for start in tl.range(0, cols, BLOCK):
         columns = start + offsets
@@ -59,7 +64,11 @@ def backward_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """BLOCK columns of dx for every num_programs(1)-th tile of rows, and their share of dw."""
+    """Compute dx, and a partial sum of dw, for BLOCK columns of every P-th tile of rows.
+
+    The grid is (strips of BLOCK columns, P). Program (i, j) owns strip i of the tiles j, j + P, …
+    of rows. parts is (P, cols), and row j of it belongs to the programs (·, j).
+    """
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     w = load_fp32(w_ptr + columns, columns < cols)
     dw = tl.zeros([ROWS, BLOCK], tl.float32)
@@ -76,10 +85,10 @@ def backward_kernel(
 
 
 def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
-    """Fill y."""
+    """Fill y (N) from x (N, D), with contiguous rows, and w (D)."""
     rows, cols = x.shape
     block = min(2048, power_of_two(cols))
-    launch = Launch(block, max(1, 8192 // block), 8)
+    launch = Launch(block, rows=max(1, 8192 // block), warps=8)
     launch.start(
         forward_kernel,
         (cdiv(rows, launch.rows),),
@@ -94,12 +103,23 @@ def launch_forward(x: Tensor, w: Tensor, y: Tensor) -> None:
 
 
 def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
-    """Fill dx; returns dw in w's dtype."""
+    """Fill dx (N, D), contiguous, and return dw (D) in w's dtype.
+
+    Args:
+        dy: (N), contiguous.
+        x: (N, D), with contiguous rows.
+        w: (D), contiguous.
+        dx: (N, D), output, contiguous.
+    """
     rows, cols = x.shape
     block = min(1024, power_of_two(cols))
-    launch = Launch(block, max(1, 4096 // block), 4, per_sm=4)
-    strips, tiles = cdiv(cols, launch.block), cdiv(rows, launch.rows)
-    shares = max(1, min(tiles, launch.programs(1 << 30, x.device) // strips))
+    launch = Launch(block, rows=max(1, 4096 // block), warps=4, per_sm=4)
+    strips = cdiv(cols, launch.block)
+    tiles = cdiv(rows, launch.rows)
+    # Divide the programs that run at the same time among the strips. More of them would not run
+    # earlier, and would make `parts` larger.
+    programs = launch.programs(1 << 30, x.device)
+    shares = max(1, min(tiles, programs // strips))
     parts = x.new_empty(1, shares, cols, dtype=torch.float32)
     launch.start(
         backward_kernel,
@@ -114,20 +134,22 @@ def launch_backward(dy: Tensor, x: Tensor, w: Tensor, dx: Tensor) -> Tensor:
         x.stride(0),
         ROWS=launch.rows,
     )
-    return sum_columns(parts, w.dtype)[0]
+    dw, _ = sum_columns(parts, w.dtype)
+    return dw
 
 
 def _check(x: object, w: object) -> None:
+    """Raise TypeError or ValueError for arguments of `forward_op` that do not fit."""
     check("x", x, 1)
     check_width("weight", w, "x", x)
 
 
 @_dispatch.operator("weighted_sum_forward", _check)
 def forward_op(x: Tensor, w: Tensor) -> Tensor:
-    """x (…, D), w (D) → y (…)."""
+    """Return y (…) from x (…, D) and w (D)."""
     y = x.new_empty(x.shape[:-1])
     if _dispatch.idle(x):
-        return y.zero_()
+        return y.zero_()  # rows of no columns have the sum 0
     if not _dispatch.runs_triton(x):
         return y.copy_(reference.weighted_sum(x, w))
     launch_forward(as_rows(x), w.contiguous(), y)
@@ -136,20 +158,21 @@ def forward_op(x: Tensor, w: Tensor) -> Tensor:
 
 @_dispatch.operator("weighted_sum_backward")
 def backward_op(dy: Tensor, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-    """(dx, dw)."""
+    """Return (dx, dw) from the gradient of y."""
     dx = x.new_empty(x.shape)
     if _dispatch.idle(x):
         return dx, w.new_zeros(w.shape)
     if not _dispatch.runs_triton(x):
-        dy32 = reference.wide(dy)[..., None]
-        return dx.copy_(dy32 * reference.wide(w)), sum_over_rows(dy32 * reference.wide(x)).to(
-            w.dtype
-        )
-    return dx, launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)
+        dy_wide = reference.wide(dy)[..., None]
+        dx.copy_(dy_wide * reference.wide(w))
+        dw = sum_over_rows(dy_wide * reference.wide(x))
+        return dx, dw.to(w.dtype)
+    dw = launch_backward(dy.reshape(-1).contiguous(), as_rows(x), w.contiguous(), dx)
+    return dx, dw
 
 
 class WeightedSum(Function):
-    """`apply(x, weight)` → (x·weight).sum(-1). Saved: both."""
+    """Weighted sum: `apply(x, weight)` → (x·weight).sum(-1). Saved for backward: x, weight."""
 
     @staticmethod
     def forward(ctx, x, weight):
@@ -159,20 +182,39 @@ class WeightedSum(Function):
 
     @staticmethod
     def backward(ctx, dy):
-        return backward_op(dy, *ctx.saved_tensors)
+        x, weight = ctx.saved_tensors
+        return backward_op(dy, x, weight)
 
 
 def weighted_sum(x: Tensor, weight: Tensor) -> Tensor:
-    """Σ_d x[…, d]·weight[d]: (…, D) and (D) → (…), in x's dtype; differentiable in both.
+    """Return Σ_d x[…, d]·weight[d], (…), in x's dtype; differentiable once in both.
+
+    Args:
+        x: tensor (…, D) in fp32, fp16 or bf16, with any strides.
+        weight: tensor (D) in any of these dtypes.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
     """
     return apply(WeightedSum, x, weight)
 
 
 def cost(shape: tuple[int, ...], dtype: torch.dtype, *, backward: bool = False) -> Cost:
-    """Least FLOPs and bytes."""
-    count, cols = torch.Size(shape).numel(), shape[-1]
+    """Return the least work of one pass.
+
+    Args:
+        shape: dimensions of x.
+        dtype: dtype of all tensors.
+        backward: whether to count the backward pass instead of the forward pass.
+    """
+    count = torch.Size(shape).numel()
+    cols = shape[-1]
     rows = count // max(cols, 1)
-    return Cost((2 + backward) * count, ((1 + backward) * (count + cols) + rows) * dtype.itemsize)
+    if backward:
+        flops = 3 * count
+        elements = 2 * count + 2 * cols + rows  # x, dx, w, dw, dy
+    else:
+        flops = 2 * count
+        elements = count + cols + rows  # x, w, y
+    return Cost(flops, elements * dtype.itemsize)

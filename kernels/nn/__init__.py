@@ -1,17 +1,19 @@
-"""The fused operations as modules, under the names and arguments of `torch.nn` where it has them.
+"""Fused operations as modules, with the names and arguments of `torch.nn` where it has them.
 
     import kernels.nn
     norm = kernels.nn.RMSNorm(1024)
     norm.load_state_dict(torch_norm.state_dict())
 
-State dicts have torch's names (`SwiGLU`: those of Llama's MLP), so weights go both ways; norms and
-`CrossEntropyLoss` are subclasses of torch's, so that code which asks `isinstance(module,
-torch.nn.LayerNorm)` finds them. Each computes what its function does, on a CPU too: results have
-the input's dtype (norms under autocast autocast's, where torch gives fp32), losses are fp32, and
-second derivatives are refused. What no kernel computes is refused, when the module is made or when
-its function is first called.
+State dicts have torch's names (those of Llama's MLP for `SwiGLU`), so weights can be loaded in both
+directions. The norms and `CrossEntropyLoss` are subclasses of torch's, so that `isinstance(module,
+torch.nn.LayerNorm)` is true for them.
 
-The functions are imported at the first call: importing this module imports no Triton.
+Each module computes what its function does, also on a CPU. Results have the input's dtype. Under
+autocast, norms give autocast's dtype, where torch gives fp32. Losses are fp32. Second derivatives
+are refused. Arguments that no kernel supports raise an error, when the module is made or when its
+function is first called.
+
+The functions are imported at the first call, so importing this module does not import Triton.
 """
 
 from collections.abc import Sequence
@@ -21,12 +23,18 @@ from torch import Tensor
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """`torch.nn.RMSNorm(normalized_shape, eps=None, elementwise_affine=True)` over the last dimension.
+    """`torch.nn.RMSNorm` over the last dimension.
 
-    eps None is that of fp32, in which the mean is taken, whatever the input's dtype.
+    Args:
+        normalized_shape: D, as a number or a sequence of one.
+        eps: number added to the mean of squares. None is the machine epsilon of fp32, the dtype of
+            the mean, for every dtype of the input.
+        elementwise_affine: whether there is a weight (D).
+        device: device of the weight.
+        dtype: dtype of the weight.
 
     Raises:
-        ValueError: a `normalized_shape` of several dimensions.
+        ValueError: normalized_shape has several dimensions.
     """
 
     def __init__(
@@ -41,7 +49,7 @@ class RMSNorm(torch.nn.RMSNorm):
         _refuse_several_dimensions(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, D) → (…, D)."""
+        """Return the normalised input, (…, D) → (…, D)."""
         from .. import rmsnorm
 
         eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
@@ -49,10 +57,18 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """`torch.nn.LayerNorm(normalized_shape, eps=1e-5, elementwise_affine=True, bias=True)` over the last dimension.
+    """`torch.nn.LayerNorm` over the last dimension.
+
+    Args:
+        normalized_shape: D, as a number or a sequence of one.
+        eps: number added to the variance.
+        elementwise_affine: whether there is a weight (D).
+        bias: whether there is a bias (D), if there is a weight.
+        device: device of weight and bias.
+        dtype: dtype of weight and bias.
 
     Raises:
-        ValueError: a `normalized_shape` of several dimensions.
+        ValueError: normalized_shape has several dimensions.
     """
 
     def __init__(
@@ -68,31 +84,38 @@ class LayerNorm(torch.nn.LayerNorm):
         _refuse_several_dimensions(self)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, D) → (…, D)."""
+        """Return the normalised input, (…, D) → (…, D)."""
         from .. import layernorm
 
         return layernorm.layer_norm(input, _weight(self, input), self.bias, self.eps)
 
 
 def _refuse_several_dimensions(norm: RMSNorm | LayerNorm) -> None:
+    """Raise ValueError if the norm is to be taken over several dimensions."""
     if len(norm.normalized_shape) != 1:
+        name = type(norm).__name__
         raise ValueError(
-            f"kernels.nn.{type(norm).__name__} normalises over the last dimension, and normalized_shape is "
-            f"{tuple(norm.normalized_shape)}: give one number, or take torch.nn.{type(norm).__name__}"
+            f"kernels.nn.{name} normalises over the last dimension, and normalized_shape is "
+            f"{tuple(norm.normalized_shape)}: give one number, or take torch.nn.{name}"
         )
 
 
 def _weight(norm: RMSNorm | LayerNorm, input: Tensor) -> Tensor:
+    """Return the norm's weight, or ones where it has none: the kernels always multiply by one."""
     return input.new_ones(norm.normalized_shape) if norm.weight is None else norm.weight
 
 
 class SwiGLU(torch.nn.Module):
-    """down_proj(silu(gate_proj(x))·up_proj(x)), the MLP of Llama; `kernels.swiglu.swiglu` is what lies between.
+    """MLP of Llama: down_proj(silu(gate_proj(x))·up_proj(x)).
+
+    The projections are `torch.nn.Linear`. `kernels.swiglu.swiglu` computes what is between them.
 
     Args:
-        in_features: D.
-        hidden_features: F, the width of gate and up.
-        bias: whether the three projections have one.
+        in_features: width D of input and output.
+        hidden_features: width F of gate and up.
+        bias: whether the three projections have a bias.
+        device: device of the weights.
+        dtype: dtype of the weights.
 
     Source: Shazeer, GLU Variants Improve Transformer (2020).
     """
@@ -111,17 +134,22 @@ class SwiGLU(torch.nn.Module):
         self.down_proj = torch.nn.Linear(hidden_features, in_features, bias, device, dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, D) → (…, D)."""
+        """Return the output of the MLP, (…, D) → (…, D)."""
         from .. import swiglu
 
-        return self.down_proj(swiglu.swiglu(self.gate_proj(input), self.up_proj(input)))
+        gate = self.gate_proj(input)
+        up = self.up_proj(input)
+        return self.down_proj(swiglu.swiglu(gate, up))
 
 
 class Float8Linear(torch.nn.Linear):
-    """`torch.nn.Linear` whose products are computed in fp8; D, F and the number of rows are multiples of 16."""
+    """`torch.nn.Linear` that computes its products in fp8.
+
+    in_features, out_features and the number of rows of the input must be multiples of 16.
+    """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(…, D) → (…, F)."""
+        """Return input weightᵀ + bias, (…, D) → (…, F)."""
         from .. import float8_linear
 
         y = float8_linear.float8_linear(input, self.weight)
@@ -129,12 +157,16 @@ class Float8Linear(torch.nn.Linear):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """`torch.nn.CrossEntropyLoss` of class indices: logits (N, V), targets (N); see `kernels.cross_entropy`.
+    """`torch.nn.CrossEntropyLoss` for class indices; see `kernels.cross_entropy`.
 
     Args:
-        weight: refused unless None.
-        ignore_index, reduction, label_smoothing: as torch's; where all targets are ignored, the
-            mean is 0.
+        weight: None. Weights of classes are not supported.
+        ignore_index: target of rows that do not count. If no row counts, the mean is 0.
+        reduction: "mean", "sum" or "none".
+        label_smoothing: weight that is spread evenly over all classes, 0 to 1.
+
+    Raises:
+        ValueError: a weight is given.
     """
 
     def __init__(
@@ -145,13 +177,14 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         reduction: str = "mean",
         label_smoothing: float = 0.0,
     ) -> None:
-        _refuse(weight=weight)
+        if weight is not None:
+            raise _not_supported("weight")
         super().__init__(
             ignore_index=ignore_index, reduction=reduction, label_smoothing=label_smoothing
         )
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """(N, V) and (N) → the loss, fp32."""
+        """Return the fp32 loss of logits (N, V) with targets (N)."""
         from .. import cross_entropy
 
         return cross_entropy.cross_entropy(
@@ -164,15 +197,24 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
 
 class LinearCrossEntropyLoss(torch.nn.Module):
-    """`torch.nn.LinearCrossEntropyLoss` (torch 2.13): projects to V classes, with one chunk of logits in memory.
+    """Projection to V classes and its cross-entropy, with one chunk of logits in memory at a time.
 
-    The projection is `linear`, as torch's; assign `linear.weight` to tie it to an embedding.
+    The names are those of `torch.nn.LinearCrossEntropyLoss` (torch 2.13). The projection is
+    `linear`: assign `linear.weight` to tie it to an embedding.
 
     Args:
-        in_features, num_classes: D and V.
-        bias, weight: refused unless False and None.
-        reduction: "mean" or "sum"; gradients are made in the forward, for one backward.
-        ignore_index, label_smoothing: as for `CrossEntropyLoss`.
+        in_features: width D of the input.
+        num_classes: number of classes V.
+        bias: False. A bias is not supported.
+        weight: None. Weights of classes are not supported.
+        reduction: "mean" or "sum". Gradients are computed in the forward, for one backward.
+        ignore_index: as for `CrossEntropyLoss`.
+        label_smoothing: as for `CrossEntropyLoss`.
+        device: device of the projection.
+        dtype: dtype of the projection.
+
+    Raises:
+        ValueError: a bias or a weight is given.
     """
 
     def __init__(
@@ -188,17 +230,18 @@ class LinearCrossEntropyLoss(torch.nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        _refuse(bias=bias or None, weight=weight)
+        if bias:
+            raise _not_supported("bias")
+        if weight is not None:
+            raise _not_supported("weight")
         super().__init__()
         self.linear = torch.nn.Linear(in_features, num_classes, False, device, dtype)
-        self.ignore_index, self.label_smoothing, self.reduction = (
-            ignore_index,
-            label_smoothing,
-            reduction,
-        )
+        self.ignore_index = ignore_index
+        self.label_smoothing = label_smoothing
+        self.reduction = reduction
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """(N, D) and (N) → the loss, fp32."""
+        """Return the fp32 loss of input (N, D) with targets (N)."""
         from .. import linear_cross_entropy
 
         return linear_cross_entropy.linear_cross_entropy(
@@ -212,14 +255,16 @@ class LinearCrossEntropyLoss(torch.nn.Module):
 
 
 class Attention(torch.nn.Module):
-    """Attention of several heads, between the projections, which stay the model's own (and RoPE with them).
+    """Attention of several heads, without the projections before and after it, and without RoPE.
 
     Args:
-        num_heads: H, of queries.
-        num_kv_heads: Hk, of keys and values, a divisor of H; None means H.
-        causal, scale, window, softcap: as for `kernels.flash_attention.flash_attention`; where
-            there are fewer queries than keys, causal and window count from the last key, as for
-            decoding with a cache.
+        num_heads: number of query heads H.
+        num_kv_heads: number of key and value heads Hk, a divisor of H. None means H.
+        causal: as for `kernels.flash_attention.flash_attention`. If there are fewer queries than
+            keys, the last query is aligned with the last key, as in decoding with a cache.
+        scale: as for `flash_attention`.
+        window: as for `flash_attention`, and aligned as for causal.
+        softcap: as for `flash_attention`.
     """
 
     def __init__(
@@ -235,36 +280,50 @@ class Attention(torch.nn.Module):
         super().__init__()
         self.num_heads = num_heads
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.options = {"causal": causal, "scale": scale, "window": window, "softcap": softcap}
+        self.causal = causal
+        self.scale = scale
+        self.window = window
+        self.softcap = softcap
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, document_ids: Tensor | None = None
     ) -> Tensor:
-        """(B, T, H·D), twice (B, Tk, Hk·D) and, for packed sequences, (B, T) → (B, T, H·D)."""
+        """Return the attention of all heads next to each other, (B, T, H·D).
+
+        Args:
+            query: tensor (B, T, H·D).
+            key: tensor (B, Tk, Hk·D).
+            value: tensor (B, Tk, Hk·D).
+            document_ids: tensor (B, T) for packed sequences, or None.
+        """
         from .. import flash_attention
 
+        # (B, T, H·D) → (B, H, T, D), as views.
         q = query.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-        k, v = (x.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2) for x in (key, value))
+        k = key.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
+        v = value.unflatten(-1, (self.num_kv_heads, -1)).transpose(1, 2)
         o = flash_attention.flash_attention(
-            q, k, v, alignment="bottom-right", document_ids=document_ids, **self.options
+            q,
+            k,
+            v,
+            causal=self.causal,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            alignment="bottom-right",
+            document_ids=document_ids,
         )
         return o.transpose(1, 2).flatten(-2)
 
     def extra_repr(self) -> str:
         """Return the options, for `repr`."""
-        return ", ".join(
-            f"{name}={value}"
-            for name, value in {
-                "num_heads": self.num_heads,
-                "num_kv_heads": self.num_kv_heads,
-                **self.options,
-            }.items()
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"causal={self.causal}, scale={self.scale}, "
+            f"window={self.window}, softcap={self.softcap}"
         )
 
 
-def _refuse(**arguments: object) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise ValueError(
-                f"{name} is given, which no kernel here computes; use torch's module for it"
-            )
+def _not_supported(name: str) -> ValueError:
+    """Return the error for an argument that torch's module has and no kernel here computes."""
+    return ValueError(f"{name} is given, which no kernel here computes; use torch's module for it")

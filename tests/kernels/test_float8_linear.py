@@ -36,6 +36,13 @@ def test_a_cast_and_its_transpose(shape, dtype, wide, either):
     assert (q.float() - expected).norm() <= (0.2 if cuts_off(x) else 0.0) * expected.norm()
 
 
+def test_without_triton_nothing_is_launched(monkeypatch):
+    monkeypatch.setattr(_dispatch, "runs_triton", lambda tensor: False)
+    monkeypatch.setattr(_dispatch, "launch", None)
+    q, _ = cast(draw(16, 32), E4M3)
+    same_bits(transposed(q).float(), q.t().float())
+
+
 def test_products_are_as_near_as_the_formats_allow(either):
     x, w, dy = (
         draw(3, 16, 64).requires_grad_(),
