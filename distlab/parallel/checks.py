@@ -197,7 +197,7 @@ INSTEAD = {
     # ZeroRedundancyOptimizer
     "optimizer_class": "give optimizer_cls",
     "parameters_as_bucket_view": _LEAVE_OUT,
-    "overlap_with_ddp": f"{_LEAVE_OUT}; ZeroOptimizer(ddp, optimizer_cls) overlaps",
+    "overlap_with_ddp": f"{_LEAVE_OUT}; ZeroOptimizer(ddp, optimizer_cls, overlap_gather=True)",
 }
 
 
