@@ -12,12 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from distlab.cli_errors import is_out_of_memory, message_of, until_stopped, what_is_saved
+from distlab.cli_errors import (
+    hand_signals_over,
+    is_out_of_memory,
+    message_of,
+    until_stopped,
+    what_is_saved,
+)
 from distlab.files import atomic_path
 from distlab.runs import make_folder
 from launch import __main__ as command
 from launch import ranks
-from tests.commands import ROOT, environment, on_terminal, shown
+from tests.commands import ROOT, be_python, environment, forked, on_terminal, shown
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,51 @@ def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
     assert re.fullmatch(
         r"bench: stopped by SIGTERM after \d+ s; nothing was saved\n", capsys.readouterr().err
     )
+
+
+def be_command_that_starts_no_rank(command):
+    """Be `python COMMAND…` on a machine without a GPU, and print how its ranks would be started."""
+
+    def elastic_launch(config, entrypoint):
+        print(config.start_method, [thread.name for thread in threading.enumerate()], flush=True)
+        return lambda arguments: None
+
+    torch.cuda.is_available = lambda: False
+    ranks.elastic_launch = elastic_launch
+    be_python(command)
+
+
+@pytest.mark.parametrize("name", ["ddp_bench", "train", "check"])
+def test_a_command_has_one_thread_when_its_ranks_start_and_forks_them(tmp_path, name):
+    """A thread of our own would make every rank import torch again, which takes seconds."""
+    command = {
+        "ddp_bench": ["run", "ddp_bench"],
+        "train": ["train"],
+        "check": ["check", "tests.test_check:mlp", "--strategy=flat"],
+    }[name]
+    said = tmp_path / "said"
+    process = forked(
+        ["-m", "launch", *command, "--nproc=2", "--backend=gloo"],
+        said,
+        said,
+        be_command_that_starts_no_rank,
+    )
+    process.join(60)
+    assert "fork ['MainThread']\n" in said.read_text()
+
+
+def test_signals_that_were_handed_over_are_heard_by_no_thread():
+    before = threading.active_count(), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before[1])
+
+    def hands_over():
+        hand_signals_over()
+        hand_signals_over()
+        assert (threading.active_count(), signal.set_wakeup_fd(-1)) == before
+        return 0
+
+    assert until_stopped("bench", hands_over) == 0
+    assert (threading.active_count(), signal.set_wakeup_fd(before[1])) == before
 
 
 def test_a_folder_in_which_nothing_was_saved_goes(tmp_path):
