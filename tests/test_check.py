@@ -6,8 +6,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from distlab import check as signatures
 from distlab.check import check, on_rank
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
-from launch.__main__ import main
 from tests import check_matrix
+from tests.commands import python
 
 HERE = __name__
 # mistake → signature of the tensors that differ; a message of the strategy's own where it raises
@@ -508,14 +506,19 @@ def test_the_table():
     assert "finish that was called: the second thing" in str(verdict)
 
 
-def test_the_command_ends_with_the_verdict(capfd):
+def checked(*options):
+    """`distlab check` of a model in this file, in a process that forks its ranks."""
+    return python("-m", "launch", "check", f"{HERE}:mlp", *options)
+
+
+def test_the_command_ends_with_the_verdict():
     begin = time.monotonic()
-    assert main(["check", f"{HERE}:mlp", "--strategy", "local", "--json"]) == 1
-    assert time.monotonic() - begin < 30  # 10 on a quiet machine
-    captured = capfd.readouterr()
-    shown = json.loads(captured.out)
+    done = checked("--strategy", "local", "--json")
+    assert time.monotonic() - begin < 30  # 3 on a quiet machine
+    assert done.returncode == 1, done.stderr
+    shown = json.loads(done.stdout)
     assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
-    assert captured.err == ""  # nothing about processes that were stopped
+    assert done.stderr == ""  # nothing about processes that were stopped
 
 
 @pytest.mark.parametrize(
@@ -528,18 +531,15 @@ def test_the_command_ends_with_the_verdict(capfd):
         ),
     ],
 )
-def test_the_command_says_that_a_wrapper_needs_one_backward(capfd, options, headline):
-    assert main(["check", f"{HERE}:mlp", "--wrap", "tests.check_matrix:overlapped", *options]) == 0
-    assert capfd.readouterr().out.startswith(headline)
+def test_the_command_says_that_a_wrapper_needs_one_backward(options, headline):
+    done = checked("--wrap", "tests.check_matrix:overlapped", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(headline)
 
 
 def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
-    # In a process of its own, since pytest's own handler of crashes would be inherited by the
-    # ranks.
-    command = ["check", f"{HERE}:mlp", "--wrap", f"{HERE}:other_order", "--timeout", "5"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100
-    )
+    # Not in pytest's process: its handler of crashes would be inherited by the ranks.
+    done = checked("--wrap", f"{HERE}:other_order", "--timeout", "5")
     assert done.returncode != 0 and done.stdout == ""
     # on a slow machine
     said = [line for line in done.stderr.splitlines() if "loading torch" not in line]
