@@ -410,6 +410,47 @@ def expect(ranks, dtype, names):
         assert said in ("right", "found"), f"{name}: {said}\n{verdict}"
 
 
+# -- messages between ranks ----------------------------------------------------------------------------------
+
+
+SENT_DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool),
+]
+
+
+@pytest.mark.parametrize("dtype", SENT_DTYPES, ids=str)
+def test_a_tensor_arrives_as_it_was_sent(dtype):
+    values = torch.tensor([[-1.5, 0.0, 2.0], [1.0, 4.0, 0.5]]).to(dtype)
+    before = values.tolist()
+    sent = {
+        "plain": values,
+        "transposed": values.T,
+        "expanded": values[:1].expand(4, 3),
+        "scalar": values[0, 0],
+        "one element": values[:1, 1],
+        "empty": values[:, :0],
+        "no elements": values[:0, 0],
+    }
+    received = signatures._unpacked(signatures._packed(sent))
+    for name, tensor in sent.items():
+        assert received[name].dtype == dtype and received[name].shape == tensor.shape, name
+        assert received[name].tolist() == tensor.tolist(), name
+        received[name].zero_()  # memory of its own
+    assert values.tolist() == before
+
+
+def test_other_tensors_and_errors_arrive_as_they_were_sent():
+    trained = nn.Parameter(torch.arange(3.0))
+    wide = torch.arange(3.0, requires_grad=True)
+    sent = [trained, wide, torch.eye(3).to_sparse(), TimeoutError("waited 2 s")]
+    received = signatures._unpacked(signatures._packed(sent))
+    assert isinstance(received[0], nn.Parameter) and received[1].requires_grad
+    assert torch.equal(received[0], trained) and torch.equal(received[1], wide)
+    assert torch.equal(received[2].to_dense(), torch.eye(3))
+    assert repr(received[3]) == repr(sent[3])
+
+
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
