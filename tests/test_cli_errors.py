@@ -304,13 +304,33 @@ def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_pat
     assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def be_command_with_closed_streams(command):
+    """Be `python COMMAND…` after the shell closed the streams that `command[0]` lists."""
+    closed, *command = command
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if name in closed.split(","):
+            os.close(number)
+            setattr(sys, name, None)  # as an interpreter does that finds it closed
+    be_python(command)
+
+
+def run_into(folder):
+    return ["-m", "launch", "train", "--nproc=1", "--steps=1", "--name=a", f"--out={folder}"]
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_closed_stream_loses_no_run_and_ends_in_no_traceback(tmp_path, closed):
-    command = (
-        f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
-    )
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done
+    said = tmp_path / "said"
+    command = [closed, *run_into(tmp_path)]
+    process = forked(command, said, said, be_command_with_closed_streams)
+    process.join(60)
+    assert process.exitcode == 0 and "Traceback" not in said.read_text(), said.read_text()
+    assert (tmp_path / "train" / "a" / "report.html").is_file()
+
+
+def test_streams_that_are_all_closed_lose_no_run(tmp_path):
+    """In an interpreter that a shell starts: it finds the streams closed by itself."""
+    command = " ".join([sys.executable, *run_into(tmp_path), "<&- >&- 2>&-"])
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), timeout=120)
+    assert done.returncode == 0
     assert (tmp_path / "train" / "a" / "report.html").is_file()
