@@ -187,10 +187,16 @@ def how_to_continue(text: str) -> None:
 
 
 def hand_signals_over() -> None:
-    """Leave signals to torchrun's agent from here on. It gives its ranks time to save."""
+    """Leave signals to torchrun's agent from here on. It gives its ranks time to save.
+
+    The thread that listens for them ends. The agent forks its ranks only in a process without other
+    threads.
+    """
     run = _current.get()
     if run is not None:
         run.ended.set()
+    if run is not None and run.listener is not None:
+        run.listener.end()
 
 
 @contextlib.contextmanager
@@ -213,11 +219,43 @@ def ended_at_once(name: str, *, speaks: bool = True) -> Iterator[None]:
         yield
 
 
+class _Listener:
+    """Thread that hears of `SIGNALS` at once, while the main thread may be busy.
+
+    Args:
+        hear: function that is called with a signal's number in the thread.
+    """
+
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        self.hear = hear
+        self.reader, self.writer = os.pipe()
+        os.set_blocking(self.writer, False)
+        self.thread = threading.Thread(target=self._listen, daemon=True)
+        self.thread.start()
+        self.outer = signal.set_wakeup_fd(self.writer)  # written by the C-level handler
+        self.ended = False
+
+    def _listen(self) -> None:
+        while arrived := os.read(self.reader, 1):
+            if arrived[0] in SIGNALS:
+                self.hear(arrived[0])
+
+    def end(self) -> None:
+        """End the thread. A second call does nothing."""
+        if self.ended:
+            return
+        self.ended = True
+        signal.set_wakeup_fd(self.outer)
+        os.close(self.writer)
+        self.thread.join()
+        os.close(self.reader)
+
+
 @contextlib.contextmanager
 def answered(
     handler: Callable[[int, FrameType | None], None],
     hear: Callable[[int], None] = lambda number: None,
-) -> Iterator[None]:
+) -> Iterator[_Listener | None]:
     """Call `handler` for `SIGNALS` in the block. Ignored signals stay ignored, as under nohup.
 
     In threads other than the main one, which get no signals, nothing happens.
@@ -227,30 +265,17 @@ def answered(
             busy.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield None
         return
-
-    def listen() -> None:
-        while arrived := os.read(reader, 1):
-            if arrived[0] in SIGNALS:
-                hear(arrived[0])
-
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    listener = threading.Thread(target=listen, daemon=True)
-    listener.start()
-    outer = signal.set_wakeup_fd(writer)  # written by the C-level handler
+    listener = _Listener(hear)
     wanted = [number for number in SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     before = {number: signal.signal(number, handler) for number in wanted}
     try:
-        yield
+        yield listener
     finally:
-        signal.set_wakeup_fd(outer)
         for number, old in before.items():
             signal.signal(number, signal.SIG_DFL if old is None else old)
-        os.close(writer)
-        listener.join()
-        os.close(reader)
+        listener.end()
 
 
 def _sender(number: int) -> str:
@@ -266,6 +291,7 @@ class _Run:
     asked: int = 0
     begin: float = field(default_factory=time.monotonic)
     ended: threading.Event = field(default_factory=threading.Event)
+    listener: _Listener | None = None
     said: bool = False
 
     def say(self) -> None:
@@ -322,7 +348,7 @@ def _watched(run: _Run) -> Iterator[None]:
             os._exit(128 + number)
 
     shown, sys.unraisablehook = sys.unraisablehook, ignore_stopped
-    with answered(raise_once, end_unless_ended):
+    with answered(raise_once, end_unless_ended) as run.listener:
         try:
             yield
         finally:

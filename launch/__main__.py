@@ -143,6 +143,7 @@ def say_if_slow(text: str) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
+        timer.join()  # a process with another thread cannot fork its ranks
 
 
 def _speaks() -> bool:

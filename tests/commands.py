@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TextIO
 
@@ -106,14 +108,24 @@ def children(pid: int) -> list[int]:
     return [*map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())]
 
 
-def on_terminal(*command: str | os.PathLike) -> tuple[subprocess.Popen, TextIO]:
-    """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines."""
+def on_terminal(command: Sequence[str], stdout: Path) -> tuple[multiprocessing.Process, TextIO]:
+    """A command in the background whose stderr is a terminal, which shows what is done now; that terminal's lines.
+
+    It is `forked`, its output in a file.
+    """
     ours, its = pty.openpty()
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=its, text=True
-    )
-    os.close(its)
+    opened, open_now = multiprocessing.Pipe(duplex=False)
+    process = forked(command, stdout, Path(os.ttyname(its)), partial(_say_and_be, open_now))
+    open_now.close()
+    opened.recv_bytes()
+    os.close(its)  # the command has opened it: its lines end with the last process that has it
     return process, open(ours, encoding="utf-8", newline=None)
+
+
+def _say_and_be(stderr_is_open: Connection, command: Sequence[str]) -> None:
+    stderr_is_open.send_bytes(b"open")
+    stderr_is_open.close()
+    be_python(command)
 
 
 def shown(terminal: Iterable[str]) -> Iterator[str]:

@@ -6,8 +6,6 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -24,8 +22,8 @@ from distlab import check as signatures
 from distlab.check import check, on_rank
 from distlab.testing import check_gradients, run_ranks
 from experiments.sabotage.mistakes import MISTAKES
-from launch.__main__ import main
 from tests import check_matrix
+from tests.commands import python
 
 HERE = __name__
 # mistake → signature of the tensors that differ; a message of the strategy's own where it raises
@@ -412,6 +410,47 @@ def expect(ranks, dtype, names):
         assert said in ("right", "found"), f"{name}: {said}\n{verdict}"
 
 
+# -- messages between ranks ----------------------------------------------------------------------------------
+
+
+SENT_DTYPES = [
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn),
+    *(torch.complex64, torch.int64, torch.int32, torch.uint8, torch.bool),
+]
+
+
+@pytest.mark.parametrize("dtype", SENT_DTYPES, ids=str)
+def test_a_tensor_arrives_as_it_was_sent(dtype):
+    values = torch.tensor([[-1.5, 0.0, 2.0], [1.0, 4.0, 0.5]]).to(dtype)
+    before = values.tolist()
+    sent = {
+        "plain": values,
+        "transposed": values.T,
+        "expanded": values[:1].expand(4, 3),
+        "scalar": values[0, 0],
+        "one element": values[:1, 1],
+        "empty": values[:, :0],
+        "no elements": values[:0, 0],
+    }
+    received = signatures._unpacked(signatures._packed(sent))
+    for name, tensor in sent.items():
+        assert received[name].dtype == dtype and received[name].shape == tensor.shape, name
+        assert received[name].tolist() == tensor.tolist(), name
+        received[name].zero_()  # memory of its own
+    assert values.tolist() == before
+
+
+def test_other_tensors_and_errors_arrive_as_they_were_sent():
+    trained = nn.Parameter(torch.arange(3.0))
+    wide = torch.arange(3.0, requires_grad=True)
+    sent = [trained, wide, torch.eye(3).to_sparse(), TimeoutError("waited 2 s")]
+    received = signatures._unpacked(signatures._packed(sent))
+    assert isinstance(received[0], nn.Parameter) and received[1].requires_grad
+    assert torch.equal(received[0], trained) and torch.equal(received[1], wide)
+    assert torch.equal(received[2].to_dense(), torch.eye(3))
+    assert repr(received[3]) == repr(sent[3])
+
+
 # -- bad input ---------------------------------------------------------------------------------------------
 
 
@@ -508,14 +547,19 @@ def test_the_table():
     assert "finish that was called: the second thing" in str(verdict)
 
 
-def test_the_command_ends_with_the_verdict(capfd):
+def checked(*options):
+    """`distlab check` of a model in this file, in a process that forks its ranks."""
+    return python("-m", "launch", "check", f"{HERE}:mlp", *options)
+
+
+def test_the_command_ends_with_the_verdict():
     begin = time.monotonic()
-    assert main(["check", f"{HERE}:mlp", "--strategy", "local", "--json"]) == 1
-    assert time.monotonic() - begin < 30  # 10 on a quiet machine
-    captured = capfd.readouterr()
-    shown = json.loads(captured.out)
+    done = checked("--strategy", "local", "--json")
+    assert time.monotonic() - begin < 30  # 3 on a quiet machine
+    assert done.returncode == 1, done.stderr
+    shown = json.loads(done.stdout)
     assert not shown["right"] and {each["what"] for each in shown["findings"]} == {"initial value"}
-    assert captured.err == ""  # nothing about processes that were stopped
+    assert done.stderr == ""  # nothing about processes that were stopped
 
 
 @pytest.mark.parametrize(
@@ -528,18 +572,15 @@ def test_the_command_ends_with_the_verdict(capfd):
         ),
     ],
 )
-def test_the_command_says_that_a_wrapper_needs_one_backward(capfd, options, headline):
-    assert main(["check", f"{HERE}:mlp", "--wrap", "tests.check_matrix:overlapped", *options]) == 0
-    assert capfd.readouterr().out.startswith(headline)
+def test_the_command_says_that_a_wrapper_needs_one_backward(options, headline):
+    done = checked("--wrap", "tests.check_matrix:overlapped", *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(headline)
 
 
 def test_the_command_ends_with_a_sentence_where_a_rank_aborts():
-    # In a process of its own, since pytest's own handler of crashes would be inherited by the
-    # ranks.
-    command = ["check", f"{HERE}:mlp", "--wrap", f"{HERE}:other_order", "--timeout", "5"]
-    done = subprocess.run(
-        [sys.executable, "-m", "launch", *command], capture_output=True, text=True, timeout=100
-    )
+    # Not in pytest's process: its handler of crashes would be inherited by the ranks.
+    done = checked("--wrap", f"{HERE}:other_order", "--timeout", "5")
     assert done.returncode != 0 and done.stdout == ""
     # on a slow machine
     said = [line for line in done.stderr.splitlines() if "loading torch" not in line]

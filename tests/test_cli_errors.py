@@ -7,17 +7,22 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 
-from distlab.cli_errors import is_out_of_memory, message_of, until_stopped, what_is_saved
+from distlab.cli_errors import (
+    hand_signals_over,
+    is_out_of_memory,
+    message_of,
+    until_stopped,
+    what_is_saved,
+)
 from distlab.files import atomic_path
 from distlab.runs import make_folder
 from launch import __main__ as command
 from launch import ranks
-from tests.commands import ROOT, environment, on_terminal, shown
+from tests.commands import ROOT, be_python, environment, forked, on_terminal, shown
 
 
 @pytest.mark.parametrize(
@@ -140,6 +145,51 @@ def test_a_signal_before_the_agent_listens_is_answered(monkeypatch, capsys):
     )
 
 
+def be_command_that_starts_no_rank(command):
+    """Be `python COMMAND…` on a machine without a GPU, and print how its ranks would be started."""
+
+    def elastic_launch(config, entrypoint):
+        print(config.start_method, [thread.name for thread in threading.enumerate()], flush=True)
+        return lambda arguments: None
+
+    torch.cuda.is_available = lambda: False
+    ranks.elastic_launch = elastic_launch
+    be_python(command)
+
+
+@pytest.mark.parametrize("name", ["ddp_bench", "train", "check"])
+def test_a_command_has_one_thread_when_its_ranks_start_and_forks_them(tmp_path, name):
+    """A thread of our own would make every rank import torch again, which takes seconds."""
+    command = {
+        "ddp_bench": ["run", "ddp_bench"],
+        "train": ["train"],
+        "check": ["check", "tests.test_check:mlp", "--strategy=flat"],
+    }[name]
+    said = tmp_path / "said"
+    process = forked(
+        ["-m", "launch", *command, "--nproc=2", "--backend=gloo"],
+        said,
+        said,
+        be_command_that_starts_no_rank,
+    )
+    process.join(60)
+    assert "fork ['MainThread']\n" in said.read_text()
+
+
+def test_signals_that_were_handed_over_are_heard_by_no_thread():
+    before = threading.active_count(), signal.set_wakeup_fd(-1)
+    signal.set_wakeup_fd(before[1])
+
+    def hands_over():
+        hand_signals_over()
+        hand_signals_over()
+        assert (threading.active_count(), signal.set_wakeup_fd(-1)) == before
+        return 0
+
+    assert until_stopped("bench", hands_over) == 0
+    assert (threading.active_count(), signal.set_wakeup_fd(before[1])) == before
+
+
 def test_a_folder_in_which_nothing_was_saved_goes(tmp_path):
     folder = make_folder(tmp_path, "bench")
     assert what_is_saved(folder) == "nothing was saved" and not folder.exists()
@@ -229,37 +279,50 @@ def test_a_signal_during_the_imports_ends_the_process_with_one_line(number):
 
 def test_ranks_answer_a_signal_within_two_seconds_and_one_of_them_speaks(tmp_path):
     """Sent to the command alone, as a scheduler does; its ranks hear of it from torchrun's agent."""
-    command = [
-        sys.executable,
-        "launch/ddp_bench.py",
-        "--nproc=2",
-        "--backend=gloo",
-        f"--out={tmp_path}",
-    ]
-    process, terminal = on_terminal(
-        *command, "--rounds=1000", "--check-steps=0", "--strategies=naive,flat"
-    )
+    command = ["launch/ddp_bench.py", "--nproc=2", "--backend=gloo", f"--out={tmp_path / 'out'}"]
+    command += ["--rounds=1000", "--check-steps=0", "--strategies=naive,flat"]
+    process, terminal = on_terminal(command, tmp_path / "stdout")
     lines = shown(terminal)
     assert any("round 1/1000: naive" in line for line in lines)
     begin = time.monotonic()
     process.terminate()
-    output, _ = process.communicate(timeout=60)
+    process.join(60)
     assert time.monotonic() - begin < 2
-    assert (process.returncode, output) == (143, "")
+    assert process.exitcode == 143 and (tmp_path / "stdout").read_text() == ""
     (said,) = [line for line in lines if line and "round" not in line]
     assert said.startswith("distlab run ddp_bench: stopped by SIGTERM after") and said.endswith(
         "; nothing was saved"
     )
-    assert [path.name for path in Path(tmp_path).rglob("*")] == ["ddp_bench"]
+    assert [path.name for path in (tmp_path / "out").rglob("*")] == ["ddp_bench"]
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def be_command_with_closed_streams(command):
+    """Be `python COMMAND…` after the shell closed the streams that `command[0]` lists."""
+    closed, *command = command
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if name in closed.split(","):
+            os.close(number)
+            setattr(sys, name, None)  # as an interpreter does that finds it closed
+    be_python(command)
+
+
+def run_into(folder):
+    return ["-m", "launch", "train", "--nproc=1", "--steps=1", "--name=a", f"--out={folder}"]
+
+
+@pytest.mark.parametrize("closed", ["stdout", "stderr"])
 def test_a_closed_stream_loses_no_run_and_ends_in_no_traceback(tmp_path, closed):
-    command = (
-        f"{sys.executable} -m launch train --nproc 1 --steps 1 --name a --out {tmp_path} {closed}"
-    )
-    done = subprocess.run(
-        command, shell=True, cwd=ROOT, env=environment(), capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stdout + done.stderr, done
+    said = tmp_path / "said"
+    command = [closed, *run_into(tmp_path)]
+    process = forked(command, said, said, be_command_with_closed_streams)
+    process.join(60)
+    assert process.exitcode == 0 and "Traceback" not in said.read_text(), said.read_text()
+    assert (tmp_path / "train" / "a" / "report.html").is_file()
+
+
+def test_streams_that_are_all_closed_lose_no_run(tmp_path):
+    """In an interpreter that a shell starts: it finds the streams closed by itself."""
+    command = " ".join([sys.executable, *run_into(tmp_path), "<&- >&- 2>&-"])
+    done = subprocess.run(command, shell=True, cwd=ROOT, env=environment(), timeout=120)
+    assert done.returncode == 0
     assert (tmp_path / "train" / "a" / "report.html").is_file()

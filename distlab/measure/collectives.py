@@ -132,8 +132,12 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     The value is a tensor, or lists, tuples, dictionaries and dataclasses of tensors.
     """
-    leaves = [
-        getattr(leaf, "__dict__", leaf) if is_dataclass(leaf) else leaf
-        for leaf in tree_leaves(value)
-    ]
-    return [leaf for leaf in tree_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+    if isinstance(value, torch.Tensor):
+        return [value]
+    tensors = []
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf)
+        elif is_dataclass(leaf):
+            tensors.extend(tensors_in(getattr(leaf, "__dict__", ())))
+    return tensors

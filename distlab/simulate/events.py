@@ -118,6 +118,10 @@ class EventLog(CollectiveRecorder):
     # -- operators and collectives -------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE:
+            # The C++ code asks fake tensors for their device twice per operator. That is the answer
+            # which the fake mode would give.
+            return args[0].device
         before = len(self.calls)
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if len(self.calls) > before:
@@ -213,6 +217,8 @@ class _TracedWork:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._work, name)
 
+
+_DEVICE = torch.ops.prim.device.default
 
 # They reserve memory or read a shape, and launch nothing.
 _FREE = {

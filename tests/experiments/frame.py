@@ -1,11 +1,16 @@
 """Experiments as tests run them: in a preset, in this process or on ranks, and as the command does."""
 
 import importlib
+import os
+import tempfile
+from functools import partial
+from pathlib import Path
 from unittest.mock import patch
 
 from distlab.experiment import lone_context, run_folder
 from distlab.testing import run_ranks
 from launch.__main__ import main
+from tests.commands import be_python, forked
 
 
 def measured(experiment, root, preset="smoke", **fields):
@@ -52,12 +57,36 @@ def _measured(experiment, context, root, preset, fields):
 
 
 def refused(capsys, *arguments):
-    """The one line with which `distlab run …` refuses these arguments."""
-    try:
-        code = main(["run", *arguments])
-    except SystemExit as end:  # argparse's
-        code = end.code
-    said = capsys.readouterr().err
+    """The one line with which `distlab run …` refuses these arguments.
+
+    A command whose ranks may start runs in a fork. Under xdist this process has a second thread, and
+    there each rank would import torch again.
+    """
+    if "--nproc" in arguments:
+        code, said = _in_a_fork(["-m", "launch", "run", *arguments])
+    else:
+        try:
+            code = main(["run", *arguments])
+        except SystemExit as end:  # argparse's
+            code = end.code
+        said = capsys.readouterr().err
     lines = [line for line in said.splitlines() if "error:" in line]
     assert code == 2 and len(lines) == 1, (code, said)
     return lines[0]
+
+
+def _in_a_fork(command):
+    """Exit code and stderr of `python COMMAND…` in this process's folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        process = forked(command, stdout, stderr, partial(_be_python_in, os.getcwd()))
+        process.join(120)
+        if process.exitcode is None:
+            process.kill()
+            raise TimeoutError(f"{command} takes more than 120 s: {stderr.read_text()}")
+        return process.exitcode, stderr.read_text()
+
+
+def _be_python_in(folder, command):
+    os.chdir(folder)
+    be_python(command)

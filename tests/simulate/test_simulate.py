@@ -111,3 +111,17 @@ def test_refusals_and_the_world_is_left():
         fake_world(2),
     ):
         pass
+
+
+def test_questions_about_a_fake_tensors_device_are_answered_before_they_cost_anything(monkeypatch):
+    """C++ asks for it twice per operator, which made two thirds of all that was dispatched."""
+    dispatched = []
+    forward = CollectiveRecorder.__torch_dispatch__
+
+    def noted(self, func, types, args=(), kwargs=None):
+        dispatched.append(func.namespace)
+        return forward(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(CollectiveRecorder, "__torch_dispatch__", noted)
+    simulate_training(CONFIG, "bucketed", batch=1, world_size=2)
+    assert dispatched.count("aten") > 50 and "prim" not in dispatched
