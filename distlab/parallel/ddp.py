@@ -188,13 +188,13 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         reference: "weakref.ref[DataParallel]", index: int, parameter: nn.Parameter
     ) -> None:
         """Autograd calls this as soon as the gradient of `trainable[index]` is complete."""
-        self = reference()
-        if self is None:
-            return
-        step, name = self.step, self.named[index][0]
-        if self.shards_gradients:
+        ddp = reference()
+        if ddp is None:
+            return  # the wrapper was dropped
+        step, name = ddp.step, ddp.named[index][0]
+        if ddp.shards_gradients:
             checks.check_not_accumulated(name, parameter.grad)
-        if not self._synchronizes or parameter.grad is None:
+        if not ddp._synchronizes or parameter.grad is None:
             step.accumulated.add(index)
             return  # inside no_sync(): the next backward outside it sends the sum
         checks.check_gradient(
@@ -202,11 +202,11 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         )
         if step.phase is not Phase.BACKWARD:
             step.phase = Phase.BACKWARD
-            _unfinished[self] = None
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-        self._gradient_ready(index)  # from here on, `.grad` may be a view of a bucket
+            _unfinished[ddp] = None
+            torch.autograd.Variable._execution_engine.queue_callback(ddp._backward_ended)
+        ddp._gradient_ready(index)  # from here on, `.grad` may be a view of a bucket
         step.ready[index] = parameter.grad, parameter.grad._version
-        self._send_complete()
+        ddp._send_complete()
 
     def _send_complete(self) -> None:
         """Send the next messages of the plan, as far as their gradients are ready."""
@@ -242,7 +242,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         lost = step.phase is Phase.BACKWARD
         if step.phase is Phase.ENDED:
             gradients = [self.trainable[index].grad for index in step.ready]
-            lost = all(gradient is None for gradient in gradients)
+            lost = bool(gradients) and all(gradient is None for gradient in gradients)
         # A forward inside of a backward recomputes activations.
         return lost and torch._C._current_graph_task_id() == NO_BACKWARD
 
@@ -310,9 +310,8 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         step = self.step
         for parameter in self.trainable:
             if parameter.grad is not None:
-                parameter.grad.finished_version = (
-                    parameter.grad._version
-                )  # see `checks.find_edited`
+                # A later change is an edit, see `checks.find_edited`.
+                parameter.grad.finished_version = parameter.grad._version
         step.phase, step.sent_early = Phase.IDLE, False
         step.ready.clear()
         step.accumulated.clear()

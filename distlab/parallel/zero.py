@@ -62,8 +62,8 @@ class ZeroOptimizer(LocalOptimizer):
     before it begins. Without autograd, and where it runs code that was compiled or scripted other
     than by `torch.compile(block)`, it waits for all. `state_dict()`, `load_state_dict()` and
     `synchronize()` also wait for all. Any other read of a parameter between `step()` and the next
-    forward needs a call of `synchronize()` first, and a forward that reads a parameter of another
-    block is not seen (`docs/learn/limits.md`).
+    forward needs a call of `synchronize()` first. A forward that reads a block's parameter before it
+    has called that block is not seen (`docs/learn/limits.md`).
 
     Args:
         ddp: wrapper whose buckets and parameters it takes over (`BucketedDDP.shard_for`).
