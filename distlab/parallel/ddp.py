@@ -143,7 +143,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         # The mean of each gradient, until finish; also of those that this rank does not have.
         self._means: dict[int, Tensor] = {}
         self._editing = False  # inside elementwise_gradient_edits()
-        self._zero: weakref.ref[Optimizer] | None = None  # set by `shard_gradients`
+        self._zero: weakref.ref[Optimizer] | None = None  # set by `BucketedDDP.shard_for`
         self._trained_ids = {id(parameter) for parameter in self.trainable}
         checks.watch(self, self.named)
         # Hooks hold the wrapper weakly, so that dropping the wrapper ends its communication.
@@ -167,9 +167,10 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
 
     @abstractmethod
     def _synchronize(self) -> None:
-        """Send what finish has not sent, wait for all, and leave the means in `.grad`.
+        """Wait for all messages of this step, so that the means are in `.grad`.
 
-        A strategy that sends during backward puts the messages of the next step into `step.unsent`.
+        A strategy that sends nothing during backward sends here. One that does has sent everything
+        by now, and puts the messages of the next step into `step.unsent`.
         """
 
     # -- forward and backward ----------------------------------------------------------------------
@@ -179,7 +180,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         if torch.is_grad_enabled():
             if self.step.phase is not Phase.IDLE and self._backward_was_lost():
                 self._recover()
-            if self._synchronizes and self.step.phase is Phase.IDLE:
+            if self.step.phase is Phase.IDLE and not self._accumulates:
                 self.step.phase = Phase.FORWARD
         return self.module(*args, **kwargs)
 
@@ -194,7 +195,7 @@ class DataParallel(checks.StaysAsWrapped, ParallelModel):
         step, name = ddp.step, ddp.named[index][0]
         if ddp.shards_gradients:
             checks.check_not_accumulated(name, parameter.grad)
-        if not ddp._synchronizes or parameter.grad is None:
+        if ddp._accumulates or parameter.grad is None:
             step.accumulated.add(index)
             return  # inside no_sync(): the next backward outside it sends the sum
         checks.check_gradient(

@@ -57,7 +57,7 @@ class ParallelModel(nn.Module, ABC):
     tensor_group: ProcessGroup | None = None
     cuts: Mapping[str, Cut] = {}
     pipeline: RunsStages | None = None
-    _synchronizes = True  # False inside no_sync()
+    _accumulates = False  # True inside no_sync()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module; any arguments, any result."""
@@ -77,15 +77,15 @@ class ParallelModel(nn.Module, ABC):
 
         Sharded strategies keep full gradients for it, as large as their masters.
         """
-        before = self._synchronizes
-        self._set_synchronizes(False)
+        before = self._accumulates
+        self._set_accumulates(True)
         try:
             yield
         finally:
-            self._set_synchronizes(before)
+            self._set_accumulates(before)
 
-    def _set_synchronizes(self, synchronizes: bool) -> None:
-        self._synchronizes = synchronizes
+    def _set_accumulates(self, accumulates: bool) -> None:
+        self._accumulates = accumulates
 
     def enter_stage(self, stage: int) -> None:
         """Note that forward and backward passes from now on belong to this stage of a pipeline.

@@ -187,9 +187,9 @@ class TorchFSDP2(ParallelModel):
                 fully_shard(unit, mesh=mesh, mp_policy=policy)
         fully_shard(module, mesh=mesh, mp_policy=policy)  # the root last, as torch requires
 
-    def _set_synchronizes(self, synchronizes: bool) -> None:
-        super()._set_synchronizes(synchronizes)
-        self.module.set_requires_gradient_sync(synchronizes)
+    def _set_accumulates(self, accumulates: bool) -> None:
+        super()._set_accumulates(accumulates)
+        self.module.set_requires_gradient_sync(not accumulates)
 
     def shards(self) -> list[Shard]:
         """Return the DTensors that the optimizer steps.

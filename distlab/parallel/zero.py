@@ -15,7 +15,7 @@ sec. 5.1 and 7.1).
 With `overlap_gather=True` the all-gather runs under the next forward:
 
     compute        │ step 1/N │ forward: block 0 │ block 1 │ … │
-    communication         │ all-gather bn │ … │ b1 │ b0 │
+    communication  │          │ all-gather bn │ … │ b1 │ b0 │
 
 Parameters are stored in flat buffers laid out like the gradient buckets. A rank has the same slice
 of both:
@@ -60,8 +60,8 @@ class ZeroOptimizer(LocalOptimizer):
     returns while they are being gathered. Then each child of an `nn.ModuleList` waits before its
     forward for every parameter in it, and the wrapper's forward waits for all other parameters
     before it begins. Without autograd, and where it runs code that was compiled or scripted other
-    than by `torch.compile(block)`, it waits for all. `state_dict()`, `load_state_dict()` and
-    `synchronize()` also wait for all. Any other read of a parameter between `step()` and the next
+    than by `torch.compile(block)`, it waits for all. `synchronize()`, and `state_dict()` and
+    `load_state_dict()` of the module, also wait for all. Any other read of a parameter between `step()` and the next
     forward needs a call of `synchronize()` first. A forward that reads a block's parameter before it
     has called that block is not seen (`docs/learn/limits.md`).
 

@@ -2,12 +2,14 @@
 
 One step with units A, B, C. `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients:
 
-    compute        │    A    │    B    │    C    │    C'   │    B'   │    A'   │      │ optimizer │
-    communication  │ag A│ag B│ag C│              │ag C│ag B│ag A│rs C│rs B│         │rs A│
-    gathered       │   A B   │   B C   │    C    │   C B   │   B A   │    A    │
+    compute              │    A    │    B    │    C    │    │    C'   │    B'   │    A'   │    │
+    communication   ag A │ag B     │ag C     │         │ag C│ag B     │ag A rs C│rs B     │rs A│
+    gathered             │   A B   │   B C   │    C    │    │   C B   │   B A   │    A    │
 
 A unit is unsharded while the one before it computes, resharded after its forward, and unsharded
-again for its backward. Its gradients are reduce-scattered while the next one computes.
+again for its backward. Its gradients are reduce-scattered while the next one computes. Exposed are
+the first gather of forward and of backward and the last reduce-scatter. In the first pass of each
+kind nothing is gathered ahead, because the order of units is being learned.
 
     fsdp.py      the class: this file
     runtime.py   when units are gathered, freed and reduced, and all hooks
@@ -226,9 +228,9 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         """Run a forward inside `torch.compile(fsdp)`. Parts that are compiled themselves still are."""
         return self(*args, **kwargs)
 
-    def _set_synchronizes(self, synchronizes: bool) -> None:
-        super()._set_synchronizes(synchronizes)
-        self._runtime.synchronize = synchronizes
+    def _set_accumulates(self, accumulates: bool) -> None:
+        super()._set_accumulates(accumulates)
+        self._runtime.accumulates = accumulates
 
     def enter_stage(self, stage: int) -> None:
         """See `ParallelModel.enter_stage`; a stage has an order of units of its own."""

@@ -88,7 +88,7 @@ class Runtime:
 
     Attributes:
         step: state of the step.
-        synchronize: False inside `no_sync()`, where gradients are kept in full.
+        accumulates: True inside `no_sync()`, where gradients are kept in full.
         stage: stage of a pipeline whose units run.
     """
 
@@ -104,7 +104,7 @@ class Runtime:
     ):
         self.units = units
         self.step = Step(Phase.IDLE, accumulated=False, task=None, arrived=False, reached=[])
-        self.synchronize, self.stage = True, 0
+        self.accumulates, self.stage = False, 0
         self._sharded, self._replicated = sharded, replicated
         self._keep, self._keeping = keep, False
         self._group = group
@@ -163,7 +163,8 @@ class Runtime:
             unit.watch(True)
         try:
             self._order.begin((self.stage, training, with_gradients))
-            if with_gradients and self.synchronize and self.step.phase is Phase.IDLE:
+            begins_step = with_gradients and not self.accumulates
+            if begins_step and self.step.phase is Phase.IDLE:
                 self.step.phase = Phase.FORWARD
             self._running = []
             self._keeping = self._keeping or (self._keep and with_gradients)
@@ -335,12 +336,12 @@ class Runtime:
             # Only shards: this backward may have reached a vector, whose gradient is not edited.
             checks.check_kept_unedited(self._sharded)
         step.task = task
-        if self.synchronize:
-            step.phase = Phase.BACKWARD
-        else:
+        if self.accumulates:
             step.accumulated = True
+        else:
+            step.phase = Phase.BACKWARD
         send_unfinished(self._group)
-        inside = "" if self.synchronize else " inside no_sync()"
+        inside = " inside no_sync()" if self.accumulates else ""
         agree(self._group, f"at the start of a backward of {self._name}{inside}")
         self._backward_order.begin((self.stage, *self._ran))
         self._ran = []
@@ -369,13 +370,13 @@ class Runtime:
         for param in unit.trainable:
             if param.accumulate_gradients():
                 self.step.arrived = True
-            if self.synchronize:
-                param.reduce_scatter()
-            else:
+            if self.accumulates:
                 param.hold_gradients()
+            else:
+                param.reduce_scatter()
         if self.step.arrived:
             self.step.reached.clear()
-        if self.synchronize:
+        if not self.accumulates:
             self._in_flight = unit
 
     def mark_gradients(self) -> None:
