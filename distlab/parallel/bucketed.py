@@ -204,7 +204,7 @@ class AllReduce:
     bytes_outside_allocator = 0
 
     def buffers(self, plans: Sequence[BucketPlan]) -> Sequence[Tensor | None]:
-        """Return memory for the buckets, each `(plan.numel,)` zeros, or None for ordinary memory."""
+        """Return memory for each bucket: `(plan.numel,)` zeros, or None for ordinary memory."""
         return [None] * len(plans)
 
     def start(self, ddp: BucketedDDP, bucket: "GradientBucket") -> Any:
@@ -284,7 +284,7 @@ class GradientBucket:
         self.unpack()
 
     def add(self, position: int) -> None:
-        """Copy the gradient at `position` of the plan to its place, and let `.grad` be that place."""
+        """Copy the gradient at `position` of the plan to its place, which `.grad` then is."""
         self.missing -= 1
         parameter, view = self.parameters[position], self.views[position]
         gradient = parameter.grad

@@ -144,19 +144,20 @@ class Strategy:
         """Return the reason why it cannot be used under this layout, or None if it can."""
         if layout.ranks > 1 and not self.takes_layout:
             return (
-                f"{self.name} needs ranks that have a whole model each, and with layout {layout} they share it: take "
-                f"{_taking(layout)}"
+                f"{self.name} needs ranks that have a whole model each, and with layout {layout} "
+                f"they share it: take {_taking(layout)}"
             )
         # Peers are refused every pipeline below: to recommend another schedule would not help them.
         if _splits_backward(layout) and self.casts_parameters and not self.is_peer:
             return (
-                f"{self.name} gives a block's parameters back when its backward ends, which zero-bubble splits: take "
-                f"another schedule, such as 1f1b, or with this one {_taking(layout)}"
+                f"{self.name} gives a block's parameters back when its backward ends, which "
+                "zero-bubble splits: take another schedule, such as 1f1b, or with this one "
+                f"{_taking(layout)}"
             )
         if self.is_peer and (layout.context > 1 or (layout.pipeline > 1 and self.synchronizes)):
             return (
-                f"{self.name} does not take layout {layout}: torch's own parallelism is measured with tpN alone. Take "
-                f"{_taking(layout)}"
+                f"{self.name} does not take layout {layout}: torch's own parallelism is measured "
+                f"with tpN alone. Take {_taking(layout)}"
             )
         return None
 
@@ -308,7 +309,8 @@ def _initialization(
     init = init or reset_parameters
     if not cuts:
         return init
-    # `init` draws whole matrices, of which a rank keeps its part: values do not depend on the layout.
+    # `init` draws whole matrices, of which a rank keeps its part, so that values do not depend on
+    # the layout.
     return partial(initialize_cut, cuts=cuts, init=init)
 
 

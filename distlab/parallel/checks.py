@@ -119,7 +119,9 @@ def check_ranks_agree(module: nn.Module, group: ProcessGroup) -> None:
 
 
 def refuse_uninitialized(module: nn.Module) -> None:
-    """Check that every tensor has a shape, which those of `nn.LazyLinear` get in their first forward.
+    """Check that every tensor has a shape.
+
+    Those of lazy modules such as `nn.LazyLinear` get it in their first forward.
 
     Raises:
         ValueError: a parameter or buffer without a shape. It is named.
@@ -177,14 +179,14 @@ INSTEAD = {
     "broadcast_buffers": "buffers are broadcast when you wrap; sync_buffers() does it again",
     "init_sync": f"{_LEAVE_OUT}; parameters and buffers are always broadcast from rank 0",
     "find_unused_parameters": f"{_LEAVE_OUT}; parameters that a rank did not use are always found",
-    "gradient_as_bucket_view": f"{_LEAVE_OUT}; where there are buckets, gradients are views of them",
+    "gradient_as_bucket_view": f"{_LEAVE_OUT}; gradients are views of the buckets, where there are",
     "static_graph": f"{_LEAVE_OUT}; the graph may change from step to step",
-    "mixed_precision": "give compute_dtype to FSDP, or use torch.autocast with the other strategies",
+    "mixed_precision": "give compute_dtype to FSDP, or use torch.autocast with other strategies",
     # FullyShardedDataParallel and fully_shard
     "device_mesh": "give mesh",
     "mp_policy": "give compute_dtype; gradients are reduced in the dtype of the fp32 masters",
     "reshard_after_forward": "keep_gathered=True is reshard_after_forward=False",
-    "sharding_strategy": "give a two-dimensional mesh for hybrid sharding; otherwise all is sharded",
+    "sharding_strategy": "give a two-dimensional mesh for hybrid sharding; else all is sharded",
     "auto_wrap_policy": f"{_LEAVE_OUT}; units are the children of ModuleLists, and other layers",
     "cpu_offload": "there is no offloading; use more ranks",
     "offload_policy": "there is no offloading; use more ranks",
@@ -240,7 +242,8 @@ def check_arguments(cls: type, given: Sequence[Any], named: Mapping[str, Any]) -
     for value, name in itertools.zip_longest(given[1:], names[1 : len(given)]):
         if isinstance(value, ProcessGroup) and name != "process_group":
             raise TypeError(
-                f"{cls.__name__} got a process group by position: give it by name, process_group=..."
+                f"{cls.__name__} got a process group by position: give it by name, "
+                "process_group=..."
             )
         if isinstance(value, list):
             raise TypeError(
@@ -258,9 +261,9 @@ class StaysAsWrapped(AnswersTorchNames):
     casts_parameters: bool
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Raise TypeError for a change by `to()`, `half()`, `cuda()` and others, which all end here.
+        """Raise TypeError for a change by `to()`, `half()`, `cuda()` and others.
 
-        Buckets and the other ranks rely on dtype and device.
+        All of them end here. Buckets and the other ranks rely on dtype and device.
         """
         for name, tensor in [*self.module.named_parameters(), *self.module.named_buffers()]:
             with torch.no_grad():
@@ -345,8 +348,8 @@ def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: boo
         )
     if has_left:
         raise RuntimeError(
-            f"the gradient of '{name}' came after its message had left, as another wrapper on these "
-            "ranks has sent since, and ranks must send alike: call "
+            f"the gradient of '{name}' came after its message had left, as another wrapper on "
+            "these ranks has sent since, and ranks must send alike: call "
             "finish_gradient_synchronization() of all wrappers when the backward passes of all "
             "have ended, or wrap both modules as one"
         )
@@ -366,10 +369,10 @@ def check_gradient(name: str, gradient: Tensor, *, is_ready: bool, has_left: boo
 
 
 def check_not_accumulated(name: str, gradient: Tensor | None) -> None:
-    """Check a gradient of which only this rank's part is the mean, after a backward has added to it.
+    """Check a sharded gradient, of which this rank's part is the mean, after a backward.
 
     Raises:
-        RuntimeError: backward added to what the last finish left.
+        RuntimeError: backward added to the gradient that the last finish left.
     """
     finished = getattr(gradient, "finished_version", None)
     # The addition is the only change since finish.
@@ -456,10 +459,10 @@ def check_zeroed(named: Named, ready: Mapping[int, Version]) -> None:
 
 def _not_zeroed(name: str) -> RuntimeError:
     return RuntimeError(
-        f"the gradient of '{name}' was not zeroed since the last finish_gradient_synchronization(), "
-        "and the mean that it holds is that of this rank's part only, which cannot be added to: "
-        "call zero_grad() before every step's first backward, and use no_sync() for all but the "
-        "last backward of a step to accumulate"
+        f"the gradient of '{name}' was not zeroed since the last "
+        "finish_gradient_synchronization(), and the mean that it holds is that of this rank's part "
+        "only, which cannot be added to: call zero_grad() before every step's first backward, and "
+        "use no_sync() for all but the last backward of a step to accumulate"
     )
 
 
@@ -761,8 +764,8 @@ def check_compute_dtype(dtype: Any) -> None:
     """
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         raise ValueError(
-            f"compute_dtype={dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, or "
-            "None"
+            f"compute_dtype={dtype!r}: give a floating-point torch.dtype such as torch.bfloat16, "
+            "or None"
         )
 
 

@@ -60,7 +60,8 @@ class Step:
             its count of in-place changes at that moment.
         accumulated: indices of the parameters that a backward inside no_sync() has reached since
             the last finish.
-        unsent: messages that may leave before finish and have not left, in plan order.
+        unsent: messages that may leave before finish and have not left, in plan order. Finish sends
+            them, and then fills it with those of the next step.
         sent_early: True if messages have left before their gradients arrived, because another
             wrapper on the same ranks had to send (`send_unfinished`).
     """
@@ -73,8 +74,8 @@ class Step:
 
     def __repr__(self) -> str:
         return (
-            f"Step({self.phase.value}: {len(self.ready)} gradients ready, {len(self.unsent)} messages "
-            f"unsent, {len(self.accumulated)} gradients accumulated inside no_sync())"
+            f"Step({self.phase.value}: {len(self.ready)} gradients ready, {len(self.unsent)} "
+            f"messages unsent, {len(self.accumulated)} gradients accumulated inside no_sync())"
         )
 
 

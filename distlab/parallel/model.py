@@ -73,9 +73,10 @@ class ParallelModel(nn.Module, ABC):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate locally the gradients of backward passes inside; the next one outside sends the sum.
+        """Accumulate locally the gradients of backward passes inside.
 
-        Sharded strategies keep full gradients for it, as large as their masters.
+        The next backward outside sends the sum. Sharded strategies keep full gradients for it, as
+        large as their masters.
         """
         before = self._accumulates
         self._set_accumulates(True)
@@ -100,9 +101,9 @@ class ParallelModel(nn.Module, ABC):
         """
 
     def elementwise_gradient_edits(self) -> AbstractContextManager[None]:
-        """Return a context in which gradients may be edited element by element, between finish and step.
+        """Return a context in which gradients may be edited element by element.
 
-        Sharded strategies need it.
+        Use it between finish and step. Sharded strategies need it.
         """
         return nullcontext()
 
@@ -187,7 +188,7 @@ class ParallelModel(nn.Module, ABC):
         return total
 
     def _note_scaled(self) -> None:
-        """Note that `clip_grad_norm_` has scaled the gradients, so that it is not taken for an edit."""
+        """Note that `clip_grad_norm_` has scaled the gradients, which is not a user's edit."""
 
     # -- parameters --------------------------------------------------------------------------------
 
@@ -226,19 +227,20 @@ class ParallelModel(nn.Module, ABC):
         return found
 
     def shards_changed(self) -> None:
-        """Make parameters whole again. Call it on every rank after a load has changed the shards."""
+        """Make parameters whole again after a load has changed the shards, on every rank."""
 
     def synchronize(self) -> None:
         """Wait until nothing of the last step is in flight."""
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return all parameters and persistent buffers, whole, as the wrapped module's `state_dict()` would.
+        """Return all parameters and persistent buffers, whole.
 
-        A collective: call it on every rank, and every rank gets the same. Names are the module's
-        own, without `module.` and without the `_orig_mod.` of compiled blocks; a tied tensor has
-        each of its names. The tensors are copies, on the wrapper's device, so this needs the memory
-        of the whole model. Parameters have the dtype that the optimizer steps (fp32 under FSDP,
-        also for a module in bf16). Buffers are those of rank 0.
+        It has the form of the module's `state_dict()` before wrapping. A collective: call it on
+        every rank, and every rank gets the same. Names are the module's own, without `module.` and
+        without the `_orig_mod.` of compiled blocks; a tied tensor has each of its names. The
+        tensors are copies, on the wrapper's device, so this needs the memory of the whole model.
+        Parameters have the dtype that the optimizer steps (fp32 under FSDP, also for a module in
+        bf16). Buffers are those of rank 0.
 
         Raises:
             RuntimeError: a rank does something else instead.
@@ -276,7 +278,7 @@ class ParallelModel(nn.Module, ABC):
         ]
 
     def full_parameters(self) -> dict[str, Tensor]:
-        """Return the parameters, whole over the data-parallel ranks, by their names in the wrapped module.
+        """Return the parameters, whole over the data-parallel ranks, by their names in the module.
 
         `full_state_dict()` copies them and adds what ranks of other groups hold. These may be the
         module's own tensors. A tied parameter has each of its names. A collective.

@@ -25,7 +25,7 @@ from distlab.parallel.sharded_optimizer import ShardedOptimizer
 from distlab.parallel.torch_peers import TorchDDP, TorchFSDP2, torch_zero, tuned_torch_ddp
 from distlab.parallel.zero import ZeroOptimizer
 
-# -- wrap(module, how) ---------------------------------------------------------------------------------------------
+# -- wrap(module, how) -----------------------------------------------------------------------------
 
 
 def wrap_local(module: nn.Module, how: Wrapping) -> Local:
@@ -89,7 +89,7 @@ def wrap_tuned_torch_ddp(module: nn.Module, how: Wrapping) -> TorchDDP:
 
 
 def wrap_fsdp2(module: nn.Module, how: Wrapping) -> TorchFSDP2:
-    """Wrap by torch's `fully_shard`, on a mesh if there is one, or over torch's tensor parallelism."""
+    """Wrap by torch's `fully_shard`, on a mesh if there is one, or over torch's own layout."""
     return TorchFSDP2(
         module,
         compute_dtype=how.compute_dtype,
@@ -101,7 +101,7 @@ def wrap_fsdp2(module: nn.Module, how: Wrapping) -> TorchFSDP2:
     )
 
 
-# -- optimizer(model, optimizer_cls, params, options) --------------------------------------------------------------
+# -- optimizer(model, optimizer_cls, params, options) ----------------------------------------------
 
 
 def make_sharded_optimizer(
@@ -135,7 +135,7 @@ def make_torch_zero_optimizer(
     return torch_zero(model, optimizer_cls, params=params, **options)
 
 
-# -- the table -----------------------------------------------------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------------
 
 _TABLE = [
     Strategy(
@@ -323,7 +323,8 @@ def check_shard_size(
     if shard_size is not None and not any(STRATEGIES[name].takes_mesh for name in strategies):
         taking = ", ".join(name for name, strategy in STRATEGIES.items() if strategy.takes_mesh)
         raise ValueError(
-            f"{flag} {shard_size} is for strategies with a mesh: choose one of {taking}, or leave it out"
+            f"{flag} {shard_size} is for strategies with a mesh: choose one of {taking}, or leave "
+            "it out"
         )
 
 
@@ -342,8 +343,8 @@ def check_buckets(given: Mapping[str, Any], strategies: Iterable[str]) -> None:
             name for name, each in STRATEGIES.items() if each.has_buckets and each.trains
         )
         raise ValueError(
-            f"--bucket-size-mb {given['bucket_size_mb']:g} is for strategies with buckets, and {', '.join(names)} "
-            f"has none: leave it out, or choose one of {taking}"
+            f"--bucket-size-mb {given['bucket_size_mb']:g} is for strategies with buckets, and "
+            f"{', '.join(names)} has none: leave it out, or choose one of {taking}"
         )
 
 
@@ -352,6 +353,6 @@ def check_reshard(reshard: str, strategy: str) -> None:
     if reshard == "step" and not STRATEGIES[strategy].may_keep_gathered:
         taking = " or ".join(name for name, entry in STRATEGIES.items() if entry.may_keep_gathered)
         raise ValueError(
-            f"--reshard step is for strategies that can keep gathered parameters, and {strategy} cannot: choose "
-            f"{taking}, or leave it out"
+            "--reshard step is for strategies that can keep gathered parameters, and "
+            f"{strategy} cannot: choose {taking}, or leave it out"
         )

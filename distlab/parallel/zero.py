@@ -1,7 +1,7 @@
-"""ZeRO stage 1: gradients are reduce-scattered, each rank steps its slice, parameters are all-gathered.
+"""ZeRO stage 1: reduce-scatter the gradients, step a slice, all-gather the parameters.
 
-    compute        │ forward ─────── │ backward ───────────────── │   │ step 1/N │            │ forward …
-    communication  │                 │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather │
+    compute        │ forward │ backward ───────────────── │   │ step 1/N │            │ forward …
+    communication  │         │  reduce-scatter b0 │ b1 │ … bn │          │ all-gather │
 
     reduce   during backward, each bucket as soon as it is full   `ReduceScatter`
     step     this rank's slice of every bucket                    `ZeroOptimizer.step`
@@ -14,8 +14,8 @@ sec. 5.1 and 7.1).
 
 With `overlap_gather=True` the all-gather runs under the next forward:
 
-    compute        │ step 1/N │ forward: block 0 │ block 1 │ … │
-    communication  │          │ all-gather bn │ … │ b1 │ b0 │
+    compute        │ step 1/N │                    │ block 0     │ block 1 │ … │
+    communication  │          │ ag outside of blocks │ ag block 0 │ ag block 1 │ … │
 
 Parameters are stored in flat buffers laid out like the gradient buckets. A rank has the same slice
 of both:
@@ -61,9 +61,9 @@ class ZeroOptimizer(LocalOptimizer):
     forward for every parameter in it, and the wrapper's forward waits for all other parameters
     before it begins. Without autograd, and where it runs code that was compiled or scripted other
     than by `torch.compile(block)`, it waits for all. `synchronize()`, and `state_dict()` and
-    `load_state_dict()` of the module, also wait for all. Any other read of a parameter between `step()` and the next
-    forward needs a call of `synchronize()` first. A forward that reads a block's parameter before it
-    has called that block is not seen (`docs/learn/limits.md`).
+    `load_state_dict()` of the module, also wait for all. Any other read of a parameter between
+    `step()` and the next forward needs a call of `synchronize()` first. A forward that reads a
+    block's parameter before it has called that block is not seen (`docs/learn/limits.md`).
 
     Args:
         ddp: wrapper whose buckets and parameters it takes over (`BucketedDDP.shard_for`).
@@ -247,8 +247,8 @@ class ZeroOptimizer(LocalOptimizer):
         else:
             raise ValueError(
                 f"the saved groups hold {sizes} parameters by number, and this optimizer's groups "
-                f"{[len(group) for group in names]} of a module that has {len(everything)}: load a state whose "
-                "optimizer had the same groups"
+                f"{[len(group) for group in names]} of a module that has {len(everything)}: load a "
+                "state whose optimizer had the same groups"
             )
         mine = {name for group in names for name in group}
         groups = []
@@ -406,7 +406,7 @@ class Slices(Placement):
         return [self.shard_of.get(shard.tensor, shard) for shard in whole]
 
     def point_gradients(self) -> None:
-        """Let each shard's `.grad` be its part of the mean, or None where no rank used the parameter.
+        """Let each shard's `.grad` be its part of the mean, or None if no rank used the parameter.
 
         Waits for the parameters of the last step.
 
@@ -421,7 +421,7 @@ class Slices(Placement):
 
     @torch.no_grad()
     def gather(self) -> None:
-        """All-gather the slices of all ranks; wait unless the gather may overlap the next forward."""
+        """All-gather the slices of all ranks. Wait for them, unless gathers overlap."""
         send_unfinished(self._group)  # another wrapper's messages come before ours on every rank
         for number in self._order:
             flat, own = self._flat[number]
@@ -452,7 +452,7 @@ class GatherUnderForward:
     """Hooks that wait for all-gathers during the next forward, block by block.
 
     - A block is a child of an `nn.ModuleList`. It waits for the parameters in it.
-    - The wrapper's forward waits for all other parameters before it begins.
+    - The forward of the wrapped module waits for all other parameters before it begins.
     - Without autograd, each of these waits for all, because torch's modules then take shortcuts
       that read the parameters of their children.
     - The wrapper also waits for all before a forward that runs compiled code or TorchScript, whose

@@ -1,15 +1,18 @@
-"""Fully sharded data parallelism (ZeRO stage 3): each rank keeps 1/N of parameters, gradients and optimizer state.
+"""Fully sharded data parallelism (ZeRO stage 3).
 
-One step with units A, B, C. `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients:
+Each of N ranks keeps 1/N of parameters, gradients and optimizer state.
 
-    compute              │    A    │    B    │    C    │    │    C'   │    B'   │    A'   │    │
-    communication   ag A │ag B     │ag C     │         │ag C│ag B     │ag A rs C│rs B     │rs A│
+One step with units A, B, C. `ag` gathers a unit's parameters, `rs` reduce-scatters its gradients,
+`ar` all-reduces the gradients of vectors (norms, biases), which every rank keeps whole:
+
+    compute              │    A    │    B    │    C    │    │    C'   │    B'   │    A'   │       │
+    communication   ag A │ag B     │ag C     │         │ag C│ag B     │ag A rs C│rs B     │rs A ar│
     gathered             │   A B   │   B C   │    C    │    │   C B   │   B A   │    A    │
 
 A unit is unsharded while the one before it computes, resharded after its forward, and unsharded
 again for its backward. Its gradients are reduce-scattered while the next one computes. Exposed are
-the first gather of forward and of backward and the last reduce-scatter. In the first pass of each
-kind nothing is gathered ahead, because the order of units is being learned.
+the first gather of forward and of backward, the last reduce-scatter and the all-reduce. In the
+first pass of each kind nothing is gathered ahead, because the order of units is being learned.
 
     fsdp.py      the class: this file
     runtime.py   when units are gathered, freed and reduced, and all hooks
@@ -225,7 +228,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
 
     @torch._disable_dynamo
     def _outside_graph(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward inside `torch.compile(fsdp)`. Parts that are compiled themselves still are."""
+        """Run a forward inside `torch.compile(fsdp)`. Parts that are compiled alone still are."""
         return self(*args, **kwargs)
 
     def _set_accumulates(self, accumulates: bool) -> None:
@@ -237,7 +240,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         self._runtime.stage = stage
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until the `.grad` of every shard and every replicated parameter is the mean over ranks.
+        """Wait until the `.grad` of every shard and replicated parameter is the mean over ranks.
 
         Call it on every rank after backward, before clipping and the optimizer's step. Without a
         synchronised forward since the last call it does nothing. In a unit that ran, a parameter
@@ -273,7 +276,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
         step.phase, step.accumulated = Phase.IDLE, False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `nn.Module.zero_grad`, and drop what `no_sync()` accumulated, which no optimizer sees."""
+        """Do as `nn.Module.zero_grad`, and drop the gradients accumulated inside `no_sync()`."""
         self._runtime.wait_for_gradients()  # else gradients in flight would be added later
         super().zero_grad(set_to_none)
         for param in self.flat_params:
@@ -309,7 +312,7 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             self._follow(optimizer)
 
     def _follow(self, optimizer: Optimizer) -> None:
-        """Check an optimizer that steps the shards again behind its own hooks, and after its step."""
+        """Check this optimizer's gradients again behind its own hooks, and after its step."""
         if optimizer not in self._of_optimizers:
             # It may have loaded a state before any hook of ours saw it.
             take_parts(optimizer)
@@ -455,7 +458,10 @@ class FSDP(checks.StaysAsWrapped, ParallelModel):
             yield entry.name, stand_in, partial(param.load, index)
 
     def relearn_order(self) -> None:
-        """Forget in which order units ran. The next pass of each kind is compared between ranks again."""
+        """Forget in which order units ran.
+
+        The next pass of each kind is compared between ranks again.
+        """
         self._runtime.forget_orders()
 
     def close(self, *, restore: bool = True) -> None:

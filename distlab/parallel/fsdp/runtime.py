@@ -263,7 +263,7 @@ class Runtime:
                 node.register_prehook(refuse)
 
     def reshard(self) -> None:
-        """Free all gathered parameters, except of units that run, as in a backward inside forward."""
+        """Free all gathered parameters, except those of units whose forward is running."""
         for unit in self.units:
             if unit.state is not State.SHARDED and unit not in self._running:
                 self._reshard(unit)
@@ -275,7 +275,7 @@ class Runtime:
     # -- backward ----------------------------------------------------------------------------------
 
     def _before_operation(self, calls: Sequence["_Call"], gradients: Any) -> None:
-        """Announce these calls, in reverse order of their return, unless they are announced already.
+        """Announce these calls in reverse order of their return, unless that was done already.
 
         Each operation that made an output of a call does this, and the first one counts.
         """
@@ -286,7 +286,7 @@ class Runtime:
                 self._before_backward(call)
 
     def _before_backward(self, call: "_Call") -> None:
-        """Fetch a unit whose output gets a gradient, and send the gradients of units that are done."""
+        """Fetch a unit whose output gets a gradient, and send the gradients of done units."""
         unit = call.unit
         if torch.is_grad_enabled():
             raise RuntimeError(
@@ -363,7 +363,7 @@ class Runtime:
             self.step.phase = Phase.ENDED
 
     def _post_backward(self, unit: Unit) -> None:
-        """Collect the unit's gradients, which are complete, and send them unless inside no_sync()."""
+        """Collect the unit's complete gradients, and send them unless inside no_sync()."""
         unit.touched = False
         # Frees the flat gradient of the unit before, so that there is one at a time.
         self.wait_for_reduce_scatter()

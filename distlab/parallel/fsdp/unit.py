@@ -162,7 +162,7 @@ class Unit:
 
 
 class FlatParam:
-    """Parameters of one unit that share a buffer: this rank's masters, and the buffer to gather into.
+    """Parameters of one unit that share a flat buffer: this rank's masters, and that buffer.
 
     Args:
         entries: the parameters, of the same two dtypes and the same `requires_grad`.
@@ -246,13 +246,13 @@ class FlatParam:
     # -- parameters --------------------------------------------------------------------------------
 
     def unshard(self) -> None:
-        """Allocate the buffer and start to gather it, cast to the compute dtype before it is sent."""
+        """Allocate the buffer and start to gather it. Masters are cast before they are sent."""
         self._storage.resize_(self._num_bytes)
         sent = self.master.to(self.buffer.dtype)
         self._gathering = (collectives.all_gather(self.buffer, sent, self.group), sent)
 
     def wait_for_unshard(self) -> None:
-        """Wait for the all-gather in flight, if there is one. The buffer then holds the parameters."""
+        """Wait for the all-gather in flight, if there is one, after which the buffer is full."""
         gathering, self._gathering = self._gathering, None  # forgotten even if waiting fails
         if gathering is not None:
             work, _ = gathering
@@ -322,7 +322,7 @@ class FlatParam:
                 view.zero_()
 
     def reduce_scatter(self) -> None:
-        """Start to send the flat gradient, if there is one. This rank gets its slice of the mean."""
+        """Start to send the flat gradient, if there is one, for this rank's slice of the mean."""
         assert self._reducing is None, "one reduce-scatter of a flat parameter at a time"
         if self.has_gradient:
             received = torch.empty_like(self.master)
@@ -418,9 +418,9 @@ class Replicated:
         torch._foreach_copy_(copies, [master for _, master in self.cast])
 
     def average(self) -> None:
-        """Replace every `.grad` by its mean over ranks; None stays where no rank has a gradient.
+        """Replace every `.grad` by its mean over ranks, and wait for it.
 
-        Blocks.
+        None stays where no rank has a gradient.
         """
         for bucket in self._buckets:
             bucket.work = collectives.all_reduce_mean(bucket.seal(), self._group)
