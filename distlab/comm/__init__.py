@@ -2,6 +2,7 @@
 
 from typing import Any
 
+# Editors read the same names from `__init__.pyi`.
 __all__ = ["RankContext", "RankEnvironment", "rank_context"]
 
 

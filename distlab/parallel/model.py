@@ -8,8 +8,8 @@ are in `local_optimizer.py`.
 from abc import ABC
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -155,7 +155,7 @@ class ParallelModel(nn.Module, ABC):
             RuntimeError: gradients that are not synchronized.
         """
         self.check_gradients()
-        found = Gradients()
+        found = Gradients(sharded=[], replicated=[], cut_and_sharded=[], cut=[])
         for shard in self.shards():
             if shard.tensor.grad is None:
                 continue
@@ -303,8 +303,7 @@ class ParallelModel(nn.Module, ABC):
         """
 
 
-@dataclass
-class Gradients:
+class Gradients(NamedTuple):
     """This rank's mean gradients, by which other ranks hold the same elements.
 
     Attributes:
@@ -314,10 +313,10 @@ class Gradients:
         cut: replicated, of parameters that ranks of a tensor-parallel group share.
     """
 
-    sharded: list[Tensor] = field(default_factory=list)
-    replicated: list[Tensor] = field(default_factory=list)
-    cut_and_sharded: list[Tensor] = field(default_factory=list)
-    cut: list[Tensor] = field(default_factory=list)
+    sharded: list[Tensor]
+    replicated: list[Tensor]
+    cut_and_sharded: list[Tensor]
+    cut: list[Tensor]
 
     def every(self) -> list[Tensor]:
         """Return all of them in one list."""

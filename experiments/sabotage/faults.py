@@ -7,7 +7,6 @@ ranks share a model replace a function of the layout or of the pipeline while th
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -242,7 +241,7 @@ class CountsNormsTwice(BucketedDDP):
 
     def _norm_of(self, gradients: Any) -> Tensor:
         return super()._norm_of(
-            replace(gradients, replicated=[], cut=[*gradients.replicated, *gradients.cut])
+            gradients._replace(replicated=[], cut=[*gradients.replicated, *gradients.cut])
         )
 
 

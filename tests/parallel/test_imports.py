@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import distlab.comm
 import distlab.parallel
 from tests.commands import python
 
@@ -152,11 +153,18 @@ def test_every_exported_name_is_what_its_module_defines():
 
 
 def test_editors_and_the_site_read_the_same_names():
-    """The stub, which is Python's own text, against the table."""
-    stub = Path(distlab.parallel.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    """The stubs, which are Python's own text, against the names that are exported."""
+    assert names_of_stub(distlab.parallel) == distlab.parallel._DEFINED_IN
+    assert names_of_stub(distlab.comm) == dict.fromkeys(
+        distlab.comm.__all__, "distlab.comm.context"
+    )
+
+
+def names_of_stub(package):
+    """Return name → module of a package's stub."""
+    stub = Path(package.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
     imports = [node for node in ast.parse(stub).body if isinstance(node, ast.ImportFrom)]
-    names = {alias.asname: node.module for node in imports for alias in node.names}
-    assert names == distlab.parallel._DEFINED_IN
+    return {alias.asname: node.module for node in imports for alias in node.names}
 
 
 def test_a_star_import_gives_every_exported_name():
