@@ -130,9 +130,9 @@ def delta_kernel(
     )
     if dq_sum_ptr is not None:
         place = (bh.to(tl.int64) * padded_count + wide)[:, None] * BLOCK_D + offs_d[None, :]
-        # The order of the sum is that of hopper_backward.py: within each piece of 64 rows, every 512
-        # consecutive elements are 8 columns of all its rows. Columns past the head dim are never
-        # read and need not be cleared.
+        # The order of the sum is that of hopper_backward.py: within each piece of 64 rows, every
+        # 512 consecutive elements are 8 columns of all its rows. Columns past the head dim are
+        # never read and need not be cleared.
         column = place % (64 * BLOCK_D) // 512 * 8
         tl.store(
             dq_sum_ptr + place, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=column < HEAD_DIM
