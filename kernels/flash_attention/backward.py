@@ -1,23 +1,30 @@
 """FlashAttention-2 backward in Triton: two deterministic passes over recomputed probabilities.
 
-With P = exp(s − LSE), s = scale · Q Kᵀ, and Δ_i = Σ_d dO_id O_id − dLSE_i,
+Mathematics, with s = scale · Q Kᵀ, the gradient dO of O, and the gradient dLSE of the log-sum-exp
+if it was asked for:
+    P = exp(s − LSE)
+    Δ_i = Σ_d dO_id O_id − dLSE_i
+    dV = Pᵀ dO
+    dP = dO Vᵀ
+    dS = P ∘ (dP − Δ)
+    dQ = scale · dS K
+    dK = scale · dSᵀ Q
+With softcap c, s is c·t with t = tanh(scale/c · Q Kᵀ), and dS has the factor 1 − t².
 
-    dV = Pᵀ dO      dP = dO Vᵀ      dS = P ∘ (dP − Δ)      dQ = scale · dS K      dK = scale · dSᵀ Q
-
-where dLSE is the gradient of the log-sum-exp if that was asked for. With softcap c, s is c · t with
-t = tanh(scale/c · Q Kᵀ), and dS has the factor 1 − t².
-
-`delta_kernel` computes Δ and prepares LSE in units of log2. `dkdv_kernel` owns block_n keys and
-walks over query tiles with *transposed* scores, so that Pᵀ and dSᵀ are already the left operands of
-the next matmuls and never leave the registers. `dq_kernel` owns block_m queries and walks over key
-tiles. Seven matmuls instead of the five of a single pass, but no two programs add to the same
-address: results are bit-identical from run to run.
-
-Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Query heads that share a key head are
-summed inside one program of the dK/dV pass. FLOPs: 14·B·H·D per visible pair are computed (10 by
-convention). Bytes: q, k, v, o, do, lse once, dq, dk, dv once. Accumulators are fp32; Pᵀ, dS are
+Shapes as in forward.py; do like o; dq, dk, dv like q, k, v. Accumulators are fp32. Pᵀ and dS are
 rounded to the input dtype before their matmuls. A query row without a visible key contributes
 nothing and receives zero.
+FLOPs: 14·B·H·D per visible pair, of which 10 count by convention. Bytes: q, k, v, o, do, lse, dq,
+dk and dv once.
+
+How it works, in three launches:
+- `delta_kernel` computes Δ, and LSE in units of log2.
+- `dkdv_kernel` owns block_n keys and walks over query tiles. It computes *transposed* scores, so
+  that Pᵀ and dSᵀ are already the left operands of the next matmuls and never leave the registers.
+  Query heads that share a key head are summed inside one program.
+- `dq_kernel` owns block_m queries and walks over key tiles.
+Two passes compute seven matmuls per pair of tiles instead of the five of a single pass. In return
+no two programs add to the same address, and results are bit-identical from run to run.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 2.
 """
@@ -53,12 +60,14 @@ from .ranges import (
     visible,
 )
 
-# Δ and LSE are padded to a multiple of this, so that tiles load them without a mask
+# Δ and LSE are padded to a multiple of this many rows, so that tiles load them without a mask.
 ROW_PADDING = 128
-# Rows of one program of `delta_kernel`: small programs fill more of a GPU in calls of up to
-# FEW_ROWS, padded, in all, and are faster where they clear dq_sum too, by 4 to 8 % at d = 64 and
-# 128 on an H200.
-LONG_DELTA_ROWS, SHORT_DELTA_ROWS, FEW_ROWS = 64, 16, 8192
+# Rows per program of `delta_kernel`. Small programs fill more of a GPU in calls of up to FEW_ROWS
+# rows of all heads together. They are also faster where the kernel clears dq_sum: by 4 to 8 % at
+# D = 64 and 128 on an H200.
+LONG_DELTA_ROWS = 64
+SHORT_DELTA_ROWS = 16
+FEW_ROWS = 8192
 
 
 @triton.jit(do_not_specialize=COUNTS)
@@ -83,20 +92,25 @@ def delta_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """Δ = rowsum(dO ∘ O) − dLSE and LSE·log2(e) of all rows, padded; dLSE is zero where dlse_ptr is None.
+    """Compute Δ and LSE·log2(e) of BLOCK_M rows per program, both padded to padded_count rows.
 
-    Past the end and for rows without keys LSE is +inf: P = exp2(s − LSE) = 0 there. Also clears the
-    B · H · padded_count rows of BLOCK_D elements at dq_sum_ptr, unless that is None.
+    Past the last row, and for rows without keys, LSE is stored as +∞, so that P = exp2(s − LSE) is
+    0 there.
+    dlse_ptr: gradient of LSE, or None if it is zero.
+    dq_sum_ptr: None, or B·H·padded_count rows of BLOCK_D elements, which the kernel also clears.
     """
     if dq_sum_ptr is not None:
+        # The Hopper backward may start now. It waits before it reads what this kernel writes.
         gdc_launch_dependents()
-    tiles = padded_count // BLOCK_M  # one grid dimension: only the first may exceed 65,535
+    # Programs are numbered along one dimension of the grid: only the first may exceed 65,535.
+    tiles = padded_count // BLOCK_M
     rows = tl.program_id(0) % tiles * BLOCK_M + tl.arange(0, BLOCK_M)
     bh = tl.program_id(0) // tiles
     batch = (bh // heads).to(tl.int64)
     head = (bh % heads).to(tl.int64)
     offs_d = tl.arange(0, BLOCK_D)
-    wide = rows.to(tl.int64)
+    wide = rows.to(tl.int64)  # the product with a stride may exceed 2³¹
+    # Rows and columns cut off are loaded as 0, and add nothing to Δ.
     there = (rows < query_count)[:, None] & (offs_d < HEAD_DIM)[None, :]
     o_ptr += batch * stride_ob + head * stride_oh
     do_ptr += batch * stride_gb + head * stride_gh
@@ -104,6 +118,7 @@ def delta_kernel(
     do = tl.load(do_ptr + wide[:, None] * stride_gt + offs_d[None, :], mask=there, other=0.0)
     delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     at = bh.to(tl.int64) * query_count + rows
+    # LSE = −∞ marks a row without keys. Rows past the end are loaded as such.
     lse = tl.load(lse_ptr + at, mask=rows < query_count, other=float("-inf"))
     hidden = lse == float("-inf")
     if dlse_ptr is not None:
@@ -115,7 +130,9 @@ def delta_kernel(
     )
     if dq_sum_ptr is not None:
         place = (bh.to(tl.int64) * padded_count + wide)[:, None] * BLOCK_D + offs_d[None, :]
-        # there, by hopper_backward.py's order of 64 rows
+        # The order of the sum is that of hopper_backward.py: within each piece of 64 rows, every
+        # 512 consecutive elements are 8 columns of all its rows. Columns past the head dim are
+        # never read and need not be cleared.
         column = place % (64 * BLOCK_D) // 512 * 8
         tl.store(
             dq_sum_ptr + place, tl.zeros([BLOCK_M, BLOCK_D], tl.float32), mask=column < HEAD_DIM
@@ -124,7 +141,7 @@ def delta_kernel(
 
 @triton.jit
 def load_stats(rows, start, offs, V: tl.constexpr):
-    """LSE or Δ of the queries from `start` on."""
+    """Load LSE or Δ of block_m queries from `start` on. They are padded and need no mask."""
     if V.tma:
         return rows.desc.load([rows.head.to(tl.int32) + start])
     return tl.load(rows.base + start + offs)
@@ -148,7 +165,10 @@ def _walk_queries(
     MASKED: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Fold the query tiles [first, last) into dk (still without the scale) and dv."""
+    """Fold the queries [first, last) into dk and dv, tile by tile. dk still lacks the scale.
+
+    All scores are transposed, (block_n, block_m): keys are rows. MASKED is as in forward.py.
+    """
     offs_m = tl.arange(0, V.block_m)
     q_base = q_rows.base + first.to(tl.int64) * q_rows.stride
     do_base = do_rows.base + first.to(tl.int64) * do_rows.stride
@@ -157,19 +177,20 @@ def _walk_queries(
         lse2 = load_stats(lse2_rows, start, offs_m, V)
         do = load_tile(do_base, do_rows, start, mask.count, V.block_m, MASKED, V)
         delta = load_stats(delta_rows, start, offs_m, V)
-        # every wait for a load stands before the first matmul: a wait between wgmma instructions
-        # makes ptxas serialise them
+        # All four loads are before the first matmul. A wait for a load between wgmma instructions
+        # would make ptxas serialize them.
         st = product(k, tl.trans(q), None, V.precision)
         dpt = product(v, tl.trans(do), None, V.precision)
         if V.softcap:
             st = capped(st, cap)
-        pt = tl.exp2(st * scale_log2 - lse2[None, :])
+        pt = tl.exp2(st * scale_log2 - lse2[None, :])  # Pᵀ, from the saved log-sum-exp
         if MASKED:
+            # Here P is set to 0. In the forward it was s that was set to −∞.
             pt = tl.where(visible(mask, (start + offs_m)[None, :], V), pt, 0.0)
         dv = product(pt.to(do.dtype), do, dv, V.precision)
         dst = pt * (dpt - delta[None, :])
         if V.softcap:
-            dst *= 1.0 - st * st
+            dst *= 1.0 - st * st  # the derivative of tanh
         dk = product(dst.to(q.dtype), q, dk, V.precision)
         q_base += V.block_m * q_rows.stride
         do_base += V.block_m * do_rows.stride
@@ -223,10 +244,13 @@ def dkdv_kernel(
     batch_heads,
     V: tl.constexpr,
 ):
-    """One program: block_n rows of dK and dV of one key head, over all query heads that read it.
+    """Compute block_n rows of one key head's dK and dV per program.
 
-    lo, hi and their flags are the band as keys see it. Δ and LSE·log2(e) are `delta_kernel`'s.
+    The program walks over all query heads that read this key head.
+    lo, hi and their flags in V: the band as keys see it, with its sides exchanged.
+    delta, lse2: what `delta_kernel` has written, (B, H, padded_count).
     """
+    # The keys of the first tiles are seen by the most queries: start with them.
     tile, _, batch, kv_head = schedule(
         tl.cdiv(key_count, V.block_n), kv_heads, batch_heads, V.head_group, False
     )
@@ -260,10 +284,12 @@ def dkdv_kernel(
         do_rows = Rows(
             do_ptr + batch * stride_gb + head * stride_gh, stride_gt, do_desc, batch, head
         )
+        # kv_heads · kv_group is the number of query heads. batch is int64, and so is stats.
         stats = (batch * kv_heads * kv_group + head) * padded_count
         delta_rows = Rows(delta_ptr + stats, 1, delta_desc, 0, stats)
         lse2_rows = Rows(lse2_ptr + stats, 1, lse2_desc, 0, stats)
-        for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
+        # Tiles cut by the mask, full tiles, tiles cut by the mask: see forward.py.
+        for phase in tl.static_range(3):
             if V.visited[phase]:
                 dk, dv = _walk_queries(
                     dk,
@@ -279,7 +305,7 @@ def dkdv_kernel(
                     stops[phase + 1],
                     scale_log2,
                     cap,
-                    phase != 1,
+                    phase != 1,  # MASKED
                     V,
                 )
 
@@ -317,7 +343,7 @@ def _walk_keys(
     MASKED: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Fold the key tiles [first, last) into dq (still without the scale)."""
+    """Fold the keys [first, last) into dq, tile by tile. dq still lacks the scale."""
     offs_n = tl.arange(0, V.block_n)
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
@@ -381,7 +407,11 @@ def dq_kernel(
     batch_heads,
     V: tl.constexpr,
 ):
-    """One program: block_m rows of one head's dQ. Δ and LSE·log2(e) are `delta_kernel`'s."""
+    """Compute block_m rows of one head's dQ per program.
+
+    delta, lse2: what `delta_kernel` has written, (B, H, padded_count).
+    """
+    # Under a causal mask the last rows see the most keys: start with them.
     tile, bh, batch, head = schedule(
         tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi
     )
@@ -434,7 +464,7 @@ def dq_kernel(
                 stops[phase + 1],
                 scale_log2,
                 cap,
-                phase != 1,
+                phase != 1,  # MASKED
                 V,
             )
 
@@ -448,7 +478,16 @@ def dq_kernel(
 
 
 class Saved(NamedTuple):
-    """What the backward kernels read: (B, H, T, D) tensors, and (B, H, padded Tq) Δ and LSE·log2(e)."""
+    """Inputs of the backward kernels.
+
+    Attributes:
+        q: queries (B, H, Tq, D).
+        k: keys (B, Hk, Tk, D).
+        v: values (B, Hk, Tk, D).
+        do: gradient of o, (B, H, Tq, D).
+        delta: Δ, (B, H, padded Tq) in fp32.
+        lse2: LSE·log2(e), of the same shape.
+    """
 
     q: Tensor
     k: Tensor
@@ -468,16 +507,21 @@ def launch_delta(
     dq_sum: Tensor | None = None,
     dlse: Tensor | None = None,
 ) -> Saved:
-    """Run `delta_kernel` on what the forward saved: q, k, v, o, lse as in forward.py, do like o; clear dq_sum.
+    """Run `delta_kernel`, and return what the other backward kernels read.
 
-    `dlse`, contiguous like lse, is the gradient of lse. Last dimensions are contiguous, and nothing
-    is empty.
+    Args:
+        q, k, v, o, lse: tensors that the forward saved, as in forward.py.
+        do: gradient of o, with a contiguous last dimension.
+        dq_sum: contiguous fp32 sum of dQ to clear, as in hopper_backward.py, or None.
+        dlse: contiguous gradient of lse, or None if it is zero.
     """
     batch, heads, query_count, head_dim = q.shape
     padded_count = cdiv(query_count, ROW_PADDING) * ROW_PADDING
     delta = q.new_empty(batch, heads, padded_count, dtype=torch.float32)
     lse2 = torch.empty_like(delta)
-    rows = SHORT_DELTA_ROWS if delta.numel() <= FEW_ROWS or dq_sum is not None else LONG_DELTA_ROWS
+    rows = LONG_DELTA_ROWS
+    if delta.numel() <= FEW_ROWS or dq_sum is not None:
+        rows = SHORT_DELTA_ROWS
     launch(
         delta_kernel,
         (padded_count // rows * batch * heads,),
@@ -500,16 +544,26 @@ def launch_delta(
 
 
 def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Tile) -> None:
-    """Fill dk and dv."""
+    """Fill dk and dv.
+
+    Args:
+        saved: result of `launch_delta`.
+        dk: tensor of k's shape with a contiguous last dimension.
+        dv: likewise.
+        problem: mask, scale and precision.
+        tile: tile shapes and launch parameters.
+    """
     q, k, v, do, delta, lse2 = saved
     batch, kv_heads, key_count, head_dim = k.shape
-    tile, (q_desc, do_desc) = described(
-        "dkdv", replace(tile, tma=tile.tma and delta.numel() < MAX_COORDINATE), q, do
-    )
-    delta_desc, lse2_desc = (
-        TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) if tile.tma else None
-        for x in (delta, lse2)
-    )
+    # Descriptors see Δ and LSE as one dimension, whose coordinates are int32.
+    few = delta.numel() < MAX_COORDINATE
+    tile, (q_desc, do_desc) = described("dkdv", replace(tile, tma=tile.tma and few), q, do)
+    delta_desc = None
+    lse2_desc = None
+    if tile.tma:
+        delta_desc = TensorDescriptor(delta, [delta.numel()], [1], [tile.block_m])
+        lse2_desc = TensorDescriptor(lse2, [lse2.numel()], [1], [tile.block_m])
+    scale, scale_log2, cap = scales(problem)
     launch(
         dkdv_kernel,
         (cdiv(key_count, tile.block_n) * batch * kv_heads,),
@@ -528,13 +582,16 @@ def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Ti
         *documents(problem),
         *strides(q, k, v, do, dk, dv),
         kv_heads,
-        q.shape[1] // kv_heads,
-        q.shape[2],
+        q.shape[1] // kv_heads,  # kv_group
+        q.shape[2],  # query_count
         key_count,
-        lse2.shape[2],
+        lse2.shape[2],  # padded_count
+        # As lo and hi: keys see the band mirrored.
         problem.hi,
         problem.lo,
-        *scales(problem),
+        scale,
+        scale_log2,
+        cap,
         batch * kv_heads,
         V=variant(problem, tile, head_dim, q.shape[2], keys=True),
         num_warps=tile.warps,
@@ -543,10 +600,18 @@ def launch_dkdv(saved: Saved, dk: Tensor, dv: Tensor, problem: Problem, tile: Ti
 
 
 def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
-    """Fill dq."""
+    """Fill dq.
+
+    Args:
+        saved: result of `launch_delta`.
+        dq: tensor of q's shape with a contiguous last dimension.
+        problem: mask, scale and precision.
+        tile: tile shapes and launch parameters.
+    """
     q, k, v, do, delta, lse2 = saved
     batch, heads, query_count, head_dim = q.shape
     tile, (k_desc, v_desc) = described("dq", tile, k, v)
+    scale, scale_log2, cap = scales(problem)
     launch(
         dq_kernel,
         (cdiv(query_count, tile.block_m) * batch * heads,),
@@ -562,13 +627,15 @@ def launch_dq(saved: Saved, dq: Tensor, problem: Problem, tile: Tile) -> None:
         *documents(problem),
         *strides(q, k, v, do, dq),
         heads,
-        heads // k.shape[1],
+        heads // k.shape[1],  # kv_group
         query_count,
-        k.shape[2],
-        lse2.shape[2],
+        k.shape[2],  # key_count
+        lse2.shape[2],  # padded_count
         problem.lo,
         problem.hi,
-        *scales(problem),
+        scale,
+        scale_log2,
+        cap,
         batch * heads,
         V=variant(problem, tile, head_dim, k.shape[2], keys=False),
         num_warps=tile.warps,

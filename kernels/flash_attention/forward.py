@@ -1,23 +1,24 @@
 """FlashAttention-2 forward in Triton.
 
-Math, per batch and head, with s = scale · Q Kᵀ restricted to visible keys (`ranges.py` says which
-those are):
+Mathematics, per batch and head, with s = scale · Q Kᵀ restricted to visible keys (`ranges.py` says
+which keys are visible):
+    O = softmax(s) V
+    LSE_i = log Σ_j exp(s_ij)
+With softcap c (Gemma 2), s becomes c · tanh(s/c) before the mask.
 
-    O = softmax(s) V            LSE_i = log Σ_j exp(s_ij)
+Shapes: B batches, H query heads, Hk key heads (H is a multiple of Hk), Tq queries, Tk keys, head
+dim D.
+    q (B, H, Tq, D); k and v (B, Hk, Tk, D); o like q; lse (B, H, Tq) fp32, natural logarithm
+Statistics and accumulators are fp32. P is rounded to the input dtype for P·V. A row without a
+visible key gives o = 0 and lse = −∞.
+Saved for backward: q, k, v, o, lse.
+FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once.
 
-One program owns BLOCK_M query rows and walks over key tiles with the online softmax: the running
-row maximum m and row sum l rescale what was accumulated so far, so that no (T_q, T_k) matrix ever
-reaches memory. exp is computed as exp2 with scale·log2(e) folded into one multiply-add, and only
-tiles that the mask cuts compare indices.
-
-Shapes: B batch, H query heads, Hk key/value heads (H a multiple of Hk), Tq / Tk query / key length,
-D head dim.
-    q (B, H, Tq, D), k and v (B, Hk, Tk, D), o like q, lse (B, H, Tq) fp32, natural logarithm.
-FLOPs: 4·B·H·D per visible (query, key) pair. Bytes: q, k, v, o and lse once. Saved for backward: q,
-k, v, o, lse. Statistics and accumulators are fp32; P is rounded to the input dtype for P·V. A row
-without a visible key gives o = 0 and lse = −inf.
-
-With softcap c (Gemma 2), s becomes c · tanh(s / c) before the mask.
+How it works. One program owns block_m query rows and walks over tiles of block_n keys with the
+online softmax. It keeps per row the largest score m so far, the sum l of exp(s − m), and the output
+O·l. A tile that raises the maximum to m' first multiplies l and O·l by exp(m − m'). So no (Tq, Tk)
+matrix ever reaches memory. exp is computed as exp2, with scale·log2(e) folded into one
+multiply-add. Only tiles that the mask cuts compare indices.
 
 Source: Dao, FlashAttention-2 (2023), algorithm 1.
 """
@@ -48,7 +49,9 @@ from .ranges import (
 )
 
 LN_2 = tl.constexpr(0.6931471805599453)
-LEAST = tl.constexpr(-3e38)  # the maximum of no scores: finite, so that exp2 of -inf minus it is 0
+# The maximum of no scores. It is finite, so that a masked score gives exp2(−∞ − LEAST) = 0, where
+# −∞ − (−∞) would be NaN.
+LEAST = tl.constexpr(-3e38)
 
 
 @triton.jit
@@ -67,8 +70,13 @@ def _walk_keys(
     MASKED: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Fold the key tiles [first, last) into (acc, row_sum, row_max); row_max is in units of log2."""
+    """Fold the keys [first, last) into (acc, row_sum, row_max), tile by tile.
+
+    acc: (block_m, block_d) sums of P·V. row_sum: l. row_max: m·log2(e), ready for exp2.
+    MASKED: the mask cuts these tiles, or the last one ends past the last key.
+    """
     offs_n = tl.arange(0, V.block_n)
+    # int64: a row times its stride may exceed 2³¹ elements.
     k_base = k_rows.base + first.to(tl.int64) * k_rows.stride
     v_base = v_rows.base + first.to(tl.int64) * v_rows.stride
     for start in tl.range(first, last, V.block_n):
@@ -77,10 +85,12 @@ def _walk_keys(
         if V.softcap:
             s = capped(s, cap)
         if MASKED:
+            # −∞ never is the maximum, and gives p = 0.
             s = tl.where(visible(mask, (start + offs_n)[None, :], V), s, float("-inf"))
+        # scale_log2 > 0, so the maximum can be taken first: one product per row, not per element.
         new_max = tl.maximum(row_max, tl.max(s, 1) * scale_log2)
         p = tl.exp2(s * scale_log2 - new_max[:, None])
-        shrink = tl.exp2(row_max - new_max)
+        shrink = tl.exp2(row_max - new_max)  # exp(m − m′), the factor of all earlier sums
         row_sum = row_sum * shrink + tl.sum(p, 1)
         acc = acc * shrink[:, None]
         v = load_tile(v_base, v_rows, start, mask.count, V.block_n, MASKED, V)
@@ -125,11 +135,17 @@ def forward_kernel(
     batch_heads,
     V: tl.constexpr,
 ):
-    """One program: block_m rows of one head's output and log-sum-exp."""
+    """Compute block_m rows of one head's o and lse per program.
+
+    kv_group: query heads per key head. lo, hi: the band. scale_log2, cap: see `scales`.
+    k_desc, v_desc, doc_first, doc_last: None if V says that they are not used.
+    """
+    # Under a causal mask the last rows see the most keys: start with them.
     tile, bh, batch, head = schedule(
         tl.cdiv(query_count, V.block_m), heads, batch_heads, V.head_group, V.has_hi
     )
     kv_head = head // kv_group
+    # K and V stay where they are: the walk loads tiles of them. Q is loaded once and kept.
     k_rows = Rows(
         k_ptr + batch * stride_kb + kv_head * stride_kh, stride_kt, k_desc, batch, kv_head
     )
@@ -154,7 +170,9 @@ def forward_kernel(
     acc = tl.zeros(q.shape, tl.float32)
     row_sum = tl.zeros(rows.shape, tl.float32)
     row_max = tl.full(rows.shape, LEAST, tl.float32)
-    for phase in tl.static_range(3):  # tiles cut by the mask, full tiles, tiles cut by the mask
+    # Three sweeps: tiles cut by the mask, full tiles, tiles cut by the mask. Each compiles to its
+    # own loop, and the middle one compares no indices.
+    for phase in tl.static_range(3):
         if V.visited[phase]:
             acc, row_sum, row_max = _walk_keys(
                 acc,
@@ -168,10 +186,11 @@ def forward_kernel(
                 stops[phase + 1],
                 scale_log2,
                 cap,
-                phase != 1,
+                phase != 1,  # MASKED
                 V,
             )
 
+    # O = acc/l and LSE = m + log l. row_max is in units of log2. A row that saw no key has l = 0.
     safe_sum = tl.where(row_sum == 0.0, 1.0, row_sum)
     acc = acc / safe_sum[:, None]
     lse = tl.where(row_sum == 0.0, float("-inf"), row_max * LN_2 + tl.log(safe_sum))
@@ -190,10 +209,16 @@ def launch_forward(
 ) -> None:
     """Fill o and lse.
 
-    Tensors as in the module docstring, last dimension contiguous, nothing empty.
+    Args:
+        q, k, v, o: tensors as in the module docstring with a contiguous last dimension, not empty.
+        lse: contiguous tensor (B, H, Tq) in fp32.
+        problem: mask, scale and precision.
+        tile: tile shapes and launch parameters.
     """
     batch, heads, query_count, head_dim = q.shape
     tile, (k_desc, v_desc) = described("forward", tile, k, v)
+    _, scale_log2, cap = scales(problem)
+    # One grid dimension: only the first may exceed 65,535 programs.
     launch(
         forward_kernel,
         (cdiv(query_count, tile.block_m) * batch * heads,),
@@ -207,12 +232,13 @@ def launch_forward(
         *documents(problem),
         *strides(q, k, v, o),
         heads,
-        heads // k.shape[1],
+        heads // k.shape[1],  # kv_group
         query_count,
-        k.shape[2],
+        k.shape[2],  # key_count
         problem.lo,
         problem.hi,
-        *scales(problem)[1:],
+        scale_log2,
+        cap,
         batch * heads,
         V=variant(problem, tile, head_dim, k.shape[2], keys=False),
         num_warps=tile.warps,

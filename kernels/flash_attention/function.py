@@ -1,10 +1,11 @@
-"""Attention as people call it: two autograd Functions and one plain function.
+"""The public function `flash_attention`, and the autograd Functions behind it.
 
 The Functions are the outermost layer: casts under autocast and reshaping happen inside them, and
 `o.grad_fn.saved_tensors` shows what is kept for backward: q, k, v, o and the log-sum-exp, nothing
 of size T².
 
-Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), H a multiple of Hk.
+Shapes: q (B, T, D) or (B, H, T, D); k and v (B, Tk, D) or (B, Hk, Tk, D), where H is a multiple of
+Hk.
 """
 
 import math
@@ -18,13 +19,15 @@ from ..cost import Cost
 from . import ops, tiled
 from .options import DTYPES, check_call, check_documents, document_bounds, is_deterministic
 
+_NO_GRADIENTS = [None] * 9  # of the options, from is_causal to return_lse
+
 
 class FlashAttention2(Function):
     """Triton FlashAttention-2: `apply(q, k, v, is_causal=False)` → o, of q's shape.
 
-    Further positional options: scale, window, alignment, precision, document_ids, deterministic,
-    softcap, return_lse; see `flash_attention`. Where Triton cannot run the plain-torch tiles are
-    used instead. Saved: q, k, v, o, and the log-sum-exp of shape `q.shape[:-1]`.
+    Further positional options are scale, window, alignment, precision, document_ids, deterministic,
+    softcap and return_lse, as for `flash_attention`. Where Triton cannot run, the plain-torch tiles
+    run instead. Saved for backward: q, k, v, o, and the log-sum-exp of shape `q.shape[:-1]`.
 
     Source: Dao, FlashAttention-2 (2023).
     """
@@ -34,14 +37,17 @@ class FlashAttention2(Function):
         q, k, v, return_lse = _begin(ctx, *arguments)
         o, lse = ops.forward_op(q, k, v, *ctx.options)
         ctx.save_for_backward(q, k, v, o, lse)
-        return (o, lse) if return_lse else o
+        if return_lse:
+            return o, lse
+        return o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
-        do = do if do.dtype is o.dtype else do.to(o.dtype)
+        if do.dtype is not o.dtype:
+            do = do.to(o.dtype)
         grads = ops.backward_op(q, k, v, o, lse, do, dlse, ctx.deterministic, *ctx.options)
-        return *grads, *[None] * 9
+        return *grads, *_NO_GRADIENTS
 
 
 def _begin(
@@ -61,41 +67,57 @@ def _begin(
     *,
     dtypes=None,
 ):
-    """q, k and v as autocast wants them and return_lse, and in ctx what the operators are given besides.
+    """Return q, k and v in autocast's dtype, and return_lse.
 
-    Checks what the operator does not, and with documents all; for `dtypes` all, too.
+    Set `ctx.options`, the operators' arguments after the tensors, and `ctx.deterministic`.
+
+    The operators check their arguments themselves. This checks the options that they do not have.
+    With documents it checks all arguments first, because bounds are computed from them. It also
+    does so if the caller allows other dtypes than the operators.
+
+    Args:
+        dtypes: dtypes to allow, or None for those of the operators.
     """
-    options = is_causal, scale, window, alignment, precision, softcap
-    cast = autocast(q, k, v)
+    options = (is_causal, scale, window, alignment, precision, softcap)
+    q, k, v = autocast(q, k, v)
     if document_ids is not None or dtypes:
-        check_call(*cast, *options, dtypes=dtypes or DTYPES)
+        check_call(q, k, v, *options, dtypes=dtypes or DTYPES)
     if not isinstance(return_lse, bool):
         raise TypeError(f"return_lse must be True or False, got {return_lse!r}")
     ctx.deterministic = is_deterministic(deterministic)
+    bounds = None
     if document_ids is not None:
-        check_documents(*cast[:2], document_ids)
-        document_ids = document_ids if document_ids.dim() == 3 else document_bounds(document_ids)
-    ctx.options = *options, document_ids
-    return *cast, return_lse
+        check_documents(q, k, document_ids)
+        # Three dimensions: the caller has computed the bounds already.
+        bounds = document_ids if document_ids.dim() == 3 else document_bounds(document_ids)
+    ctx.options = (*options, bounds)
+    return q, k, v, return_lse
 
 
 class FlashAttention2PyTorch(Function):
-    """The same algorithm in plain torch tiles (`tiled.py`), on any device; float64 too, for `gradcheck`."""
+    """The same algorithm in plain torch tiles (`tiled.py`), on any device.
+
+    It also takes float64, for `gradcheck`. Arguments and saved tensors are those of
+    `FlashAttention2`.
+    """
 
     @staticmethod
     def forward(ctx, *arguments):
         q, k, v, return_lse = _begin(ctx, *arguments, dtypes=(*DTYPES, torch.float64))
         o, lse = tiled.forward(*ops.four_d(q, k, v), ops.problem_of(q, k, *ctx.options))
-        o, lse = o.view(q.shape), lse.view(q.shape[:-1])
+        o = o.view(q.shape)
+        lse = lse.view(q.shape[:-1])
         ctx.save_for_backward(q, k, v, o, lse)
-        return (o, lse) if return_lse else o
+        if return_lse:
+            return o, lse
+        return o
 
     @staticmethod
     def backward(ctx, do, dlse=None):
         q, k, v, o, lse = ctx.saved_tensors
         problem = ops.problem_of(q, k, *ctx.options)
-        grads = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), dlse, problem)
-        return *(g.view(x.shape) for g, x in zip(grads, (q, k, v), strict=True)), *[None] * 9
+        dq, dk, dv = tiled.backward(*ops.four_d(q, k, v, o), lse, *ops.four_d(do), dlse, problem)
+        return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape), *_NO_GRADIENTS
 
 
 def flash_attention(
@@ -113,48 +135,54 @@ def flash_attention(
     softcap: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory; differentiable in q, k and v.
+    """Return softmax(scale · q kᵀ + mask) v, without the (T, T) matrix in memory.
+
+    The result is differentiable once in q, k and v. On CUDA tensors, and with TRITON_INTERPRET=1,
+    the Triton kernels run. On other devices the plain-torch tiles run.
 
     Args:
-        q: (B, T, D) or (B, H, T, D), fp32, fp16 or bf16, any strides; 1 ≤ D ≤ 256. Under autocast,
-            cast inside.
-        k, v: (B, Tk, D) or (B, Hk, Tk, D); H a multiple of Hk (grouped-query, multi-query for Hk =
-            1).
-        causal: query i sees keys j ≤ i + shift.
-        scale: factor of the scores, above 0, that float32 holds (1.2e-38 to 1.7e38); None means D
-            ** -0.5.
-        window: query i sees only keys with |j − (i + shift)| ≤ window (itself and `window`
-            positions on each side, the later ones only if not causal); None means no window, and so
-            does one as long as q and k.
-        alignment: where query 0 stands when Tq ≠ Tk: "top-left" aligns the first positions (shift =
-            0), "bottom-right" the last ones (shift = Tk − Tq), as for decoding with a cache.
-        precision: how the GPU multiplies fp32 inputs: "emulated" on the tensor cores, as exact as
-            fp32 here and several times as fast, by three TF32 matmuls ("tf32x3") or six of bf16
-            ("bf16x6"), whichever is known to be the faster for the head dim and length; "ieee",
-            fp32 units; "tf32", one matmul with 11 bits. fp16 and bf16 do not depend on it.
-        document_ids: (B, T) integers for packed sequences, Tq = Tk: positions see each other only
-            within one run of equal ids. Or what `document_bounds` made of them, or of cu_seqlens,
-            once for all layers.
+        q: tensor (B, T, D) or (B, H, T, D) in fp32, fp16 or bf16, with any strides and D from 1 to
+            256. Under autocast it is cast inside.
+        k: tensor (B, Tk, D) or (B, Hk, Tk, D) of q's dtype. H must be a multiple of Hk
+            (grouped-query attention, or multi-query attention for Hk = 1).
+        v: tensor of k's shape and dtype.
+        causal: bool, whether query i sees only keys j ≤ i + shift.
+        scale: factor of the scores, above 0, that float32 can hold (1.2e-38 to 1.7e38). None means
+            D ** -0.5.
+        window: number of positions: query i sees only keys with |j − (i + shift)| ≤ window, itself
+            and `window` positions on each side. With causal, later ones are still hidden. None
+            means no window, and so does a window as long as q and k.
+        alignment: position of query 0 among the keys if Tq ≠ Tk. "top-left" aligns the first
+            positions (shift = 0). "bottom-right" aligns the last ones (shift = Tk − Tq), as for
+            decoding with a cache.
+        precision: arithmetic by which the GPU multiplies fp32 inputs. "emulated" uses the tensor
+            cores and is here as exact as fp32, and several times as fast. It takes three TF32
+            matmuls ("tf32x3") or six of bf16 ("bf16x6"), whichever is known to be faster for the
+            head dim and length. "ieee" uses fp32 units. "tf32" is one matmul with 11 bits. fp16 and
+            bf16 do not depend on it.
+        document_ids: integers (B, T) for packed sequences with Tq = Tk: positions see each other
+            only within one run of equal ids. To compute the bounds of documents only once for all
+            layers, pass the result of `document_bounds` instead.
         deterministic: True for gradients that are bit-identical from run to run. False takes the
-            fastest kernels, whose sums of dQ may come in any order, so that its last bits change
-            (those for Hopper do that up to D = 128; o, dk and dv are bit-identical always). None
+            fastest kernels, which may add parts of dQ in any order, so that its last bits change.
+            Those for Hopper do that up to D = 128. o, dk and dv are always bit-identical. None
             follows `torch.use_deterministic_algorithms`.
-        softcap: caps scores smoothly: s becomes softcap · tanh(s / softcap), as in Gemma 2. The
-            Triton kernels take such calls on every GPU.
-        return_lse: whether to return the log-sum-exp of the scores too, differentiable.
+        softcap: number c that caps scores smoothly: s becomes c · tanh(s / c), as in Gemma 2. On
+            every GPU the Triton kernels take such calls.
+        return_lse: bool, whether to also return the log-sum-exp of the scores, differentiable.
 
     Returns:
-        (B, T, D) or (B, H, T, D) in q's dtype (autocast's under autocast). Rows that see no key are
-            0.
-        With `return_lse` also (B, T) or (B, H, T) in fp32: log Σ exp(s) over visible keys, −inf
-            where there is none.
+        A tensor of q's shape and dtype, or autocast's dtype. Rows that see no key are 0.
+        With `return_lse` also (B, T) or (B, H, T) in fp32: log Σ exp(s) over visible keys, −∞ if
+        there is none.
 
     Raises:
-        ValueError, TypeError: an argument that does not fit, with its name and what is allowed.
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
+        RuntimeError: from backward, with `create_graph=True`: the gradient of a gradient is not
+            defined.
 
-    Source: Dao, FlashAttention-2 (2023). On CUDA tensors, and with TRITON_INTERPRET=1, the Triton
-    kernels run; on other devices the plain-torch tiles. `create_graph=True` raises: the gradient of
-    a gradient is not defined.
+    Source: Dao, FlashAttention-2 (2023).
     """
     return apply(
         FlashAttention2,
@@ -173,18 +201,24 @@ def flash_attention(
     )
 
 
-# no scale, window, softcap or documents
+# Options of the operators for parts: scale, window, alignment, precision, softcap, bounds.
 _PLAIN = (None, None, "bottom-right", "emulated", None, None)
 
 
 def part_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, *, plain: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Attention over some of the keys, to be merged with others by the log-sum-exp: (o, lse), without autograd.
+    """Return (o, lse) of attention over a part of the keys, without autograd.
 
-    Shapes as for `flash_attention`, of four dimensions; the last query sees all of these keys.
-    `plain` torch, for where Triton cannot run or is interpreted, knows float64, too, whose lse is
-    then float64.
+    Parts are merged by their log-sum-exps. The last query sees all keys of the part.
+
+    Args:
+        q: queries (B, H, Tq, D).
+        k: keys (B, Hk, Tk, D).
+        v: values (B, Hk, Tk, D).
+        causal: bool, whether query i sees only keys j ≤ i + Tk − Tq.
+        plain: bool, whether to compute in plain torch, where Triton cannot run or is interpreted.
+            It also takes float64, and then lse is float64.
     """
     if not plain:
         return ops.forward_op(q, k, v, causal, *_PLAIN)
@@ -203,7 +237,14 @@ def part_backward(
     *,
     plain: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v of one such part; o, lse and do are those over all keys."""
+    """Return the gradients of q, k and v for one part of the keys, without autograd.
+
+    Args:
+        q, k, v, causal, plain: as for `part_forward`.
+        o: result of attention over all keys.
+        lse: log-sum-exp over all keys.
+        do: gradient of o.
+    """
     if not plain:
         return ops.backward_op(q, k, v, o, lse, do, None, is_deterministic(None), causal, *_PLAIN)
     grads = tiled.backward(q, k, v, o, lse, do, None, ops.problem_of(q, k, causal, *_PLAIN))
@@ -220,12 +261,15 @@ def cost(
     alignment: str = "top-left",
     backward: bool = False,
 ) -> Cost:
-    """FLOPs and bytes one pass must do at the least.
+    """Return the least work of one pass.
 
     Args:
-        q_shape, k_shape: as for `flash_attention`.
-        backward: the backward instead of the forward; counted by convention as five matmuls (2.5 ×
-            the forward).
+        q_shape: dimensions of q.
+        k_shape: dimensions of k and v.
+        dtype: dtype of q, k and v.
+        causal, window, alignment: as for `flash_attention`.
+        backward: whether to count the backward pass instead of the forward pass. By convention it
+            has five matmuls, 2.5 times the FLOPs of the forward.
     """
     flops = ops.forward_flops(q_shape, k_shape, k_shape, causal, None, window, alignment)
     q_bytes = math.prod(q_shape) * dtype.itemsize

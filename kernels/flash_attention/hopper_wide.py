@@ -1,9 +1,9 @@
-"""FlashAttention-3 backward for Hopper at head dims of 129 to 256, in Gluon: two passes, bit-identical results.
+"""FlashAttention-3 backward for Hopper at head dims 129 to 256, in Gluon: two deterministic passes.
 
-The math, shapes and results are those of backward.py. dK and dV of 64 keys take all accumulators
-that two warpgroups have at D = 256, so none are left for the dQ of hopper_backward.py's single
-pass: as in backward.py one kernel sums dK and dV and another dQ, seven matmuls for each pair of
-tiles, and no two programs add to the same address.
+Mathematics, shapes and results are those of backward.py. At D = 256, dK and dV of 64 keys take all
+accumulators that two warpgroups have, so none are left for the dQ of hopper_backward.py's single
+pass. As in backward.py one kernel sums dK and dV and another dQ, with seven matmuls per pair of
+tiles. No two programs add to the same address, so results are bit-identical from run to run.
 
 `hopper_dkdv_kernel`: a program owns 64 keys and walks over query tiles of 64. The two consumers do
 different work:
@@ -16,12 +16,14 @@ different work:
 
     S = Q Kᵀ    dP = dO Vᵀ    dS = P ∘ (dP − Δ)    dQ += dS K
 
-Tiles of V and K arrive in turn in a ring of three buffers: V is read before K, so K of the next
-tile may take V's. In both kernels the first matmul of the next tile follows the last of this one,
-and one consumer's exponentials run under the other's matmuls.
+Tiles of V and K arrive in turn in a ring of three buffers. V is read before K, so K of the next
+tile may take the buffer of V. In both kernels the first matmul of the next tile follows the last
+one of this tile, and the exponentials of one consumer run under the matmuls of the other.
 
-Registers per thread of a consumer: sums D/2, Sᵀ or S and dP 32 each, the left operand 16: 208 of
-240 for dQ. Shared memory, KiB: K, V, 2 · (Q, dO) of 32 each, P 16; and Q, dO 64 each, K and V 96.
+Registers per thread of a consumer: sums take D/2, Sᵀ or S and dP take 32 each, the left operand
+takes 16. That is 208 of 240 for dQ.
+Shared memory in KiB: for dK and dV, K, V and 2 · (Q, dO) of 32 each, and P 16; for dQ, Q and dO 64
+each, and K and V 96.
 
 Source: Shah et al., FlashAttention-3 (2024).
 """
@@ -39,7 +41,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from .hopper_backward import load_queries
 from .hopper_forward import Ring, barriers, copy_out, placed, ring
 
-ROWS = gl.constexpr(64)  # of a tile, and of one wgmma
+ROWS = gl.constexpr(64)  # rows of a tile, and of one wgmma
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 SUM_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
 LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM_LAYOUT.value, 2))
@@ -49,9 +51,13 @@ LEFT = gl.constexpr(gl.DotOperandLayout(0, SUM_LAYOUT.value, 2))
 def _sum_over_queries(
     given, own, scored, summed, stats, p_tiles, p_full, p_free, out_desc, W: gl.constexpr
 ):
-    """dV (W = 0) or dK (W = 1) of 64 keys.
+    """Compute dV (W = 0) or dK (W = 1) of 64 keys.
 
-    `own` is K or V; `scored` and `summed` are the tiles of Q and dO.
+    own: K, whose scores W = 0 computes, or V, whose dPᵀ W = 1 computes.
+    scored: tiles of Q (dO), which are multiplied with own.
+    summed: tiles of dO (Q), which Pᵀ (dSᵀ) multiplies to sum dV (dK).
+    stats: LSE₂ (Δ) of the queries.
+    p_tiles, p_full, p_free: two buffers in which consumer 0 gives Pᵀ to consumer 1.
     """
     batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2 = given
     COLUMN: gl.constexpr = gl.SliceLayout(0, S_LAYOUT)
@@ -67,8 +73,11 @@ def _sum_over_queries(
     s = warpgroup_mma_wait(0, deps=[s])
     for j in range(total):
         statistic = stats.index(j & 1).load(COLUMN)[None, :]
-        p_tile, times = p_tiles.index(j & 1), j // 2 & 1
+        p_tile = p_tiles.index(j & 1)
+        times = j // 2 & 1  # the parity of the buffer's use, see `Ring`
         if W == 0:
+            # Pᵀ, masked only in tiles on the diagonal. Keys past the last one are zeros in own, and
+            # their rows of dV are not written.
             left = gl.exp2(s * scale_log2 - statistic)
             row = first_query + j % tiles * ROWS
             if row < first_key + ROWS - 1 - hi:
@@ -78,19 +87,20 @@ def _sum_over_queries(
             p_tile.store(left.to(gl.float16))
             mbarrier.arrive(p_full.index(j & 1), count=1)
         else:
+            # dSᵀ
             mbarrier.wait(p_full.index(j & 1), times)
             left = p_tile.load(S_LAYOUT).to(gl.float32) * (s - statistic)
             mbarrier.arrive(p_free.index(j & 1), count=1)
         left = gl.convert_layout(left.to(out_desc.dtype), LEFT)
         summed.wait_full(j)
         acc = warpgroup_mma(left, summed.tile(j), acc, is_async=True)
-        # after the last tile this multiplies what lies there, and nobody reads the result
+        # After the last tile this multiplies old data, and the result is never read.
         scored.wait_full(j + 1, pred=j + 1 < total)
         s = warpgroup_mma(
             own.tile(0), scored.tile(j + 1).permute((1, 0)), zeros, use_acc=False, is_async=True
         )
         acc, left = warpgroup_mma_wait(1, deps=[acc, left])
-        summed.release(j)  # Q and dO alike
+        summed.release(j)  # Q and dO of tile j share this barrier
         s = warpgroup_mma_wait(0, deps=[s])
     copy_out(out_desc, batch, part, first_key, own.tile(0), acc if W == 0 else acc * scale)
     tma.store_wait(0)
@@ -128,8 +138,15 @@ def hopper_dkdv_kernel(
     scale,
     scale_log2,
 ):
-    """One program: what `each` query heads give to dK and dV of 64 keys; long tiles come first."""
-    k, v, q = ring(k_desc, 1, 1), ring(v_desc, 1, 1), ring(q_desc, 2, 2)
+    """Compute the share of `each` query heads in dK and dV of 64 keys per program.
+
+    The programs with the first keys, which the most queries see, come first. Arguments are those of
+    `hopper_backward_kernel`.
+    """
+    k = ring(k_desc, 1, 1)
+    v = ring(v_desc, 1, 1)
+    q = ring(q_desc, 2, 2)
+    # dO is released with Q and shares its `empty` barriers.
     do = Ring(
         gl.allocate_shared_memory(do_desc.dtype, q.tiles.shape, q.tiles.layout),
         barriers(2, 1),
@@ -141,12 +158,15 @@ def hopper_dkdv_kernel(
     p_tiles = gl.allocate_shared_memory(
         gl.float16, [2, ROWS, ROWS], gl.NVMMASharedLayout(128, 16, rank=2)
     )
-    p_full, p_free = barriers(2, 1), barriers(2, 1)
+    p_full = barriers(2, 1)
+    p_free = barriers(2, 1)
     fence_async_shared()
     key_tiles = (key_count + ROWS - 1) // ROWS
     parts = heads // each
     place, tile = placed(gl.program_id(0), key_tiles, gl.num_programs(0) // key_tiles, group)
-    batch, part, first_key = place // parts, place % parts, tile * ROWS
+    batch = place // parts
+    part = place % parts
+    first_key = tile * ROWS
     first_query = gl.maximum(first_key - hi, 0) // ROWS * ROWS
     tiles = gl.maximum((query_count - first_query + ROWS - 1) // ROWS, 0)
     given = (batch, part, first_key, hi, first_query, tiles, each, scale, scale_log2)
@@ -186,7 +206,10 @@ def hopper_dkdv_kernel(
 
 @gluon.jit
 def _load_keys(given):
-    """Loads: Q and dO once, then V and K of the key tiles in turn, as buffers come free."""
+    """Load Q and dO once, then V and K of all key tiles in turn.
+
+    V of key tile j is tile 2j of the ring kv, and K of it is tile 2j + 1.
+    """
     q_desc, do_desc, k_desc, v_desc, q, do, kv, batch, head, kv_head, first_query, tiles = given
     for i in gl.static_range(2):
         do.acquire(i, do_desc.block_type.nbytes)
@@ -202,7 +225,7 @@ def _load_keys(given):
 
 @gluon.jit
 def _sum_over_keys(given, W: gl.constexpr):
-    """dQ of 64 queries, the W-th of the program."""
+    """Compute dQ of 64 queries, the W-th of the program."""
     (
         dq_desc,
         lse2_ptr,
@@ -224,10 +247,11 @@ def _sum_over_keys(given, W: gl.constexpr):
     end = gl.minimum(rows + hi + 1, key_count)
     lse2 = gl.load(lse2_ptr + stats + rows)[:, None]
     delta = gl.load(delta_ptr + stats + rows)[:, None]
-    # of the program's tiles, of which the other consumer may see one more
+    # Key tiles that these queries see. The other consumer may see one more.
     tiles = (gl.maximum(gl.minimum(row0 + ROWS + hi, key_count), 0) + ROWS - 1) // ROWS
     acc = gl.zeros([ROWS, 256], gl.float32, SUM_LAYOUT)
     zeros = gl.zeros([ROWS, ROWS], gl.float32, S_LAYOUT)
+    # dP and S of the first tile. In the loop, those of the next tile are issued.
     do.wait_full(W)
     q.wait_full(W)
     kv.wait_full(0, pred=tiles > 0)
@@ -239,6 +263,7 @@ def _sum_over_keys(given, W: gl.constexpr):
     s = warpgroup_mma_wait(0, deps=[s])
     for j in range(tiles):
         p = gl.exp2(s * scale_log2 - lse2)
+        # Only tiles that end past the last key of the first query need the mask.
         if (j + 1) * ROWS > gl.minimum(row0 + hi + 1, key_count):
             keys = j * ROWS + gl.arange(0, ROWS, gl.SliceLayout(0, S_LAYOUT))
             p = gl.where(keys[None, :] < end[:, None], p, 0.0)
@@ -290,12 +315,20 @@ def hopper_dq_kernel(
     scale,
     scale_log2,
 ):
-    """One program: dQ of 128 queries; the last ones, which see the most keys, come first."""
-    q, do, kv = ring(q_desc, 2, 1), ring(do_desc, 2, 1), ring(k_desc, 3, 2)
+    """Compute dQ of 128 queries per program.
+
+    The last queries, which see the most keys, come first. Arguments are those of
+    `hopper_backward_kernel`.
+    """
+    q = ring(q_desc, 2, 1)
+    do = ring(do_desc, 2, 1)
+    kv = ring(k_desc, 3, 2)
     fence_async_shared()
     query_tiles = (query_count + 2 * ROWS - 1) // (2 * ROWS)
     place, tile = placed(gl.program_id(0), query_tiles, gl.num_programs(0) // query_tiles, group)
-    batch, head, first_query = place // heads, place % heads, (query_tiles - 1 - tile) * (2 * ROWS)
+    batch = place // heads
+    head = place % heads
+    first_query = (query_tiles - 1 - tile) * (2 * ROWS)
     tiles = (gl.maximum(gl.minimum(first_query + 2 * ROWS + hi, key_count), 0) + ROWS - 1) // ROWS
     given = (
         dq_desc,

@@ -1,7 +1,7 @@
-"""The launches as `torch.library` custom operators, so that `torch.compile` sees two opaque calls and no graph break.
+"""The launches as operators of torch: `torch.compile` sees two opaque calls and no graph break.
 
-Both run the Triton kernels where those can run, on (B, H, T, D), and the tiled plain-torch code
-elsewhere. They have no autograd formula: `function.py` holds the autograd Functions.
+Both run the Triton kernels on (B, H, T, D) where those can run, and otherwise the plain-torch
+tiles. They have no autograd formula: function.py holds the autograd Functions.
 """
 
 import math
@@ -16,31 +16,40 @@ from .. import _dispatch
 from . import configs, hopper, tiled
 from .options import Problem, band, check_call, visible_pairs
 
-# elements; kernels compute offsets within a tile, of up to 128 rows, in 32 bits
+# Elements from row to row. Kernels compute offsets within a tile, of up to 128 rows, in 32 bits.
 FURTHEST_ROWS = 2**24
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    """The kernels take any strides but need a contiguous last dimension; an expanded dO, say, is copied here.
+    """Return x in a layout that the kernels take, as a copy if necessary.
 
-    So are rows that lie FURTHEST_ROWS or more apart, and what torch's `empty_like` makes of
-    overlapping rows, which has gaps inside of rows.
+    They take any strides but need a contiguous last dimension. Three layouts are copied: an
+    expanded last dimension, for example of dO; rows that are FURTHEST_ROWS or more apart; and the
+    result of `empty_like` for overlapping rows, which has gaps inside of rows.
     """
     dense = x.stride(-1) == 1 or x.shape[-1] == 1
-    return x if dense and x.stride(-2) < FURTHEST_ROWS else x.contiguous()
+    if dense and x.stride(-2) < FURTHEST_ROWS:
+        return x
+    return x.contiguous()
 
 
-def _aligned(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Head dims that are no multiple of 16 would be loaded element by element: such tensors are copied and padded.
+def _aligned(*tensors: Tensor) -> list[Tensor]:
+    """Return (B, H, T, D) tensors whose D is a multiple of 16, padded with zeros if necessary.
 
-    Padding keeps heads innermost in memory where they were, which is no layout for the kernels.
+    Kernels would load rows of another length element by element.
     """
-    padding = (0, -tensors[0].shape[-1] % 16)
-    return tuple(_rows_contiguous(F.pad(x, padding) if padding[1] else x) for x in tensors)
+    missing = -tensors[0].shape[-1] % 16
+    aligned = []
+    for x in tensors:
+        if missing:
+            x = F.pad(x, (0, missing))
+        # If heads were innermost in memory, `pad` keeps them there, where kernels cannot load.
+        aligned.append(_rows_contiguous(x))
+    return aligned
 
 
 def four_d(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """With a dimension of one head where there is none."""
+    """Return the tensors as (B, H, T, D), with one head if they are (B, T, D)."""
     return tuple(t if t.dim() == 4 else t.unsqueeze(1) for t in tensors)
 
 
@@ -55,14 +64,13 @@ def problem_of(
     softcap: float | None,
     bounds: Tensor | None,
 ) -> Problem:
-    """What the options of a call mean for tensors of these shapes."""
-    factor = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    """Return the problem that a call's options define for tensors of these shapes."""
     return Problem(
-        band(q.shape[-2], k.shape[-2], causal, window, alignment),
-        factor,
-        precision,
-        softcap,
-        bounds,
+        band=band(q.shape[-2], k.shape[-2], causal, window, alignment),
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
+        precision=precision,
+        softcap=softcap,
+        bounds=bounds,
     )
 
 
@@ -79,13 +87,21 @@ def forward_op(
     softcap: float | None,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """q (B, H, Tq, D), k and v (B, Hk, Tk, D), or without heads → o like q, lse (B, H, Tq) fp32."""
+    """Return o, like q, and the log-sum-exp (B, H, Tq) in fp32.
+
+    Args:
+        q: queries (B, H, Tq, D) or (B, Tq, D).
+        k, v: keys and values (B, Hk, Tk, D) or (B, Tk, D).
+        causal, scale, window, alignment, precision, softcap: as for `flash_attention`.
+        bounds: documents as `document_bounds` returns them, or None.
+    """
     problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shape = q.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o = _rows_contiguous(torch.empty_like(q))
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not _dispatch.idle(q):
+        # Without keys there is no tile to walk over. The plain-torch tiles know what to return.
         if k.numel() and _dispatch.runs_triton(q):
             _launch_forward(q, k, v, o, lse, problem)
         else:
@@ -96,7 +112,8 @@ def forward_op(
 def _launch_forward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, problem: Problem
 ) -> None:
-    from .forward import launch_forward  # Triton may be missing where this is never reached
+    """Fill o and lse by the Hopper kernel if it takes the call, otherwise by the Triton kernel."""
+    from .forward import launch_forward  # not at the top: Triton may be missing
 
     head_dim = q.shape[-1]
     q, k, v = _aligned(q, k, v)
@@ -104,10 +121,11 @@ def _launch_forward(
         hopper.launch_forward(q, k, v, o, lse, problem)
         return
     problem = configs.settled(q, problem)
-    out = o if head_dim == q.shape[-1] else torch.empty_like(q)
+    is_padded = head_dim != q.shape[-1]
+    out = torch.empty_like(q) if is_padded else o
     run = partial(launch_forward, q, k, v, out, lse, problem)
     run(configs.choose("forward", q, problem, run))
-    if out is not o:
+    if is_padded:
         o.copy_(out[..., :head_dim])
 
 
@@ -129,12 +147,22 @@ def backward_op(
     softcap: float | None,
     bounds: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v from what the forward saved, do, like o, and dlse, like lse."""
+    """Return the gradients of q, k and v.
+
+    Args:
+        q, k, v, o, lse: tensors that the forward saved.
+        do: gradient of o.
+        dlse: gradient of lse, or None if it is zero.
+        deterministic: whether the gradients must be bit-identical in every run.
+        causal, scale, window, alignment, precision, softcap, bounds: as for `forward_op`.
+    """
     problem = problem_of(q, k, causal, scale, window, alignment, precision, softcap, bounds)
     shapes = q.shape, k.shape, v.shape
     q, k, v = (_rows_contiguous(x) for x in four_d(q, k, v))
     o, do = four_d(o, do)
-    lse, dlse = (x if x is None else x.contiguous().view(q.shape[:-1]) for x in (lse, dlse))
+    lse = lse.contiguous().view(q.shape[:-1])
+    if dlse is not None:
+        dlse = dlse.contiguous().view(q.shape[:-1])
     grads = tuple(_rows_contiguous(torch.empty_like(x)) for x in (q, k, v))
     if _dispatch.idle(q) or k.numel() == 0:
         for grad in grads:
@@ -158,34 +186,40 @@ def _launch_backward(
     problem: Problem,
     deterministic: bool,
 ) -> None:
+    """Fill grads by the Hopper kernels if they take the call, otherwise by the Triton kernels."""
     from .backward import launch_delta, launch_dkdv, launch_dq
 
     head_dim = q.shape[-1]
     q, k, v, o, do = _aligned(q, k, v, o, do)
-    if not (deterministic and hopper.adds_in_any_order(q)) and hopper.serves(
-        "backward", q, k, v, problem, do, *grads
-    ):
+    order_fits = not deterministic or not hopper.adds_in_any_order(q)
+    if order_fits and hopper.serves("backward", q, k, v, problem, do, *grads):
         hopper.launch_backward(q, k, v, o, lse, do, *grads, problem, dlse)
         return
     problem = configs.settled(q, problem)
-    outs = grads if head_dim == q.shape[-1] else tuple(torch.empty_like(x) for x in (q, k, v))
+    is_padded = head_dim != q.shape[-1]
+    dq, dk, dv = [torch.empty_like(x) for x in (q, k, v)] if is_padded else grads
     saved = launch_delta(q, k, v, o, lse, do, dlse=dlse)
-    for kernel, run in (
-        ("dkdv", partial(launch_dkdv, saved, outs[1], outs[2], problem)),
-        ("dq", partial(launch_dq, saved, outs[0], problem)),
-    ):
-        run(configs.choose(kernel, q, problem, run))
-    if outs is not grads:
-        for grad, out in zip(grads, outs, strict=True):
-            grad.copy_(out[..., :head_dim])
+    run = partial(launch_dkdv, saved, dk, dv, problem)
+    run(configs.choose("dkdv", q, problem, run))
+    run = partial(launch_dq, saved, dq, problem)
+    run(configs.choose("dq", q, problem, run))
+    if is_padded:
+        for grad, padded in zip(grads, (dq, dk, dv), strict=True):
+            grad.copy_(padded[..., :head_dim])
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_forward)
 def forward_flops(q, k, v, causal, scale, window, alignment, *_, out_shape=None, **__) -> int:
-    """Two matmuls per visible pair; document masks are not looked into."""
-    *outer, query_count, head_dim = q
-    pairs = visible_pairs(query_count, k[-2], *band(query_count, k[-2], causal, window, alignment))
-    return 4 * math.prod(outer) * head_dim * pairs
+    """Return the FLOPs of two matmuls per visible pair, for torch's FLOP counter.
+
+    Masks of documents are not counted: their bounds are values of a tensor. The arguments are those
+    of `forward_op`, with shapes instead of tensors.
+    """
+    *batch_and_heads, query_count, head_dim = q
+    key_count = k[-2]
+    lo, hi = band(query_count, key_count, causal, window, alignment)
+    pairs = visible_pairs(query_count, key_count, lo, hi)
+    return 4 * math.prod(batch_and_heads) * head_dim * pairs
 
 
 @register_flop_formula(torch.ops.distlab_kernels.flash_attention_backward)
@@ -206,5 +240,9 @@ def backward_flops(
     out_shape=None,
     **__,
 ) -> int:
-    """Five matmuls per visible pair, the convention, although the two-pass backward computes seven."""
+    """Return the FLOPs of five matmuls per visible pair, for torch's FLOP counter.
+
+    Five is the convention, also for the two-pass backward, which computes seven. The arguments are
+    those of `backward_op`, with shapes instead of tensors.
+    """
     return forward_flops(q, k, v, causal, scale, window, alignment) * 5 // 2

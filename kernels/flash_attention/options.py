@@ -1,4 +1,7 @@
-"""What one attention call means: the mask as a band, the scale, the arithmetic; and the checks on what users pass."""
+"""The meaning of one attention call: the mask as a band, the scale, the arithmetic.
+
+The checks of what users pass are also here.
+"""
 
 from dataclasses import dataclass
 
@@ -10,21 +13,24 @@ from .._rows import DTYPES, check, check_device
 MAX_HEAD_DIM = 256
 PRECISIONS = ("emulated", "ieee", "tf32x3", "bf16x6", "tf32")
 ALIGNMENTS = ("top-left", "bottom-right")
-# float32 holds them, and the larger one times log2(e)
-LEAST_SCALE, LARGEST_SCALE = 2.0**-126, 2.0**127
+# float32 can hold both, and LARGEST_SCALE times log2(e).
+LEAST_SCALE = 2.0**-126
+LARGEST_SCALE = 2.0**127
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A call in the form the kernels take: key k is visible to query q iff q − lo ≤ k ≤ q + hi, same document.
+    """A call in the form that the kernels take.
 
-    Args:
-        band: (lo, hi); None leaves that side open.
-        scale: multiplies Q Kᵀ; positive.
-        precision: arithmetic of fp32 matmuls, one of PRECISIONS; without effect on fp16 and bf16.
-            Kernels take any but "emulated", which stands for one of them (`configs.settled`).
-        softcap: scores become softcap · tanh(scores / softcap), unless None.
-        bounds: documents as `document_bounds` makes them, or None.
+    Key k is visible to query q if q − lo ≤ k ≤ q + hi and both are in one document.
+
+    Attributes:
+        band: (lo, hi). None leaves that side open.
+        scale: positive factor of Q Kᵀ.
+        precision: arithmetic of fp32 matmuls, one of PRECISIONS, without effect on fp16 and bf16.
+            Kernels take any but "emulated", which `configs.settled` replaces by another.
+        softcap: scores become softcap · tanh(scores / softcap), unless it is None.
+        bounds: documents as `document_bounds` returns them, or None.
     """
 
     band: tuple[int | None, int | None]
@@ -35,25 +41,32 @@ class Problem:
 
     @property
     def lo(self) -> int:
-        """Keys visible before the query; 0 where there is no limit."""
+        """Number of keys visible before the query; 0 if there is no limit."""
         return self.band[0] or 0
 
     @property
     def hi(self) -> int:
-        """Keys visible after the query; 0 where there is no limit."""
+        """Number of keys visible after the query; 0 if there is no limit."""
         return self.band[1] or 0
 
 
 def band(
     query_count: int, key_count: int, causal: bool, window: int | None, alignment: str
 ) -> tuple[int | None, int | None]:
-    """(lo, hi) of the band; `shift` is where query 0 stands among the keys.
+    """Return (lo, hi) of the band.
 
-    A window that reaches past both ends from everywhere is none: kernels add it to positions in 32
-    bits.
+    Args:
+        query_count: Tq.
+        key_count: Tk.
+        causal: whether keys after the query are hidden.
+        window: number of keys visible on each side, or None.
+        alignment: one of ALIGNMENTS.
     """
+    # Such a window hides nothing. It must not reach the kernels, which add it to positions in 32
+    # bits.
     if window is not None and window >= max(query_count, key_count):
         window = None
+    # The position of query 0 among the keys.
     shift = key_count - query_count if alignment == "bottom-right" else 0
     lo = None if window is None else window - shift
     hi = shift if causal else (None if window is None else window + shift)
@@ -61,42 +74,70 @@ def band(
 
 
 def is_deterministic(deterministic: bool | None) -> bool:
-    """Whether gradients must be bit-identical in every run; None follows torch.use_deterministic_algorithms."""
+    """Return whether gradients must be bit-identical in every run.
+
+    Args:
+        deterministic: True, False, or None to follow `torch.use_deterministic_algorithms`.
+
+    Raises:
+        TypeError: another value.
+    """
     if deterministic not in (None, True, False):
         raise TypeError(f"deterministic must be True, False or None, got {deterministic!r}")
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    return deterministic
 
 
 def visible_pairs(query_count: int, key_count: int, lo: int | None, hi: int | None) -> int:
-    """Number of (query, key) pairs in the band, in closed form: Σ_q |[max(0, q − lo), min(T_k − 1, q + hi)]|."""
+    """Return the number of (query, key) pairs in the band, without a loop over queries.
 
-    def below(offset: int) -> int:
-        """Σ_q min(max(q + offset, 0), T_k): keys before position q + offset, summed over queries."""
-        start = min(max(-offset, 0), query_count)  # first query that sees one
-        stop = min(max(key_count - offset, start), query_count)  # first query that sees all
-        rising = (start + offset + stop - 1 + offset) * (stop - start) // 2
-        return rising + (query_count - stop) * key_count
+    It is Σ_q |[max(0, q − lo), min(Tk − 1, q + hi)]|: the keys up to the last visible one, minus
+    the keys before the first.
 
-    return below(key_count if hi is None else hi + 1) - below(-query_count if lo is None else -lo)
+    Args:
+        query_count: Tq.
+        key_count: Tk.
+        lo: number of keys visible before the query, or None for all.
+        hi: number of keys visible after the query, or None for all.
+    """
+    after_last = key_count if hi is None else hi + 1
+    first = -query_count if lo is None else -lo
+    return _keys_below(query_count, key_count, after_last) - _keys_below(
+        query_count, key_count, first
+    )
+
+
+def _keys_below(query_count: int, key_count: int, offset: int) -> int:
+    """Return Σ_q min(max(q + offset, 0), Tk): the keys before position q + offset of each query."""
+    first_some = min(max(-offset, 0), query_count)  # the first query with such a key
+    first_all = min(max(key_count - offset, first_some), query_count)  # the first with all keys
+    # In between, the numbers rise by 1 from query to query.
+    lowest = first_some + offset
+    highest = first_all - 1 + offset
+    rising = (lowest + highest) * (first_all - first_some) // 2
+    return rising + (query_count - first_all) * key_count
 
 
 def document_bounds(
     document_ids: Tensor | None = None, *, cu_seqlens: Tensor | None = None
 ) -> Tensor:
-    """Where the document of each position begins and ends: computed once per batch, for the attention of every layer.
+    """Return the bounds of each position's document, to compute once per batch for all layers.
 
     Args:
-        document_ids: (B, T) integers; a document is a run of equal ids.
-        cu_seqlens: instead, for B = 1, (n + 1,) integers: 0 and the ends of n documents, the last
-            of which is T. Its values are read, for which the CPU waits if they are on a GPU.
+        document_ids: integers (B, T). A document is a run of equal ids.
+        cu_seqlens: integers (n + 1,), instead of document_ids for B = 1: 0 and the ends of n
+            documents, the last of which is T. Its values are read. If they are on a GPU, the CPU
+            waits for them.
 
     Returns:
-        (2, B, T) int32, the first and one past the last position, for `flash_attention(...,
-            document_ids=...)`.
+        An int32 tensor (2, B, T) for `flash_attention(..., document_ids=...)`: the first and one
+        past the last position of the document.
 
     Raises:
-        TypeError, ValueError: neither or both, no integer tensor, another shape, offsets that do
-            not ascend from 0.
+        TypeError: not a tensor of integers.
+        ValueError: neither or both are given, or a wrong shape, or offsets that do not ascend from
+            0.
     """
     if (document_ids is None) == (cu_seqlens is None):
         raise ValueError("document_bounds needs either document_ids or cu_seqlens")
@@ -105,8 +146,8 @@ def document_bounds(
         offsets = cu_seqlens.tolist() if cu_seqlens.dim() == 1 else []
         if offsets[:1] != [0] or offsets != sorted(offsets):
             raise ValueError(
-                f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; allowed: one "
-                "dimension, ascending from 0"
+                f"cu_seqlens is {str(offsets)[:80]}, of shape {tuple(cu_seqlens.shape)}; "
+                "allowed: one dimension, ascending from 0"
             )
         document_ids = torch.repeat_interleave(cu_seqlens.diff(), output_size=offsets[-1])[None]
     _check_integers("document_ids", document_ids)
@@ -118,12 +159,18 @@ def document_bounds(
     position = torch.arange(count, device=document_ids.device).expand(document_ids.shape)
     changes = document_ids[:, 1:] != document_ids[:, :-1]
     edge = torch.ones_like(document_ids[:, :1], dtype=torch.bool)
-    first = torch.where(torch.cat([edge, changes], 1), position, 0).cummax(1).values
-    after = torch.where(torch.cat([changes, edge], 1), position + 1, count)
-    return torch.stack((first, after.flip(1).cummin(1).values.flip(1))).to(torch.int32)
+    # The first position of a document has its own number, all others 0. The largest number so far
+    # is then the first position of the current document.
+    starts = torch.where(torch.cat([edge, changes], 1), position, 0)
+    first = starts.cummax(1).values
+    # In the same way from the end: the last position has the number after it, all others T.
+    ends = torch.where(torch.cat([changes, edge], 1), position + 1, count)
+    after = ends.flip(1).cummin(1).values.flip(1)
+    return torch.stack((first, after)).to(torch.int32)
 
 
 def _check_integers(name: str, values: Tensor) -> None:
+    """Raise TypeError unless values is a tensor of integers or bools."""
     if not isinstance(values, Tensor) or values.is_floating_point() or values.is_complex():
         raise TypeError(f"{name} must be an integer tensor or None")
 
@@ -138,10 +185,23 @@ def check_call(
     alignment: str,
     precision: str,
     softcap: float | None = None,
-    *_: object,
+    bounds: Tensor | None = None,
+    *,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
-    """Raise for tensors that do not belong together and for options that are not allowed, naming the argument."""
+    """Raise for tensors that do not fit together and for options that are not allowed.
+
+    Args:
+        q, k, v: (B, T, D) or (B, H, T, D).
+        causal, scale, window, alignment, precision, softcap: as for `flash_attention`.
+        bounds: argument of the operators that is not checked here. `check_documents` has checked
+            the documents that it was computed from.
+        dtypes: dtypes that are allowed.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: a shape, dtype, device or number does not fit. The error says what is allowed.
+    """
     _check_inputs(q, k, v, dtypes)
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False, got {causal!r}")
@@ -149,31 +209,38 @@ def check_call(
         raise TypeError(f"window must be an int or None, got {window!r}")
     if window is not None and window < 0:
         raise ValueError(f"window is {window}; allowed: 0 or more, or None for no window")
-    for name, value, allowed in (
-        ("alignment", alignment, ALIGNMENTS),
-        ("precision", precision, PRECISIONS),
-    ):
-        if value not in allowed:
-            raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
-    for name, value, default in (
-        ("scale", scale, "1/sqrt(head dim)"),
-        ("softcap", softcap, "scores as they are"),
-    ):
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and not (number and LEAST_SCALE <= value <= LARGEST_SCALE):
-            raise ValueError(
-                f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to {LARGEST_SCALE:.1e}, "
-                f"or None for {default}"
-            )
+    _check_choice("alignment", alignment, ALIGNMENTS)
+    _check_choice("precision", precision, PRECISIONS)
+    _check_factor("scale", scale, "1/sqrt(head dim)")
+    _check_factor("softcap", softcap, "scores as they are")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if softcap is not None and factor / softcap > LARGEST_SCALE:
         raise ValueError(
-            f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; allowed: up to "
-            f"{LARGEST_SCALE:.1e} times"
+            f"softcap is {softcap!r}, {factor / softcap:.1e} times smaller than scale; "
+            f"allowed: up to {LARGEST_SCALE:.1e} times"
+        )
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    """Raise ValueError unless value is one of those that are allowed."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _check_factor(name: str, value: object, default: str) -> None:
+    """Raise ValueError unless value is None or a number that the kernels can take as a factor."""
+    if value is None:
+        return
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not LEAST_SCALE <= value <= LARGEST_SCALE:
+        raise ValueError(
+            f"{name} is {value!r}; allowed: a number from {LEAST_SCALE:.1e} to "
+            f"{LARGEST_SCALE:.1e}, or None for {default}"
         )
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise TypeError or ValueError unless q, k and v fit together."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         check(name, x, dtypes=dtypes)
         check_device(name, x, "q", q)
@@ -188,29 +255,37 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, dtypes: tuple[torch.dtype, ..
             raise ValueError(
                 f"{name} has {x.dim()} dimensions, q {q.dim()}; all inputs must have as many"
             )
-        for what, theirs, ours in (
-            ("dtype", x.dtype, q.dtype),
-            ("head dim", x.shape[-1], q.shape[-1]),
-            ("batch", x.shape[0], q.shape[0]),
-        ):
-            if theirs != ours:
-                raise ValueError(f"{name} has {what} {theirs}, q {ours}; they must be equal")
+        _check_equal(name, "dtype", x.dtype, q.dtype)
+        _check_equal(name, "head dim", x.shape[-1], q.shape[-1])
+        _check_equal(name, "batch", x.shape[0], q.shape[0])
     if k.shape != v.shape:
         raise ValueError(f"v has shape {tuple(v.shape)}, k {tuple(k.shape)}; they must be equal")
-    if (
-        q.dim() == 4
-        and q.shape[1] != k.shape[1]
-        and (k.shape[1] == 0 or q.shape[1] % k.shape[1] != 0)
-    ):
-        raise ValueError(
-            f"k has {k.shape[1]} heads and q {q.shape[1]}; q's must be a multiple of k's"
-        )
+    if q.dim() == 4 and q.shape[1] != k.shape[1]:
+        heads = q.shape[1]
+        key_heads = k.shape[1]
+        if key_heads == 0 or heads % key_heads != 0:
+            raise ValueError(
+                f"k has {key_heads} heads and q {heads}; q's must be a multiple of k's"
+            )
+
+
+def _check_equal(name: str, what: str, value: object, q_value: object) -> None:
+    """Raise ValueError unless a property of the tensor `name` equals that of q."""
+    if value != q_value:
+        raise ValueError(f"{name} has {what} {value}, q {q_value}; they must be equal")
 
 
 def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
-    """Raise unless these are the documents of q's and k's positions, or their bounds.
+    """Raise unless document_ids are documents of q's and k's positions, or their bounds.
 
-    q and k have passed `check_call`.
+    Args:
+        q: queries that have passed `check_call`.
+        k: keys that have passed `check_call`.
+        document_ids: integers (B, T), or a result of `document_bounds`.
+
+    Raises:
+        TypeError: not a tensor of integers.
+        ValueError: a shape or device does not fit, or there are not as many queries as keys.
     """
     _check_integers("document_ids", document_ids)
     check_device("document_ids", document_ids, "q", q)
@@ -222,6 +297,6 @@ def check_documents(q: Tensor, k: Tensor, document_ids: Tensor) -> None:
     bounds = tuple(document_ids.shape) == (2, *shape) and document_ids.dtype == torch.int32
     if not bounds and tuple(document_ids.shape) != shape:
         raise ValueError(
-            f"document_ids has shape {tuple(document_ids.shape)}; allowed: (batch, seq) = {shape}, or "
-            "what document_bounds makes of such"
+            f"document_ids has shape {tuple(document_ids.shape)}; allowed: "
+            f"(batch, seq) = {shape}, or what document_bounds makes of such"
         )

@@ -1,14 +1,18 @@
-"""Which tiles a program visits, which scores it masks and how it loads rows, shared by the three attention kernels.
+"""Parts that the three attention kernels share: tiles to visit, scores to mask, rows to load.
 
-Every mask this package knows is an interval of keys per query. With q and k counted from the first
-row,
+Every mask of this package is an interval of keys per query. With queries and keys counted from the
+first row,
 
-    key k is visible to query q  <=>  q - lo <= k <= q + hi      (each side optional: has_lo, has_hi)
-                                      and k lies in q's document (optional: has_doc)
+    key k is visible to query q  ⇔  q − lo ≤ k ≤ q + hi      (each side optional: has_lo, has_hi)
+                                    and k is in q's document (optional: has_doc)
 
-causal attention is hi = 0 (or T_k - T_q when the last rows are aligned), a sliding window of w adds
-lo = w. Seen from a key the visible queries are an interval too, with lo and hi exchanged, so one
-function serves all passes: the launcher of the pass that owns keys exchanges them.
+Causal attention is hi = 0, or hi = Tk − Tq if the last rows are aligned. A sliding window of w also
+has lo = w, and so hi = w if it is not causal.
+
+Seen from a key, the visible queries are also an interval, k − hi ≤ q ≤ k + lo. So one function
+serves the kernels that own queries and the kernel that owns keys: the launcher of the latter passes
+hi as lo and lo as hi. In this file a program's *own* sequence is the one whose rows it owns. The
+*other* sequence is the one that it walks over, tile by tile.
 """
 
 from collections import namedtuple
@@ -23,7 +27,8 @@ from .configs import POINTER_TILES, Tile, block_d, tma_strides
 from .options import Problem
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-# arguments of the kernels that are not worth a compilation per value
+# Arguments of the kernels that Triton must not specialize on: it would compile them again for a
+# value of 1 and for multiples of 16.
 COUNTS = [
     "heads",
     "kv_heads",
@@ -38,17 +43,21 @@ COUNTS = [
 
 @dataclass(frozen=True)
 class Variant:
-    """What a kernel is compiled for, the one constexpr argument of each.
+    """Choices that a kernel is compiled for, the single constexpr argument of each kernel.
 
-    Args:
-        has_lo, has_hi: whether the band ends on these sides, as the tile that a program owns sees
-            it.
-        has_doc, softcap: whether there are documents, and whether scores are capped.
+    Attributes:
+        has_lo: whether there is a first visible row, as the program's own rows see the others.
+        has_hi: whether there is a last visible row, seen in the same way.
+        has_doc: whether there are documents.
+        softcap: whether scores are capped.
         ragged: whether the other sequence ends within a tile.
-        head_dim: D; block_d: D rounded up to a power of two.
-        block_m, block_n, head_group: as in `Tile`.
+        head_dim: D.
+        block_d: D rounded up to a power of two, the columns of a tile.
+        block_m: queries per tile.
+        block_n: keys per tile.
+        head_group: as in `Tile`.
         precision: as in `Problem`.
-        tma: whether the tiles of the inner loop come through tensor descriptors.
+        tma: whether the tiles of the inner loop are loaded through tensor descriptors.
     """
 
     has_lo: bool
@@ -61,89 +70,126 @@ class Variant:
     block_m: int
     block_n: int
     head_group: int
-    precision: tl.constexpr  # Triton 3.6 passes no plain str on to a function
+    precision: tl.constexpr  # Triton 3.6 cannot pass a plain str on to a function
     tma: bool
 
     @property
     def visited(self) -> tuple[bool, bool, bool]:
-        """Which of the three sweeps over tiles there are: those cut by the mask, full ones, those cut by the mask."""
+        """Whether the sweeps over cut tiles, full tiles and again cut tiles can have any."""
         return self.has_lo or self.has_doc, True, self.has_hi or self.ragged or self.has_doc
 
 
-# Where `load_tile` finds the rows of one head: by pointer, or in a descriptor of the whole tensor.
+# Place of one head's rows for `load_tile`: a pointer and the stride of rows, or a descriptor of the
+# whole tensor with the indices of batch and head in it.
 Rows = namedtuple("Rows", "base stride desc batch head")
-# What `visible` compares positions of the other sequence with, for a program's own positions.
+# Limits for `visible`: a program's own positions, the length of the other sequence, the band, and
+# the bounds of each own position's document.
 Mask = namedtuple("Mask", "own count lo hi doc_first doc_last")
 
 
 def variant(
     problem: Problem, tile: Tile, head_dim: int, other_count: int, *, keys: bool
 ) -> Variant:
-    """Of a kernel whose programs own queries, or keys, and walk over `other_count` rows of the other sequence."""
-    lo, hi = (limit is not None for limit in problem.band[:: -1 if keys else 1])
+    """Return the variant of a kernel to launch.
+
+    Args:
+        problem: the call.
+        tile: tile shapes of the launch.
+        head_dim: D.
+        other_count: number of rows of the other sequence.
+        keys: whether the kernel's programs own keys. They own queries otherwise.
+    """
+    lo, hi = problem.band
+    has_lo = lo is not None
+    has_hi = hi is not None
+    other_block = tile.block_n
+    if keys:
+        has_lo, has_hi = has_hi, has_lo  # keys see the band mirrored
+        other_block = tile.block_m
     return Variant(
-        lo,
-        hi,
-        problem.bounds is not None,
-        problem.softcap is not None,
-        other_count % (tile.block_m if keys else tile.block_n) != 0,
-        head_dim,
-        block_d(head_dim),
-        tile.block_m,
-        tile.block_n,
-        tile.head_group,
-        tl.constexpr(problem.precision),
-        tile.tma,
+        has_lo=has_lo,
+        has_hi=has_hi,
+        has_doc=problem.bounds is not None,
+        softcap=problem.softcap is not None,
+        ragged=other_count % other_block != 0,
+        head_dim=head_dim,
+        block_d=block_d(head_dim),
+        block_m=tile.block_m,
+        block_n=tile.block_n,
+        head_group=tile.head_group,
+        precision=tl.constexpr(problem.precision),
+        tma=tile.tma,
     )
 
 
 def described(
     kernel: str, tile: Tile, *tensors: Tensor
 ) -> tuple[Tile, list[TensorDescriptor | None]]:
-    """Return the tile to launch with, and a descriptor of each (B, H, T, D) tensor that the loop reads, or None of all.
+    """Return the tile to launch with, and a descriptor for each tensor that the loop reads.
 
-    Descriptors give zeros past a head's last row and past its last column. Tensors that TMA cannot
-    describe take another tile, by pointers.
+    Loads through a descriptor give zeros past a head's last row and past its last column. For
+    tensors that TMA cannot describe, and for tiles without `tma`, the descriptors are None, and the
+    kernel loads by pointers, if necessary with another tile.
+
+    Args:
+        kernel: "forward", "dkdv" or "dq".
+        tile: tile that was chosen for the call.
+        tensors: (B, H, T, D) tensors of one D.
     """
-    strides, columns = [tma_strides(x) for x in tensors], block_d(tensors[0].shape[3])
-    if tile.tma and all(strides):
-        block = [1, 1, tile.block_m if kernel == "dkdv" else tile.block_n, columns]
-        return tile, [
-            TensorDescriptor(x, list(x.shape), s, block)
-            for x, s in zip(tensors, strides, strict=True)
-        ]
-    if tile.tma:
-        tile = POINTER_TILES.get((kernel, columns), replace(tile, tma=False))
-    return tile, [None] * len(tensors)
+    if not tile.tma:
+        return tile, [None] * len(tensors)
+    columns = block_d(tensors[0].shape[3])
+    all_strides = [tma_strides(x) for x in tensors]
+    if not all(all_strides):
+        by_pointers = POINTER_TILES.get((kernel, columns), replace(tile, tma=False))
+        return by_pointers, [None] * len(tensors)
+    rows = tile.block_m if kernel == "dkdv" else tile.block_n
+    descriptors = [
+        TensorDescriptor(x, list(x.shape), x_strides, [1, 1, rows, columns])
+        for x, x_strides in zip(tensors, all_strides, strict=True)
+    ]
+    return tile, descriptors
 
 
 def scales(problem: Problem) -> tuple[float, float, float]:
-    """(scale, scale_log2, cap): P = exp2(scale_log2 · s − LSE2), with softcap of tanh(cap · s) in place of s."""
+    """Return (scale, scale_log2, cap), the factors that the kernels take.
+
+    Without softcap, P = exp2(scale_log2 · s − LSE·log2(e)) with s = q kᵀ. With softcap, s is
+    tanh(cap · q kᵀ).
+    """
     if problem.softcap is None:
         return problem.scale, problem.scale * LOG2_E.value, 0.0
     return problem.scale, problem.softcap * LOG2_E.value, problem.scale / problem.softcap
 
 
 def strides(*tensors: Tensor) -> list[int]:
-    """Of batches, heads and rows of (B, H, T, D) tensors, one tensor after the other."""
+    """Return the strides of batches, heads and rows of (B, H, T, D) tensors, tensor by tensor."""
     return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def documents(problem: Problem) -> tuple[Tensor, Tensor] | tuple[None, None]:
-    """First and one past the last position of the document of each, (B, T), or nothing."""
-    return (problem.bounds[0], problem.bounds[1]) if problem.bounds is not None else (None, None)
+    """Return first and one past the last position of each position's document, both (B, T).
+
+    Without documents, return (None, None).
+    """
+    if problem.bounds is None:
+        return None, None
+    return problem.bounds[0], problem.bounds[1]
 
 
 @triton.jit
 def schedule(tiles, heads, batch_heads, GROUP: tl.constexpr, LAST_FIRST: tl.constexpr):
-    """(tile, batch·head, batch, head) of this program: GROUP heads advance together and share their K and V in the L2.
+    """Return this program's (tile, batch·head, batch, head).
 
-    Within a group all heads do the same tile index before the next; LAST_FIRST starts from the last
-    tile, which under a causal mask is the longest, so that short programs fill the gaps at the end.
+    GROUP: number of heads that advance together, so that their K and V stay in the L2. All heads of
+    a group do one tile index before any of them does the next.
+    LAST_FIRST: start with the last tile. Under a causal mask it has the most work, so the short
+    programs come last and fill the gaps.
+    batch and head are int64: their products with strides may exceed 2³¹.
     """
     per_group = GROUP * tiles
     first = tl.program_id(0) // per_group * GROUP
-    size = tl.minimum(batch_heads - first, GROUP)
+    size = tl.minimum(batch_heads - first, GROUP)  # the last group may be smaller
     rem = tl.program_id(0) % per_group
     tile = rem // size
     if LAST_FIRST:
@@ -166,27 +212,33 @@ def tile_range(
     OTHER: tl.constexpr,
     V: tl.constexpr,
 ):
-    """Rows of the *other* sequence that the tile [start, start + OWN) needs, and its Mask.
+    """Return which rows of the other sequence the own tile [start, start + OWN) sees, and its Mask.
 
-    The former are (begin, full_begin, full_end, end): [begin, full_begin) and [full_end, end) need
-    the mask, [full_begin, full_end) is visible to every row of the tile. Every non-empty range
-    starts at a multiple of OTHER. `doc_first`, `doc_last` point to the first and one past the last
-    position of each position's document.
+    The rows are (begin, full_begin, full_end, end). All rows of the own tile see all of
+    [full_begin, full_end). [begin, full_begin) and [full_end, end) need the mask. Every range that
+    is not empty starts at a multiple of OTHER, the rows of a tile of the other sequence.
+    doc_first, doc_last: pointers to the first and one past the last position of each position's
+    document.
     """
     own = start + tl.arange(0, OWN)
     own_first = own
     own_last = own
-    last = tl.minimum(start + OWN, own_count) - 1
+    last = tl.minimum(start + OWN, own_count) - 1  # the last own row
+    # Without a mask: all whole tiles are full, and a rest at the end is cut.
     begin = 0
     full_begin = 0
     full_end = other_count // OTHER * OTHER
     end = other_count
+    # The last own row sees the most rows at the end, and the first own row the fewest.
     if V.has_hi:
         end = tl.maximum(tl.minimum(end, last + hi + 1), 0)
         full_end = tl.minimum(full_end, tl.maximum(start + hi + 1, 0) // OTHER * OTHER)
+    # At the beginning it is the other way around.
     if V.has_lo:
         begin = tl.maximum(start - lo, 0) // OTHER * OTHER
         full_begin = tl.cdiv(tl.maximum(last - lo, 0), OTHER) * OTHER
+    # Bounds of documents ascend with the position. So those of the first and of the last own row
+    # bound all others.
     if V.has_doc:
         doc_first += batch * own_count
         doc_last += batch * own_count
@@ -197,7 +249,8 @@ def tile_range(
         full_begin = tl.maximum(full_begin, tl.cdiv(tl.load(doc_first + last), OTHER) * OTHER)
         full_end = tl.minimum(full_end, tl.load(doc_last + start) // OTHER * OTHER)
     if V.has_lo or V.has_doc:
-        if full_end <= full_begin:  # no full tile: the first masked sweep takes all
+        # No full tile: the first masked sweep takes all, or a tile could be visited twice.
+        if full_end <= full_begin:
             full_begin = tl.maximum(begin, end)
             full_end = full_begin
     mask = Mask(own[:, None], other_count, lo, hi, own_first[:, None], own_last[:, None])
@@ -206,7 +259,8 @@ def tile_range(
 
 @triton.jit
 def visible(mask, other, V: tl.constexpr):
-    """Which of the positions `other`, shaped (1, tile), each of the program's own sees."""
+    """Return which of the positions `other`, shaped (1, tile), each own position sees."""
+    # Rows past the end were loaded as zeros. Their scores are 0, not −∞, so they need the mask.
     seen = other < mask.count
     if V.has_hi:
         seen = seen & (other <= mask.own + mask.hi)
@@ -221,7 +275,11 @@ def visible(mask, other, V: tl.constexpr):
 def load_rows(
     base, stride, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr
 ):
-    """Load a (ROWS, block_d) tile; rows from `row_limit` on and columns from head_dim on are zeros."""
+    """Load a (ROWS, block_d) tile by pointers.
+
+    Rows from `row_limit` on and columns from head_dim on are zeros. A check that cannot fail is
+    left out: CHECK_ROWS says whether rows may end within the tile.
+    """
     offs = tl.arange(0, ROWS)
     offs_d = tl.arange(0, V.block_d)
     ptrs = base + offs[:, None] * stride + offs_d[None, :]
@@ -240,7 +298,10 @@ def load_rows(
 def load_tile(
     base, rows, start, row_limit, ROWS: tl.constexpr, CHECK_ROWS: tl.constexpr, V: tl.constexpr
 ):
-    """Rows [start, start + ROWS) of one head, to whose row `start` `base` points already; zeros past its end."""
+    """Load the rows [start, start + ROWS) of one head, with zeros past its end.
+
+    base: pointer to row `start`, which the caller's loop advances. Without descriptors only.
+    """
     if V.tma:
         tile = rows.desc.load([rows.batch.to(tl.int32), rows.head.to(tl.int32), start, 0])
         return tile.reshape([ROWS, V.block_d])
@@ -249,7 +310,7 @@ def load_tile(
 
 @triton.jit
 def store_rows(base, stride, x, keep, V: tl.constexpr):
-    """Store those rows of a (rows, block_d) tile that `keep` says, in the dtype of what `base` points to."""
+    """Store the rows of a (rows, block_d) tile where `keep` is true, rounded to base's dtype."""
     offs_d = tl.arange(0, V.block_d)
     ptrs = base + tl.arange(0, x.shape[0])[:, None] * stride + offs_d[None, :]
     tl.store(ptrs, x.to(base.dtype.element_ty), mask=keep[:, None] & (offs_d < V.head_dim)[None, :])
@@ -257,7 +318,11 @@ def store_rows(base, stride, x, keep, V: tl.constexpr):
 
 @triton.jit
 def capped(s, cap):
-    """tanh(cap · s); near zero by its series, where 1 − 2 / (exp(2x) + 1) would cancel."""
+    """Return tanh(x) for x = cap · s, as 1 − 2/(exp(2x) + 1).
+
+    Near zero that difference would cancel, so the Taylor series x − x³/3 + 2x⁵/15 − 17x⁷/315
+    replaces it for |x| < 1/8.
+    """
     x = s * cap
     square = x * x
     series = x * (1.0 + square * (-1.0 / 3 + square * (2.0 / 15 - square * (17.0 / 315))))

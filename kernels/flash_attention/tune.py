@@ -1,17 +1,19 @@
-"""Finds the fastest tile of each attention kernel on this GPU and prints the lines that tiles.csv needs.
+"""Script that finds the fastest tile of each attention kernel on this GPU.
+
+It prints the lines that tiles.csv needs.
 
     python -m kernels.flash_attention.tune bfloat16 64 1024 4096 16384
     python -m kernels.flash_attention.tune float32 128 65536 --precision bf16x6
 
-Tuned is one causal head of each length, which are the row classes of `configs.ROW_CLASSES`. A tile
-that does not compile, does not fit or is wrong on poisoned outputs is left out; the fastest are
-timed again, in turn, because a GPU's clock drifts.
+It tunes one causal head of each length, and the lengths are row classes of `configs.ROW_CLASSES`.
+Tiles that do not compile, do not fit or leave wrong values in poisoned outputs are dropped. The
+fastest are timed again, in turn, because the clock of a GPU drifts.
 """
 
 import argparse
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass
 from functools import partial
 from statistics import median
 
@@ -23,60 +25,109 @@ from . import backward, forward
 from .configs import Key, Tile, key_of
 from .options import Problem
 
-# By bytes of an element or precision: own rows, others, warps, stages, descriptors. Larger ones
-# lost at every length.
-GRIDS = {
-    2: ((16, 32, 64), (32, 64, 128), (2, 4, 8), (3,), (False, True)),
-    4: ((16, 32, 64), (16, 32, 64), (2, 4, 8), (2,), (False,)),
-    "bf16x6": ((64, 128), (32, 64), (4, 8), (1, 2, 3), (False,)),
-}
-FINALISTS, ROUNDS = 4, 5
-# By bytes of an element: a tile that fits every head dim, and how far others may differ from what
-# it gives, of its RMS.
+
+@dataclass(frozen=True)
+class Grid:
+    """Values to combine to tiles. Larger tiles than these were slower at every length.
+
+    Attributes:
+        own: rows of the sequence that a program owns.
+        other: rows of a tile of the other sequence.
+        warps: warps per program.
+        stages: depths of the software pipeline.
+        tma: whether to load through descriptors.
+    """
+
+    own: tuple[int, ...]
+    other: tuple[int, ...]
+    warps: tuple[int, ...]
+    stages: tuple[int, ...]
+    tma: tuple[bool, ...]
+
+
+HALF_GRID = Grid(
+    own=(16, 32, 64), other=(32, 64, 128), warps=(2, 4, 8), stages=(3,), tma=(False, True)
+)
+FP32_GRID = Grid(own=(16, 32, 64), other=(16, 32, 64), warps=(2, 4, 8), stages=(2,), tma=(False,))
+BF16X6_GRID = Grid(own=(64, 128), other=(32, 64), warps=(4, 8), stages=(1, 2, 3), tma=(False,))
+FINALISTS = 4  # tiles that are timed again
+ROUNDS = 5  # how often
+# By bytes of an element: a tile that fits every head dim, and by how much the results of other
+# tiles may differ from its results, relative to their RMS.
 FIRST_GUESS = {2: (Tile(64, 32, 4, 2), 3e-2), 4: (Tile(32, 16, 4, 1), 1e-4)}
 device_ms = partial(do_bench_cudagraph, rep=10, return_mode="median")
 
 
 def candidates(kernel: str, itemsize: int, precision: str) -> list[Tile]:
-    """Returns the tiles to try: with "bf16x6" whole warpgroups of 64 rows each.
+    """Return the tiles to try.
 
-    Left out are tiles of fp32 with 16 rows and eight warps, of which Triton 3.6 makes illegal
-    accesses on Hopper.
+    Two kinds are left out. With "bf16x6" a program must have whole warpgroups, 4 warps for 64 rows.
+    For fp32 tiles with 16 rows and 8 warps, Triton 3.6 makes illegal accesses on Hopper.
+
+    Args:
+        kernel: field of `configs.Choice`.
+        itemsize: bytes of an element.
+        precision: arithmetic of fp32 matmuls.
     """
-    return [
-        Tile(*((other, own) if kernel == "dkdv" else (own, other)), warps, stages, tma=tma)
-        for own, other, warps, stages, tma in itertools.product(
-            *GRIDS.get(precision) or GRIDS[itemsize]
-        )
-        if (precision != "bf16x6" or warps == own // 16)
-        and not (itemsize == 4 and warps == 8 and min(own, other) == 16)
-    ]
+    if precision == "bf16x6":
+        grid = BF16X6_GRID
+    else:
+        grid = HALF_GRID if itemsize == 2 else FP32_GRID
+    tiles = []
+    for own, other, warps, stages, tma in itertools.product(
+        grid.own, grid.other, grid.warps, grid.stages, grid.tma
+    ):
+        if precision == "bf16x6" and warps != own // 16:
+            continue
+        if itemsize == 4 and warps == 8 and min(own, other) == 16:
+            continue
+        if kernel == "dkdv":  # its programs own keys
+            tiles.append(Tile(other, own, warps, stages, tma=tma))
+        else:
+            tiles.append(Tile(own, other, warps, stages, tma=tma))
+    return tiles
 
 
 def launches(q: Tensor, problem: Problem) -> dict[str, tuple[Callable, list[Tensor]]]:
-    """Returns for each kernel what launches it with a tile, and the tensors that it fills."""
-    k, v, o, do, dq, dk, dv = (torch.randn_like(q) for _ in range(7))
+    """Return for each kernel a function that launches it with a tile, and the tensors it fills.
+
+    Args:
+        q: queries (B, H, T, D). The other tensors are random ones of its shape.
+        problem: the call.
+    """
+    k, v, o, do, dq, dk, dv = [torch.randn_like(q) for _ in range(7)]
     lse = torch.empty(q.shape[:-1], device=q.device)
-    forward.launch_forward(q, k, v, o, lse, problem, FIRST_GUESS[q.element_size()][0])
+    first_tile, _ = FIRST_GUESS[q.element_size()]
+    forward.launch_forward(q, k, v, o, lse, problem, first_tile)
     saved = backward.launch_delta(q, k, v, o, lse, do)
     return {
-        "forward": (lambda tile: forward.launch_forward(q, k, v, o, lse, problem, tile), [o]),
-        "dkdv": (lambda tile: backward.launch_dkdv(saved, dk, dv, problem, tile), [dk, dv]),
-        "dq": (lambda tile: backward.launch_dq(saved, dq, problem, tile), [dq]),
+        "forward": (partial(forward.launch_forward, q, k, v, o, lse, problem), [o]),
+        "dkdv": (partial(backward.launch_dkdv, saved, dk, dv, problem), [dk, dv]),
+        "dq": (partial(backward.launch_dq, saved, dq, problem), [dq]),
     }
 
 
 def filled(run: Callable, outs: list[Tensor], tile: Tile) -> list[Tensor]:
-    """Returns copies of what a launch fills, poisoned before."""
+    """Return copies in double precision of the tensors that a launch fills.
+
+    They are poisoned with NaN before, so that an element that is not written shows.
+    """
     torch._foreach_mul_(outs, float("nan"))
     run(tile)
     return [out.double() for out in outs]
 
 
 def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile, float]:
-    """Returns the fastest of the tiles that give what the first guess gives, and its milliseconds."""
-    (guess, tolerance), times = FIRST_GUESS[outs[0].element_size()], {}
-    expected = filled(run, outs, guess)
+    """Return the fastest of the tiles whose results are right, and its milliseconds.
+
+    Args:
+        run: function that launches a kernel with a tile.
+        outs: tensors that it fills. The results of the first guess are taken as right.
+        tiles: tiles to try.
+    """
+    first_tile, tolerance = FIRST_GUESS[outs[0].element_size()]
+    expected = filled(run, outs, first_tile)
+    times: dict[Tile, float] = {}
     for tile in tiles:
         try:
             pairs = zip(filled(run, outs, tile), expected, strict=True)
@@ -87,21 +138,33 @@ def fastest(run: Callable, outs: list[Tensor], tiles: list[Tile]) -> tuple[Tile,
                 raise
             print(f"# {tile}: {str(error).strip()[:80]}")
     leaders = sorted(times, key=times.__getitem__)[:FINALISTS]
-    rounds = [[device_ms(partial(run, tile)) for tile in leaders] for _ in range(ROUNDS)]
-    return min(
-        zip(leaders, map(median, zip(*rounds, strict=True)), strict=True), key=lambda pair: pair[1]
-    )
+    again: dict[Tile, list[float]] = {tile: [] for tile in leaders}
+    for _ in range(ROUNDS):
+        for tile in leaders:
+            again[tile].append(device_ms(partial(run, tile)))
+    medians = {tile: median(samples) for tile, samples in again.items()}
+    best = min(leaders, key=medians.__getitem__)
+    return best, medians[best]
 
 
 def line(key: Key, shape: str, tiles: Sequence[Tile], times: Sequence[float]) -> str:
-    """Returns the line of tiles.csv for one key."""
-    origin = f"{shape}: {' '.join(f'{ms:.4f}' for ms in times)} ms"
-    shown = (" ".join(str(int(field)) for field in astuple(tile)) for tile in tiles)
-    return ",".join(map(str, (*astuple(key), *shown, origin)))
+    """Return the line of tiles.csv for one key.
+
+    Args:
+        key: the key.
+        shape: shape that was timed, such as "1x1x4096x64".
+        tiles: tiles of the three kernels.
+        times: their milliseconds.
+    """
+    fields = [str(value) for value in astuple(key)]
+    for tile in tiles:
+        fields.append(" ".join(str(int(value)) for value in astuple(tile)))
+    fields.append(f"{shape}: {' '.join(f'{ms:.4f}' for ms in times)} ms")
+    return ",".join(fields)
 
 
 def main() -> None:
-    """Prints a line of the table per length."""
+    """Print a line of the table per length."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -114,18 +177,18 @@ def main() -> None:
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are timed on a GPU, and torch sees none here")
-    problem = Problem(
-        (None, 0), args.head_dim**-0.5, args.precision if args.dtype == "float32" else "ieee"
-    )
+    precision = args.precision if args.dtype == "float32" else "ieee"
+    problem = Problem((None, 0), args.head_dim**-0.5, precision)
+    dtype = getattr(torch, args.dtype)
     for length in args.lengths:
-        q = torch.randn(
-            1, 1, length, args.head_dim, device="cuda", dtype=getattr(torch, args.dtype)
-        )
-        found = (
-            fastest(*launch, candidates(kernel, q.element_size(), problem.precision))
-            for kernel, launch in launches(q, problem).items()
-        )
-        print(line(key_of(q, problem), f"1x1x{length}x{args.head_dim}", *zip(*found, strict=True)))
+        q = torch.randn(1, 1, length, args.head_dim, device="cuda", dtype=dtype)
+        tiles = []
+        times = []
+        for kernel, (run, outs) in launches(q, problem).items():
+            tile, ms = fastest(run, outs, candidates(kernel, q.element_size(), precision))
+            tiles.append(tile)
+            times.append(ms)
+        print(line(key_of(q, problem), f"1x1x{length}x{args.head_dim}", tiles, times))
 
 
 if __name__ == "__main__":
