@@ -412,7 +412,7 @@ def _prepare(
     """
     if averages_in_reduction(tensor.device, group):
         return tensor, dist.ReduceOp.AVG
-    # An alias with a version counter of its own, because these writes are not edits of the caller's:
+    # An alias with a version counter of its own, because these writes are not edits by the caller:
     # the division now, and later the result of a CUDA tensor, which a thread of gloo writes at any
     # time until `wait()`.
     sent = tensor.data
