@@ -6,10 +6,10 @@ By Jordan et al., 2024.
     update ← β·buffer + (1 − β)·gradient            once more, by Nesterov
     matrix ← (1 − lr·decay)·matrix − lr·factor·orthogonalize(update)
 
-Momentum is element by element; orthogonalising, which makes about U·Vᵀ of U·S·Vᵀ, takes a whole
-matrix. `Muon` steps whole matrices under every data-parallel strategy, and shards of them under
-ZeRO-1 and FSDP: `distlab.parallel.muon` says who orthogonalises there, and what that sends.
-https://kellerjordan.github.io/posts/muon/
+Momentum is computed element by element. Orthogonalization, which makes about U·Vᵀ of U·S·Vᵀ, takes
+a whole matrix. `Muon` steps whole matrices under every data-parallel strategy, and shards of them
+under ZeRO-1 and FSDP. `distlab.parallel.muon` says which rank orthogonalizes a sharded matrix, and
+what that sends. https://kellerjordan.github.io/posts/muon/
 """
 
 import math
@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -26,10 +27,20 @@ from distlab.parallel.muon import PLACEMENTS, batches
 from distlab.parallel.shard import local_part, spread_of, whole_shape
 from distlab.parallel.state_dicts import own_part, watch_states
 
-# What the learning rate is multiplied by, for a matrix of so many rows and columns.
+
+def _original_factor(rows: int, columns: int) -> float:
+    return math.sqrt(max(1, rows / columns))
+
+
+def _factor_of_adamws_rms(rows: int, columns: int) -> float:
+    """Return the factor with which an update has about the root mean square of AdamW's."""
+    return 0.2 * math.sqrt(max(rows, columns))
+
+
+# Factor of the learning rate by the value of `adjust_lr_fn`, for the shape of a matrix.
 LR_FACTORS = {
-    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "original": _original_factor,
+    "match_rms_adamw": _factor_of_adamws_rms,
 }
 
 # Options of a group of `torch.optim.Muon`.
@@ -70,7 +81,9 @@ class Muon(Optimizer):
             `load_state_dict` raise alike.
     """
 
-    takes_shards = True  # where a parameter's other elements are, its attribute `spread` says
+    # Tells ZeRO-1 and FSDP to pass shards. A shard's attribute `spread` says which ranks have the
+    # other elements of its parameter.
+    takes_shards = True
 
     def __init__(
         self,
@@ -109,38 +122,44 @@ class Muon(Optimizer):
     def split(model: nn.Module) -> list[Group]:
         """Return two groups of trainable parameters: matrices of blocks, and the rest, for AdamW.
 
-        Blocks are the children of an `nn.ModuleList`, as for FSDP. Embedding and head are not part
-        of them, and neither is a matrix of a block that is tied to theirs. For a model under FSDP
-        the groups hold the shards.
+        Blocks are the children of an `nn.ModuleList`, as for FSDP. The embedding and the head are
+        in the second group, and so is a matrix of a block that is tied to one of them. For a model
+        under FSDP the groups hold the shards.
 
         Raises:
             ValueError: no block has a matrix.
         """
         modules = model.named_modules(remove_duplicate=False)
-        blocks = tuple(f"{name}." for name, module in modules if isinstance(module, nn.ModuleList))
-        named = model.named_parameters(remove_duplicate=False)
-        others = {p for name, p in named if not name.startswith(blocks) or len(whole_shape(p)) != 2}
+        lists = [name for name, module in modules if isinstance(module, nn.ModuleList)]
+        prefixes = tuple(f"{name}." for name in lists)  # of the names of parameters in blocks
+        # All names of a parameter count: a matrix of a block that also has a name outside of blocks
+        # is tied to the embedding or the head.
+        others = set()
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            in_block = name.startswith(prefixes)
+            is_matrix = len(whole_shape(parameter)) == 2
+            if not in_block or not is_matrix:
+                others.add(parameter)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         matrices = [parameter for parameter in trained if parameter not in others]
         if not matrices:
             raise ValueError(
                 "Muon.split: no child of an nn.ModuleList has a matrix: make the groups yourself"
             )
-        return [
-            {"params": matrices},
-            {"params": [p for p in trained if p in others], "orthogonalize": False},
-        ]
+        rest = [parameter for parameter in trained if parameter in others]
+        return [{"params": matrices}, {"params": rest, "orthogonalize": False}]
 
     def add_param_group(self, param_group: Group) -> None:
         """Add a group, of matrices or with `orthogonalize=False`.
 
-        Raises as the constructor does.
+        Raises:
+            ValueError: see the constructor. The group is then not added.
         """
         super().add_param_group(param_group)
         try:
             _check(self.param_groups[-1])
         except ValueError:
-            self.param_groups.pop()  # a caller that goes on has the optimizer of before
+            self.param_groups.pop()  # a caller that catches the error can go on with the others
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -153,7 +172,8 @@ class Muon(Optimizer):
                 rank's shards, or state of another shape. Nothing is loaded then.
         """
         state_dict = own_part(self, state_dict)
-        groups, state = [], dict(state_dict["state"])
+        groups = []
+        state = dict(state_dict["state"])
         for saved, group in zip(state_dict["param_groups"], self.param_groups, strict=False):
             missing = [name for name in OPTIONS_OF_TORCH if name not in saved]
             if missing:
@@ -165,19 +185,27 @@ class Muon(Optimizer):
             _check(filled | {"params": group["params"]})
             for number, parameter in zip(saved["params"], group["params"], strict=False):
                 _check_state(state.get(number, {}), parameter, number, filled)
-                if "orthogonalize" not in saved and number in state:
+                saved_by_torch = "orthogonalize" not in saved
+                if saved_by_torch and number in state:
                     # torch shares loaded tensors. Two optimizers of one model would both step them.
-                    state[number] = {
-                        key: torch.clone(value) for key, value in state[number].items()
-                    }
+                    copies = {}
+                    for key, value in state[number].items():
+                        copies[key] = torch.clone(value)
+                    state[number] = copies
             groups.append(filled)
+        # If the numbers of groups or parameters differ, torch raises its own error below.
         if len(groups) == len(state_dict["param_groups"]):
             state_dict = state_dict | {"state": state, "param_groups": groups}
-        super().load_state_dict(state_dict)  # raises for other numbers of groups or parameters
+        super().load_state_dict(state_dict)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient; of sharded matrices, call it on every rank.
+        """Step every parameter that has a gradient.
+
+        With sharded matrices it is a collective: call it on every rank.
+
+        Args:
+            closure: evaluated once, before the step, with gradients enabled.
 
         Returns:
             The closure's value, or None.
@@ -199,33 +227,36 @@ class Muon(Optimizer):
         return loss
 
     def _step_matrices(self, matrices: Sequence[Tensor], group: Group) -> None:
-        options = {
-            "coefficients": group["ns_coefficients"],
-            "steps": group["ns_steps"],
-            "eps": group["eps"],
-        }
-        by_ranks = {}  # group that shares them, None for whole ones → matrices
+        # Process group that shares the matrices → matrices. The key of whole matrices is None.
+        by_ranks: dict[ProcessGroup | None, list[Tensor]] = {}
         for matrix in matrices:
             if whole_shape(matrix).numel() == 0:
-                continue  # on no rank is there anything to step
+                continue  # no rank has an element to step
             spread = spread_of(matrix)
-            by_ranks.setdefault(spread and spread.group, []).append(matrix)
+            ranks = None if spread is None else spread.group
+            by_ranks.setdefault(ranks, []).append(matrix)
         for ranks, some in by_ranks.items():
-            if ranks is None:  # whole here: no more of the updates stays than of one batch
-                for indices in batches([matrix.shape for matrix in some]):
-                    batch = [some[index] for index in indices]
-                    self._move(
-                        batch,
-                        orthogonalize(torch.stack(self._updates(batch, group)), **options),
-                        group,
-                    )
-            else:
-                place, spreads = PLACEMENTS[group["placement"]], [matrix.spread for matrix in some]
-                self._move(
-                    some,
-                    place(self._updates(some, group), spreads, partial(orthogonalize, **options)),
-                    group,
-                )
+            if ranks is not None:
+                self._step_shards(some, group)
+                continue
+            # One batch after the other, so that updates of only one batch are in memory.
+            for indices in batches([matrix.shape for matrix in some]):
+                self._step_whole([some[index] for index in indices], group)
+
+    def _step_whole(self, matrices: Sequence[Tensor], group: Group) -> None:
+        """Step whole matrices of one shape."""
+        apply = _orthogonalize_with_options_of(group)
+        # Without a name for the updates, which would keep them in memory until the end.
+        directions = apply(torch.stack(self._updates(matrices, group)))
+        self._move(matrices, directions, group)
+
+    def _step_shards(self, matrices: Sequence[Tensor], group: Group) -> None:
+        """Step this rank's shards of matrices that one process group shares. A collective."""
+        place = PLACEMENTS[group["placement"]]
+        spreads = [matrix.spread for matrix in matrices]
+        apply = _orthogonalize_with_options_of(group)
+        directions = place(self._updates(matrices, group), spreads, apply)  # as in `_step_whole`
+        self._move(matrices, directions, group)
 
     def _updates(self, matrices: Sequence[Tensor], group: Group) -> list[Tensor]:
         """Update the momentum and return the matrices to orthogonalize, in bf16.
@@ -236,13 +267,15 @@ class Muon(Optimizer):
         for matrix, gradient in zip(matrices, gradients, strict=True):
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(gradient)
-        updates = buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        buffers = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
         torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
+        updates = buffers
         if group["nesterov"]:
             updates = torch._foreach_lerp(gradients, buffers, group["momentum"])
         return [update.bfloat16() for update in updates]
 
     def _move(self, matrices: Sequence[Tensor], directions: Iterable[Tensor], group: Group) -> None:
+        """Decay the matrices and subtract their directions, times the learning rate."""
         lr = group["lr"].squeeze() if isinstance(group["lr"], Tensor) else group["lr"]
         kept = 1 - lr * group["weight_decay"]
         if matrices[0].device.type == "cpu":
@@ -252,11 +285,14 @@ class Muon(Optimizer):
                 matrix.mul_(kept)
         else:
             torch._foreach_mul_(matrices, kept)
+        factor_of = LR_FACTORS[group["adjust_lr_fn"] or "original"]
         for matrix, direction in zip(matrices, directions, strict=True):
-            factor = LR_FACTORS[group["adjust_lr_fn"] or "original"](*whole_shape(matrix))
+            rows, columns = whole_shape(matrix)
+            factor = factor_of(rows, columns)
             matrix.add_(direction, alpha=-lr * factor)
 
     def _step_elements(self, parameters: Sequence[Tensor], group: Group) -> None:
+        """Step parameters by AdamW."""
         for parameter in parameters:
             if not self.state[parameter]:
                 self.state[parameter].update(
@@ -265,17 +301,14 @@ class Muon(Optimizer):
                     exp_avg_sq=torch.zeros_like(parameter),
                 )
         states = [self.state[parameter] for parameter in parameters]
-        first, second, steps = (
-            [state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step")
-        )
         beta1, beta2 = group["betas"]
         adamw(
-            list(parameters),
-            [parameter.grad for parameter in parameters],
-            first,
-            second,
-            [],
-            steps,
+            params=list(parameters),
+            grads=[parameter.grad for parameter in parameters],
+            exp_avgs=[state["exp_avg"] for state in states],
+            exp_avg_sqs=[state["exp_avg_sq"] for state in states],
+            max_exp_avg_sqs=[],
+            state_steps=[state["step"] for state in states],
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
@@ -283,8 +316,17 @@ class Muon(Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["adamw_eps"],
             maximize=False,
-            has_complex=any(map(torch.is_complex, parameters)),
+            has_complex=any(parameter.is_complex() for parameter in parameters),
         )
+
+
+def _orthogonalize_with_options_of(group: Group) -> Callable[[Tensor], Tensor]:
+    return partial(
+        orthogonalize,
+        coefficients=group["ns_coefficients"],
+        steps=group["ns_steps"],
+        eps=group["eps"],
+    )
 
 
 def orthogonalize(
@@ -292,30 +334,31 @@ def orthogonalize(
 ) -> Tensor:
     """Bring all singular values of each matrix near 1, by Newton–Schulz iterations.
 
-    Singular vectors stay as they are.
+    The singular vectors stay as they are.
 
     An iteration makes a·s + b·s³ + c·s⁵ of each singular value s. The default coefficients have a
-    large slope at 0, and do not converge: five iterations bring values from 0.002 on between 0.68
-    and 1.21. For so rough a result bf16 does.
+    large slope at 0. They do not converge: five iterations bring values of at least 0.002 to
+    between 0.68 and 1.21. So bf16 is exact enough.
 
     Args:
-        matrices: `(number, rows, columns)`, of any dtype. Each is first divided by its norm,
-            because no singular value may exceed 1.
-        coefficients: the numbers a, b, c.
+        matrices: `(number, rows, columns)`, of any dtype.
+        coefficients: numbers a, b, c.
         steps: number of iterations.
-        eps: least number to divide by.
+        eps: minimum of the norm by which each matrix is divided.
 
     Returns:
-        `(number, rows, columns)`, bf16; each in row-major order, or in column-major order where
-            there are more rows
-        than columns.
+        `(number, rows, columns)`, bf16. Each matrix is in row-major order, or in column-major order
+        if it has more rows than columns.
     """
-    if matrices.size(1) > matrices.size(2):  # what is multiplied below is of the shorter side
+    if matrices.size(1) > matrices.size(2):
+        # The products below then have the size of the shorter side.
         return orthogonalize(matrices.mT, coefficients, steps, eps).mT
     x = matrices.bfloat16()
-    x = x / x.flatten(1).norm(dim=1).clamp(min=eps)[:, None, None]
-    # which multiplies batches of bf16 matrices ten times slower than single ones
+    # Divided by the norm, because a singular value above 1 could grow without limit.
+    norms = x.flatten(1).norm(dim=1)
+    x = x / norms.clamp(min=eps)[:, None, None]
     if x.device.type == "cpu":
+        # A CPU multiplies batches of bf16 matrices ten times slower than single ones.
         return torch.stack([_iterate(matrix, torch.addmm, coefficients, steps) for matrix in x])
     return _iterate(x, torch.baddbmm, coefficients, steps)
 
@@ -323,11 +366,20 @@ def orthogonalize(
 def _iterate(
     x: Tensor, add_product: Callable[..., Tensor], coefficients: Sequence[float], steps: int
 ) -> Tensor:
-    """The iterations on one matrix, or on several by `torch.baddbmm`."""
+    """Return the result of the iterations on one matrix, or on several.
+
+    Args:
+        x: matrix, or a batch of them, with at least as many columns as rows.
+        add_product: `torch.addmm` for one matrix, `torch.baddbmm` for a batch.
+        coefficients: numbers a, b, c.
+        steps: number of iterations.
+    """
     a, b, c = coefficients
     for _ in range(steps):
         squares = x @ x.mT
+        # b·XXᵀ + c·(XXᵀ)²
         polynomial = add_product(squares, squares, squares, beta=b, alpha=c)
+        # a·X + b·XXᵀX + c·(XXᵀ)²X
         x = add_product(x, polynomial, x, beta=a)
     return x
 
@@ -340,12 +392,11 @@ def _check(group: Group) -> None:
             raise ValueError(
                 f"Muon: {name} is a tensor of {value.numel()} numbers: give one number"
             )
-        if not value >= 0:  # NaN compares as False
+        if not value >= 0:  # also true of NaN
             raise ValueError(f"Muon: {name}={value}: give a number of 0 or more")
-    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-        raise ValueError(
-            f"Muon: betas={group['betas']}: give two numbers of at least 0 and below 1"
-        )
+    betas = group["betas"]
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"Muon: betas={betas}: give two numbers of at least 0 and below 1")
     if len(group["ns_coefficients"]) != 3:
         raise ValueError(f"Muon: ns_coefficients={group['ns_coefficients']}: give three numbers")
     steps = group["ns_steps"]
@@ -355,12 +406,14 @@ def _check(group: Group) -> None:
         raise ValueError(f"Muon: ns_steps={steps}: nothing would be orthogonalised; give 1 or more")
     if steps >= 100:
         raise ValueError(f"Muon: ns_steps={steps}: give fewer than 100, of which 5 are usual")
-    for name, allowed in (("adjust_lr_fn", [None, *LR_FACTORS]), ("placement", PLACEMENTS)):
+    allowed_names = {"adjust_lr_fn": [None, *LR_FACTORS], "placement": list(PLACEMENTS)}
+    for name, allowed in allowed_names.items():
         if group[name] not in allowed:
-            raise ValueError(
-                f"Muon: {name}={group[name]!r}: give one of {', '.join(map(str, allowed))}"
-            )
-    for parameter in group["params"] if group["orthogonalize"] else ():
+            shown = ", ".join(str(each) for each in allowed)
+            raise ValueError(f"Muon: {name}={group[name]!r}: give one of {shown}")
+    if not group["orthogonalize"]:
+        return
+    for parameter in group["params"]:
         shape = tuple(whole_shape(parameter))
         if len(shape) != 2:
             raise ValueError(
@@ -369,36 +422,39 @@ def _check(group: Group) -> None:
             )
         if parameter.is_complex():
             raise ValueError(
-                "Muon: a matrix of complex numbers cannot be orthogonalised here: give it in a group "
-                "with orthogonalize=False"
+                "Muon: a matrix of complex numbers cannot be orthogonalised here: give it in a "
+                "group with orthogonalize=False"
             )
         if local_part(parameter) is not parameter:
             raise ValueError(
-                "Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as fsdp2's"
+                "Muon takes shards of distlab's FSDP and ZeRO-1, and this is a DTensor, such as "
+                "fsdp2's"
             )
 
 
 def _check_state(state: dict[str, Any], parameter: Tensor, number: int, group: Group) -> None:
     """Raise ValueError for saved state that does not fit this parameter in its group.
 
-    Empty state is that of a parameter before its first step.
-
     Args:
-        state: saved state of the parameter.
-        parameter: tensor that this optimizer steps, perhaps a shard.
+        state: saved state of the parameter. It is empty before the parameter's first step.
+        parameter: tensor that this optimizer steps. It can be a shard.
         number: number of the parameter in the saved groups.
         group: options with which it will be stepped.
     """
     needed = STATE_OF_MATRICES if group["orthogonalize"] else STATE_OF_ELEMENTS
     if state and not set(needed) <= state.keys():
         raise ValueError(
-            f"Muon.load_state_dict: the saved state of parameter {number} has {', '.join(state)}, and a "
-            f"group with orthogonalize={group['orthogonalize']} needs {', '.join(needed)}"
+            f"Muon.load_state_dict: the saved state of parameter {number} has {', '.join(state)}, "
+            f"and a group with orthogonalize={group['orthogonalize']} needs {', '.join(needed)}"
         )
     for name, value in state.items():
-        if name in needed and name != "step" and tuple(value.shape) != tuple(parameter.shape):
+        if name not in needed or name == "step":  # the step is one number
+            continue
+        saved_shape = tuple(value.shape)
+        shape = tuple(parameter.shape)
+        if saved_shape != shape:
             raise ValueError(
-                f"Muon.load_state_dict: {name} of parameter {number} has shape {tuple(value.shape)}, and "
-                f"the parameter has {tuple(parameter.shape)} on this rank: load the state of the same "
-                "parameters, of the same rank and world size"
+                f"Muon.load_state_dict: {name} of parameter {number} has shape {saved_shape}, and "
+                f"the parameter has {shape} on this rank: load the state of the same parameters, "
+                "of the same rank and world size"
             )

@@ -1,12 +1,12 @@
-"""The single seam to torch.distributed: thin collectives that every strategy uses.
+"""Thin collectives that every strategy uses: the only file that calls torch's in a step.
 
-Each returns a `Work` at once; `wait(work, group, what)` makes what follows see the result: on gloo
-it blocks the host, on NCCL it makes the current CUDA stream wait and the host goes on. Until then
-neither the tensor may be changed.
+Each function returns a `Work` at once. `wait(work, group, what)` completes it: on gloo it blocks
+the host, on NCCL it makes the current CUDA stream wait and the host goes on. Until then the
+tensors must not be changed, and the result must not be read.
 
 Averaging. NCCL averages in the reduction (`ReduceOp.AVG`, which multiplies before it adds). gloo
-knows only sums, and a sum of fp16 gradients can overflow where their mean does not, so there the
-sender divides first, in place.
+has only sums, and a sum of fp16 gradients can overflow where their mean does not. So on gloo each
+rank divides its tensor first, in place.
 """
 
 import functools
@@ -25,23 +25,31 @@ from distlab.comm.wait_diagnostics import LONG_WAIT, waiting
 
 T = TypeVar("T")
 
-# A group's own methods, because the functions of torch.distributed around them take microseconds of
-# every call for checks. torch 2.13 renamed these; torch 2.11 has only the old names.
-_all_gather_single = (
-    getattr(ProcessGroup, "all_gather_single", None) or ProcessGroup._allgather_base
-)
-_reduce_scatter_single = (
-    getattr(ProcessGroup, "reduce_scatter_single", None) or ProcessGroup._reduce_scatter_base
-)
+# Methods of a process group. The functions of torch.distributed that wrap them spend microseconds
+# of every call on checks. torch 2.13 renamed these two, and torch 2.11 has only the old names.
+if hasattr(ProcessGroup, "all_gather_single"):
+    _all_gather_single = ProcessGroup.all_gather_single
+    _reduce_scatter_single = ProcessGroup.reduce_scatter_single
+else:
+    _all_gather_single = ProcessGroup._allgather_base
+    _reduce_scatter_single = ProcessGroup._reduce_scatter_base
 
-COALESCED_BYTES = 25 * 2**20
+COALESCED_BYTES = 25 * 2**20  # maximum size of a message of `broadcast_coalesced`
 
 # Dtypes that gloo and NCCL know. A broadcast and an all-gather only copy, so they send tensors of
 # any other dtype (float8, uint16, …) as bytes.
 SENDABLE = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
-    *(torch.complex128, torch.complex64),
-    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
 }
 
 
@@ -59,46 +67,49 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
                 "`with distlab.comm.rank_context() as context:`"
             )
         return dist.group.WORLD
-    if not isinstance(group, ProcessGroup):  # torch hands non-members a sentinel instead of a group
+    if not isinstance(group, ProcessGroup):  # torch gives non-members a sentinel instead of a group
         raise ValueError(f"process_group={group!r}: this rank is not a member of the group")
     return group
 
 
 def wait(work: Work, group: ProcessGroup, what: str) -> None:
-    """Call `work.wait()`. A failure names the ranks that did not come.
+    """Call `work.wait()`. If it fails, the error names the ranks that did not come.
 
     Args:
+        work: collective in flight, or another object with a `wait()` method.
+        group: ranks of the collective.
         what: activity, in the same words on every rank, such as "averaging gradients".
 
     Raises:
         RuntimeError: the wait failed.
     """
-    if group.name() != "gloo" or not isinstance(work, Work):  # such as a transfer by copy engines
+    if group.name() != "gloo" or not isinstance(work, Work):
+        # NCCL, or an object that is not torch's, such as a transfer by copy engines.
         work.wait()
         return
     try:
         work.wait(LONG_WAIT)
     except RuntimeError:
-        # Either it takes longer, or it has failed, and then so does the next wait. This one tells
-        # the other ranks that this rank is waiting.
+        # The collective takes longer or has failed. If it has failed, the second wait raises again.
+        # `waiting` tells the other ranks that this rank is waiting.
         with waiting(group, what):
             work.wait()
 
 
 @functools.cache
 def communication_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream that runs before the computation's, as NCCL's does here (see `rank_context`).
+    """Return the high-priority stream of a device. NCCL's has the same priority (`rank_context`).
 
-    It is always the same one, because a GPU has few queues, and each new stream may share that of
-    the computation.
+    A device has one such stream. A GPU has few hardware queues, so each further stream could share
+    the queue of the computation.
     """
     return torch.cuda.Stream(device, priority=-1)
 
 
 def side_stream(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which one collective can wait for another while the computation goes on.
+    """Return a context in which one collective waits for another while the computation goes on.
 
-    On gloo the host waits.
+    On a CPU the context does nothing, and the host waits.
     """
     if device.type != "cuda":
         return nullcontext()
@@ -113,8 +124,8 @@ def averages_in_reduction(device: torch.device, group: ProcessGroup) -> bool:
 def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
     """Return whether a reduce-scatter may write into its input, and an all-gather read its output.
 
-    Each rank then uses its own slice of that tensor. NCCL documents it. gloo gives wrong results
-    without an error.
+    Each rank then uses its own slice of that tensor. NCCL documents this use. gloo gives wrong
+    results without an error.
     """
     return averages_in_reduction(device, group)
 
@@ -122,31 +133,42 @@ def shards_in_place(device: torch.device, group: ProcessGroup) -> bool:
 def all_reduce_mean(tensor: Tensor, group: ProcessGroup, *, prescaled: bool = False) -> Work:
     """Replace `tensor` by its mean over the ranks.
 
-    It must be contiguous, of floating point and of the same shape on all ranks.
-
-    prescaled: True if `tensor` need not be divided on gloo, because the caller has done it or
-        ignores the scale.
+    Args:
+        tensor: contiguous floating-point tensor, of the same shape on all ranks.
+        group: ranks to average over.
+        prescaled: True to skip the division on gloo, because the caller has divided or ignores the
+            scale.
     """
+    sent, reduction = _prepare(tensor, group, prescaled)
     options = AllreduceOptions()
-    tensor, options.reduceOp = _prepare(tensor, group, prescaled)
+    options.reduceOp = reduction
     options.asyncOp = True
-    return group.allreduce([tensor], options)
+    return group.allreduce([sent], options)
 
 
 def reduce_scatter_mean(
     output: Tensor, input: Tensor, group: ProcessGroup, *, prescaled: bool = False
 ) -> Work:
-    """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`."""
+    """Give rank r the r-th of N equal slices of the mean of `input`: `(N·n,)` → `output` `(n,)`.
+
+    Args:
+        output: memory of this rank's slice.
+        input: contiguous floating-point tensor, of the same shape on all ranks.
+        group: ranks to average over.
+        prescaled: see `all_reduce_mean`.
+    """
+    sent, reduction = _prepare(input, group, prescaled)
     options = ReduceScatterOptions()
-    input, options.reduceOp = _prepare(input, group, prescaled)
+    options.reduceOp = reduction
     options.asyncOp = True
-    return _reduce_scatter_single(group, output, input, options)
+    return _reduce_scatter_single(group, output, sent, options)
 
 
 def reduce_scatter_sum(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Give rank r the r-th of N equal slices of the sum of `input`: `(N·n,)` → `output` `(n,)`."""
     options = ReduceScatterOptions()
-    options.reduceOp, options.asyncOp = dist.ReduceOp.SUM, True
+    options.reduceOp = dist.ReduceOp.SUM
+    options.asyncOp = True
     return _reduce_scatter_single(group, output, input, options)
 
 
@@ -159,14 +181,15 @@ def all_reduce(tensor: Tensor, group: ProcessGroup, *, largest: bool = False) ->
 def all_gather(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Concatenate every rank's `input` `(n,)` in rank order into `output` `(N·n,)`."""
     if input.dtype not in SENDABLE:
-        output, input = _bytes_of(output), _bytes_of(input)
+        output = _bytes_of(output)
+        input = _bytes_of(input)
     options = AllgatherOptions()
     options.asyncOp = True
     return _all_gather_single(group, output, input, options)
 
 
 def broadcast(tensor: Tensor, group: ProcessGroup, *, source: int = 0) -> Work:
-    """Overwrite `tensor` (contiguous) by that of rank `source`, counted within the group."""
+    """Overwrite `tensor` (contiguous) with the one of rank `source`, counted within the group."""
     sent = tensor if tensor.dtype in SENDABLE else _bytes_of(tensor)
     return dist.broadcast(sent, group=group, group_src=source, async_op=True)
 
@@ -177,7 +200,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def reduce(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Replace rank 0's `tensor` by the sum over the ranks. Those of the others become undefined."""
+    """Replace rank 0's `tensor` by the sum over the ranks. Other ranks' become undefined."""
     return dist.reduce(tensor, group=group, group_dst=0, async_op=True)
 
 
@@ -200,21 +223,28 @@ def all_to_all(
     received: Sequence[int] | None = None,
     sent: Sequence[int] | None = None,
 ) -> Work:
-    """Send the r-th of N slices of `input` to rank r. `output` gets the received ones in order.
+    """Send the r-th of N slices of `input` to rank r. `output` gets the received slices by rank.
 
-    `received` and `sent` are the slices' elements, by rank; by default all slices are equal.
+    Args:
+        output: 1-D memory of all received slices.
+        input: 1-D tensor of all sent slices.
+        group: N ranks.
+        received: number of elements from each rank. Default: equal slices.
+        sent: number of elements to each rank. Default: equal slices.
     """
     return dist.all_to_all_single(output, input, received, sent, group=group, async_op=True)
 
 
 def rotate(output: Tensor, input: Tensor, group: ProcessGroup) -> Work:
     """Send `input` `(n,)` to the next rank of the group and receive `output` from the previous."""
-    rank, ranks = group.rank(), group.size()
-    to, come = (
-        [output.numel() * (other == (rank + step) % ranks) for other in range(ranks)]
-        for step in (1, -1)
-    )
-    return all_to_all(output, input, group, come, to)
+    rank = group.rank()
+    ranks = group.size()
+    # An all-to-all in which only the slices to the next and from the previous rank have elements.
+    sent = [0] * ranks
+    sent[(rank + 1) % ranks] = input.numel()
+    received = [0] * ranks
+    received[(rank - 1) % ranks] = output.numel()
+    return all_to_all(output, input, group, received, sent)
 
 
 def send(tensor: Tensor, group: ProcessGroup) -> Work:
@@ -223,21 +253,22 @@ def send(tensor: Tensor, group: ProcessGroup) -> Work:
 
 
 def receive(tensor: Tensor, group: ProcessGroup) -> Work:
-    """Overwrite `tensor` (contiguous) by what the other rank of a group of two sends next."""
+    """Overwrite `tensor` (contiguous) with the next one that the other rank of two sends."""
     return dist.irecv(tensor, group=group, group_src=1 - group.rank())
 
 
 @torch.no_grad()
 def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
-    """Overwrite all tensors, of any strides, by those of the group's first rank, and wait.
+    """Overwrite all tensors, of any strides, with those of the group's first rank, and wait.
 
-    Collectives do not bump a tensor's version counter: called between forward and backward, this
-    would change saved activations without autograd noticing.
+    Do not call it between forward and backward. Collectives do not change a tensor's version
+    counter, so autograd would not notice that a saved activation has changed.
     """
     in_flight = []
     for tensor in tensors:
-        sent = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-        in_flight.append((tensor, sent, broadcast(sent, group)))
+        sent = tensor.detach().contiguous()  # a copy only of a tensor that has holes in memory
+        work = broadcast(sent, group)
+        in_flight.append((tensor, sent, work))
     for tensor, sent, work in in_flight:
         wait(work, group, "broadcasting tensors")
         if not tensor.is_contiguous():
@@ -248,28 +279,40 @@ def broadcast_all(tensors: Iterable[Tensor], group: ProcessGroup) -> None:
 def broadcast_coalesced(
     tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0
 ) -> "Coalesced":
-    """Overwrite all tensors by those of rank `source` through few large messages; returns at once.
+    """Start to overwrite all tensors with those of rank `source`, through few large messages.
 
-    Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES` (a larger tensor has
-    its own), so that hundreds of small parameters do not pay a latency each. `wait()` copies them
-    back.
+    Tensors of one dtype are copied into buffers of at most `COALESCED_BYTES`, so that hundreds of
+    small parameters do not pay a latency each. A larger tensor has a buffer of its own.
+
+    Returns:
+        Messages in flight. Their `wait()` copies the buffers back into the tensors.
     """
-    batches: dict[torch.dtype, list[list[Tensor]]] = {}
+    batches_of_dtype: dict[torch.dtype, list[list[Tensor]]] = {}
     for tensor in tensors:
-        of_dtype = batches.setdefault(tensor.dtype, [[]])
-        filled = sum(t.numel() for t in of_dtype[-1]) * tensor.element_size()
-        if of_dtype[-1] and filled + tensor.numel() * tensor.element_size() > COALESCED_BYTES:
-            of_dtype.append([])
-        of_dtype[-1].append(tensor)
+        batches = batches_of_dtype.setdefault(tensor.dtype, [[]])
+        newest = batches[-1]
+        numel = sum(each.numel() for each in newest) + tensor.numel()
+        if newest and numel * tensor.element_size() > COALESCED_BYTES:
+            newest = []
+            batches.append(newest)
+        newest.append(tensor)
     sent = []
-    for batch in (batch for of_dtype in batches.values() for batch in of_dtype):
-        buffer = torch.cat([tensor.detach().flatten() for tensor in batch])
-        sent.append((batch, buffer, broadcast(buffer, group, source=source)))
+    for batches in batches_of_dtype.values():
+        for batch in batches:
+            buffer = torch.cat([tensor.detach().flatten() for tensor in batch])
+            work = broadcast(buffer, group, source=source)
+            sent.append((batch, buffer, work))
     return Coalesced(sent, group, is_source=group.rank() == source)
 
 
 class Coalesced:
-    """Messages in flight that carry several tensors each."""
+    """Messages in flight that carry several tensors each.
+
+    Args:
+        sent: tensors, buffer and broadcast of each message.
+        group: ranks of the broadcasts.
+        is_source: True on the rank that sends its tensors.
+    """
 
     def __init__(
         self, sent: list[tuple[list[Tensor], Tensor, Work]], group: ProcessGroup, is_source: bool
@@ -283,18 +326,21 @@ class Coalesced:
         """Wait for the messages; ranks other than the source copy them into their tensors."""
         for batch, buffer, work in self._sent:
             wait(work, self._group, "broadcasting tensors")
-            if not self._is_source:
-                pieces = buffer.split([tensor.numel() for tensor in batch])
-                for tensor, piece in zip(batch, pieces, strict=True):
-                    tensor.detach().copy_(piece.view(tensor.shape))
-        self._sent = []
+            if self._is_source:
+                continue
+            pieces = buffer.split([tensor.numel() for tensor in batch])
+            for tensor, piece in zip(batch, pieces, strict=True):
+                tensor.detach().copy_(piece.view(tensor.shape))
+        self._sent = []  # lets the buffers go
 
 
 def gather_objects(value: Any, group: ProcessGroup, what: str = "exchanging objects") -> list[Any]:
     """Return every rank's picklable `value`, in rank order. Blocks.
 
     Args:
-        what: is being done, for the message if a rank does not come; see `wait`.
+        value: object of this rank.
+        group: ranks that exchange their objects.
+        what: activity, for the error if a rank does not come (see `wait`).
     """
     gathered: list[Any] = [None] * group.size()
     with waiting(group, what):
@@ -310,16 +356,18 @@ def all_ranks_agree(condition: bool, device: torch.device, group: ProcessGroup) 
 def if_it_fits(
     action: Callable[[], T], device: torch.device, group: ProcessGroup, times: int = 1
 ) -> T | None:
-    """Run `action` `times` times on every rank. Return the last result.
+    """Run `action` `times` times on every rank, and return the last result.
 
-    Returns None on every rank if some rank ran out of memory.
+    A rank that runs out of memory still tries the remaining times. The other ranks learn of it only
+    at the end, and until then they wait for this rank in their collectives.
 
-    A rank that ran out of memory still tries the rest, because the other ranks, which hear of it at
-    the end, wait for it in their collectives.
+    Returns:
+        Result of the last call. None on every rank if a rank ran out of memory.
     """
     from distlab.cli_errors import is_out_of_memory
 
-    result, fits = None, True
+    result = None
+    fits = True
     for number in range(times):
         try:
             result = action()
@@ -328,45 +376,45 @@ def if_it_fits(
         except (RuntimeError, MemoryError) as error:
             if fits and not is_out_of_memory(error):
                 raise
-            fits = False  # whatever fails from here on follows from it
+            fits = False  # errors of later calls follow from this one
     if not fits:
-        gc.collect()  # half a model may hang in reference cycles
+        gc.collect()  # reference cycles may keep half a model alive
     return result if all_ranks_agree(fits, device, group) else None
 
 
 def sum_tensor(tensor: Tensor, group: ProcessGroup) -> Tensor:
     """Return the element-wise sum over the ranks as a new tensor.
 
-    The host waits on gloo, the stream on NCCL.
+    On gloo the host waits for it, on NCCL the current stream.
     """
     total = tensor.clone()
     if group.name() == "gloo":
-        wait(dist.all_reduce(total, group=group, async_op=True), group, "summing a number")
-    else:  # on NCCL without a stream of its own
+        work = dist.all_reduce(total, group=group, async_op=True)
+        wait(work, group, "summing a number")
+    else:
+        # A synchronous call: NCCL then uses the current stream and not one of its own.
         dist.all_reduce(total, group=group)
     return total
 
 
 def sum_over_ranks(value: float, device: torch.device, group: ProcessGroup) -> float:
     """Return the sum of a number over the ranks, in float64. Blocks."""
-    return float(
-        sum_tensor(torch.tensor([value], dtype=torch.float64, device=device), group).item()
-    )
+    mine = torch.tensor([value], dtype=torch.float64, device=device)
+    return float(sum_tensor(mine, group).item())
 
 
 def _prepare(
     tensor: Tensor, group: ProcessGroup, prescaled: bool
 ) -> tuple[Tensor, dist.ReduceOp.RedOpType]:
-    """Divide if the backend cannot average. Return the tensor to send and the reduction.
+    """Return the tensor to send and the reduction that make a mean.
 
-    The reduction then yields the mean.
-
-    On gloo an alias with its own version counter is sent, because what is written here is not an
-    edit of the caller's: the division now, and the result of a CUDA tensor at any time until
-    `wait()`, from a thread of gloo's.
+    If the backend cannot average, the tensor is divided here and the reduction is a sum.
     """
     if averages_in_reduction(tensor.device, group):
         return tensor, dist.ReduceOp.AVG
+    # An alias with a version counter of its own, because these writes are not edits by the caller:
+    # the division now, and later the result of a CUDA tensor, which a thread of gloo writes at any
+    # time until `wait()`.
     sent = tensor.data
     if not prescaled:
         sent.mul_(1.0 / group.size())

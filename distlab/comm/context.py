@@ -1,12 +1,12 @@
 """The rank of this process. Only this file reads torchrun's environment and owns the process group.
 
-`rank_context()` is used as
+`rank_context()` gives every rank its `RankContext`:
 
     with rank_context(timeout_s=60) as context:
         train(context)
 
-and gives every rank its `RankContext`. It is passed on as an argument; nothing else in the package
-reads RANK, WORLD_SIZE, LOCAL_RANK or MASTER_ADDR, and there is no global "current context".
+Callers pass the context on as an argument. No other file of the package reads RANK, WORLD_SIZE,
+LOCAL_RANK or MASTER_ADDR, and there is no global "current context".
 """
 
 import gc
@@ -29,7 +29,7 @@ from distlab.comm.wait_diagnostics import end_when_lost
 BACKENDS = ("gloo", "nccl")
 DEFAULT_TIMEOUT_S = 60.0
 LONGEST_TIMEOUT_S = 1e8  # three years; beyond some larger number torch's clocks overflow
-SETTLING_S = 5.0  # what a store that is reached may take beyond the timeout to say so
+SETTLING_S = 5.0  # beyond the timeout, for a store that was reached to report its own failure
 
 
 @dataclass(frozen=True)
@@ -38,13 +38,13 @@ class RankContext:
 
     Args:
         rank: 0 … world_size − 1, over all hosts.
-        local_rank: 0 … ranks on this host − 1; picks the GPU.
+        local_rank: 0 … ranks on this host − 1. On NCCL it picks the GPU.
         world_size: number of ranks in `group`.
-        device: device of this rank: `cuda:<local_rank>` on NCCL, `cpu` or a GPU that ranks may
-            share on gloo.
+        device: device of this rank. On NCCL it is `cuda:<local_rank>`. On gloo it is `cpu`, or a
+            GPU that ranks may share.
         backend: `gloo` or `nccl`.
-        group: the process group of all ranks.
-        timeout_s: seconds after which a collective that a peer does not join fails.
+        group: process group of all ranks.
+        timeout_s: seconds after which a collective fails if a rank does not join it.
     """
 
     rank: int
@@ -63,39 +63,54 @@ class RankContext:
 
 @dataclass(frozen=True)
 class RankEnvironment:
-    """Torchrun's variables of this process, or those of a single process without torchrun."""
+    """Torchrun's variables of this process, or those of a single process without torchrun.
+
+    Args:
+        launched: True if RANK and WORLD_SIZE are set.
+        rank: 0 … world_size − 1.
+        local_rank: rank among the processes of this host.
+        world_size: number of ranks of the job.
+        local_world_size: number of ranks on this host.
+        restarts: number of times that torchrun has restarted this job's ranks.
+        max_restarts: number of times that torchrun would restart them.
+        has_agent: True if torchrun's agent started this process, and the variables were not set by
+            hand.
+    """
 
     launched: bool
     rank: int
     local_rank: int
     world_size: int
     local_world_size: int
-    restarts: int = 0  # how often torchrun has restarted this job's ranks
-    max_restarts: int = 0  # how often it would
-    # whether torchrun's agent started this process, not somebody who set the variables
+    restarts: int = 0
+    max_restarts: int = 0
     has_agent: bool = False
 
     @staticmethod
     def read() -> "RankEnvironment":
-        """Read torchrun's variables. Without them this is rank 0 of 1.
+        """Read torchrun's variables. Without them this process is rank 0 of 1.
 
         Raises:
             ValueError: a variable that is not a number, a rank that is not below its world size, or
                 one of RANK and WORLD_SIZE without the other.
         """
         launched = "RANK" in os.environ
-        if launched != ("WORLD_SIZE" in os.environ):
-            there, missing = ("RANK", "WORLD_SIZE") if launched else ("WORLD_SIZE", "RANK")
+        if launched and "WORLD_SIZE" not in os.environ:
             raise ValueError(
-                f"{there}={os.environ[there]} is set and {missing} is not: {_START_OR_UNSET}"
+                f"RANK={os.environ['RANK']} is set and WORLD_SIZE is not: {_START_OR_UNSET}"
             )
-        world_size = _number("WORLD_SIZE", 1, least=1)
+        if not launched and "WORLD_SIZE" in os.environ:
+            raise ValueError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set and RANK is not: {_START_OR_UNSET}"
+            )
+        world_size = _number("WORLD_SIZE", 1, minimum=1)
         rank = _number("RANK", 0, below=("WORLD_SIZE", world_size))
-        local_world_size = _number("LOCAL_WORLD_SIZE", world_size, least=1)
+        local_world_size = _number("LOCAL_WORLD_SIZE", world_size, minimum=1)
+        local_rank = _number("LOCAL_RANK", rank, below=("LOCAL_WORLD_SIZE", local_world_size))
         return RankEnvironment(
             launched=launched,
             rank=rank,
-            local_rank=_number("LOCAL_RANK", rank, below=("LOCAL_WORLD_SIZE", local_world_size)),
+            local_rank=local_rank,
             world_size=world_size,
             local_world_size=local_world_size,
             restarts=_number("TORCHELASTIC_RESTART_COUNT", 0),
@@ -108,9 +123,19 @@ _START_OR_UNSET = "start ranks with torchrun, which sets both, or unset it"
 
 
 def _number(
-    name: str, default: int, *, least: int = 0, below: tuple[str, int] | None = None
+    name: str, default: int, *, minimum: int = 0, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the whole number in an environment variable. It must be in its range."""
+    """Return the whole number in an environment variable.
+
+    Args:
+        name: name of the variable.
+        default: number without the variable.
+        minimum: smallest value allowed.
+        below: name and value of the variable that must be larger.
+
+    Raises:
+        ValueError: it is not a whole number, or out of its range.
+    """
     text = os.environ.get(name)
     if text is None:
         return default
@@ -118,16 +143,20 @@ def _number(
         value = int(text)
     except ValueError:
         raise ValueError(
-            f"{name}={text!r} is not a whole number: start ranks with torchrun, which sets it, or unset it"
+            f"{name}={text!r} is not a whole number: start ranks with torchrun, which sets it, or "
+            "unset it"
         ) from None
-    if value < least:
+    if value < minimum:
         raise ValueError(
-            f"{name}={value} must be at least {least}: start ranks with torchrun, or mend it"
+            f"{name}={value} must be at least {minimum}: start ranks with torchrun, or mend it"
         )
-    if below is not None and value >= below[1]:
-        raise ValueError(
-            f"{name}={value} must be below {below[0]}={below[1]}: ranks count from 0 to {below[1] - 1}"
-        )
+    if below is not None:
+        limit_name, limit = below
+        if value >= limit:
+            raise ValueError(
+                f"{name}={value} must be below {limit_name}={limit}: ranks count from 0 to "
+                f"{limit - 1}"
+            )
     return value
 
 
@@ -137,27 +166,30 @@ def choose_device(
     """Pick backend and device for one rank.
 
     Args:
-        backend: `gloo`, `nccl`, or None: NCCL if there are GPUs and no device is given, else gloo.
+        backend: `gloo`, `nccl`, or None. None is NCCL if there are GPUs and no device is given, and
+            gloo otherwise.
+        local_rank: rank among the processes of this host.
+        local_world_size: number of ranks on this host.
         device: device of a gloo rank: `cpu` (default) or a GPU that ranks may share, such as
             `cuda:0`.
 
     Raises:
-        ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, or a
-            device that is not here, or another than NCCL's.
+        ValueError: unknown backend, NCCL without GPUs, more NCCL ranks on this host than GPUs, a
+            device that is not here, or a device that is not NCCL's for this rank.
     """
     gpus = torch.cuda.device_count()
     if backend is None:
-        backend = "nccl" if gpus and device is None else "gloo"
+        backend = "nccl" if gpus > 0 and device is None else "gloo"
     if backend not in BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; allowed: {', '.join(BACKENDS)}")
-    allowed = (
-        ["cpu", *(f"cuda:{gpu}" for gpu in range(gpus))]
-        if backend == "gloo"
-        else [f"cuda:{local_rank}"]
-    )
-    if device not in (None, *allowed):
+    if backend == "gloo":
+        allowed = ["cpu"] + [f"cuda:{gpu}" for gpu in range(gpus)]
+    else:
+        allowed = [f"cuda:{local_rank}"]
+    if device is not None and device not in allowed:
         raise ValueError(
-            f"device={device!r} of local rank {local_rank} on {backend}; allowed: {', '.join(allowed)}"
+            f"device={device!r} of local rank {local_rank} on {backend}; allowed: "
+            f"{', '.join(allowed)}"
         )
     if backend == "gloo":
         return backend, torch.device(device or "cpu")
@@ -167,8 +199,8 @@ def choose_device(
         )
     if local_world_size > gpus:
         raise ValueError(
-            f"{local_world_size} NCCL ranks on a host with {gpus} GPU(s): NCCL needs one GPU per rank; "
-            f"start at most {gpus} ranks (--nproc_per_node={gpus}) or use the gloo backend"
+            f"{local_world_size} NCCL ranks on a host with {gpus} GPU(s): NCCL needs one GPU per "
+            f"rank; start at most {gpus} ranks (--nproc_per_node={gpus}) or use the gloo backend"
         )
     return backend, torch.device("cuda", local_rank)
 
@@ -185,14 +217,14 @@ def rank_context(
 ) -> Iterator[RankContext]:
     """Join the process group, yield this rank's context, and leave the group at the end.
 
-    A rank that torchrun's agent started ends with the agent from here on, see
-    `distlab.comm.parent_death`.
+    From here on, a rank that torchrun's agent started ends when the agent does (see
+    `distlab.comm.parent_death`).
 
     Args:
-        backend: `gloo`, `nccl` or None: NCCL if there are GPUs and no device is given, else gloo.
+        backend: `gloo`, `nccl`, or None (see `choose_device`).
         device: device of gloo ranks: `cpu` (default) or a GPU that they share, such as `cuda:0`.
-        timeout_s: seconds that any collective may take before it fails on the ranks that wait.
-        store, rank, world_size: rendezvous by hand (tests, notebooks); by default torchrun's
+        timeout_s: seconds after which a collective fails on the ranks that wait for another.
+        store, rank, world_size: rendezvous by hand, for tests and notebooks. By default torchrun's
             environment is read, and without torchrun the context is a world of one rank.
 
     Raises:
@@ -203,13 +235,20 @@ def rank_context(
     """
     if not 0 < timeout_s <= LONGEST_TIMEOUT_S:
         raise ValueError(
-            f"timeout_s={timeout_s} must be a positive number of seconds, at most {LONGEST_TIMEOUT_S:.0e}"
+            f"timeout_s={timeout_s} must be a positive number of seconds, at most "
+            f"{LONGEST_TIMEOUT_S:.0e}"
         )
     place = RankEnvironment.read()
     if store is not None:
         if rank is None or world_size is None:
             raise ValueError("rendezvous through a store needs rank and world_size")
-        place = RankEnvironment(False, rank, rank, world_size, world_size)
+        place = RankEnvironment(
+            launched=False,
+            rank=rank,
+            local_rank=rank,
+            world_size=world_size,
+            local_world_size=world_size,
+        )
     if place.launched and place.has_agent:
         end_with_agent()
     backend, chosen = choose_device(backend, place.local_rank, place.local_world_size, device)
@@ -219,21 +258,21 @@ def rank_context(
 
     options = None
     if chosen.type == "cuda":
-        # Streams that share one of the driver's queues wait for each other; eight queues, its
-        # default, are too few for computation, NCCL and copy engines. Read when CUDA starts.
+        # Streams that share one of the driver's queues wait for each other. The default of 8 queues
+        # is too few for computation, NCCL and copy engines. CUDA reads the number when it starts.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(chosen)
-        # Gathered parameters and activations of long sequences fit into no gap of each other:
-        # without segments that grow, 138 GiB were not enough for tensors of 126. A user's own
-        # settings stay.
-        if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        # Gathered parameters and activations of long sequences do not fit into each other's gaps.
+        # Without segments that grow, 138 GiB were not enough for tensors of 126 GiB.
+        variables = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+        has_own_settings = any(variable in os.environ for variable in variables)
+        if not has_own_settings:
             torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if backend == "nccl":
-        # Communication kernels must get onto SMs that computation keeps busy: a high-priority
-        # stream lets a bucket start when the next thread block retires instead of when the queue
-        # drains.
+        # Communication kernels must get onto SMs that computation keeps busy. On a high-priority
+        # stream they start when the next thread block retires, and not when the queue is empty.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        options._timeout = timeout  # options given by hand are taken as they are, their timeout too
+        options._timeout = timeout  # torch does not set the timeout of options that it is given
     dist.init_process_group(
         backend,
         store=store,
@@ -249,39 +288,38 @@ def rank_context(
         watch.start()
     try:
         if backend == "gloo":
-            # Each rank connects to all others. One that has done so and leaves again at once would
-            # close its connections under a rank that is still making its own.
+            # Each rank connects to all others. A rank that leaves at once would close connections
+            # that another rank is still making.
             dist.barrier()
         yield RankContext(
-            place.rank,
-            place.local_rank,
-            place.world_size,
-            chosen,
-            backend,
-            dist.group.WORLD,
-            timeout_s,
+            rank=place.rank,
+            local_rank=place.local_rank,
+            world_size=place.world_size,
+            device=chosen,
+            backend=backend,
+            group=dist.group.WORLD,
+            timeout_s=timeout_s,
         )
     finally:
-        # So that the process can exit with the code it means to: a gloo work object that is
-        # destroyed during the interpreter's shutdown aborts the process (exit code −6), hence the
-        # collection of garbage before it.
         over.set()
         if backend == "nccl":
             watch.join()
         if dist.is_initialized():
             dist.destroy_process_group()
+        # A gloo work object that is destroyed during the interpreter's shutdown aborts the process
+        # (exit code −6). Destroy those in reference cycles now.
         gc.collect()
 
 
 def _torchrun_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """The store of torchrun's rendezvous, with the keys of each restart kept apart.
+    """Return the store of torchrun's rendezvous, with separate keys for each restart.
 
     torchrun's agent keeps one TCPStore across restarts, and workers of a second attempt would read
-    the dead workers' addresses from it (pytorch issue 135712). A prefix per attempt cures that on
-    one host; restart counts are not the same on all hosts, so with several the store is left as it
-    is.
+    the dead workers' addresses from it (pytorch issue 135712).
     """
     store = _rendezvous(place, timeout)
+    # A prefix per attempt separates them on one host. With several hosts the store stays as it is,
+    # because restart counts differ between hosts.
     if _number("GROUP_WORLD_SIZE", 1) == 1:
         store = dist.PrefixStore(f"attempt{place.restarts}", store)
     store.set_timeout(timeout)
@@ -289,74 +327,82 @@ def _torchrun_store(place: RankEnvironment, timeout: timedelta) -> dist.Store:
 
 
 def _rendezvous(place: RankEnvironment, timeout: timedelta) -> dist.Store:
-    """Return the TCPStore at MASTER_ADDR:MASTER_PORT. An error says its cause.
+    """Return the TCPStore at MASTER_ADDR:MASTER_PORT. An error says why it was not reached.
 
     Raises:
-        ValueError: an address or a port that cannot be one.
+        ValueError: a missing address, or a missing or impossible port.
         OSError: the port is in use, no process listens there, or not all ranks came within the
             timeout.
     """
-    # torchrun's agent serves it already
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return next(rendezvous("env://", timeout=timeout))[0]
-    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
-    if missing:
-        raise ValueError(
-            f"RANK={place.rank} is set and {missing[0]} is not: start ranks with torchrun, or give all ranks the "
-            "host of rank 0 and a free port there"
-        )
-    host, port = os.environ["MASTER_ADDR"], _number("MASTER_PORT", 0)
+        # torchrun's agent serves the store already.
+        store, _, _ = next(rendezvous("env://", timeout=timeout))
+        return store
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not os.environ.get(name):
+            raise ValueError(
+                f"RANK={place.rank} is set and {name} is not: start ranks with torchrun, or give "
+                "all ranks the host of rank 0 and a free port there"
+            )
+    host = os.environ["MASTER_ADDR"]
+    port = _number("MASTER_PORT", 0)
     if not 1 <= port <= 65535:
         raise ValueError(f"MASTER_PORT={port}: a port is a number from 1 to 65535")
     where = f"MASTER_ADDR:MASTER_PORT={host}:{port}"
     limit_s = timeout.total_seconds()
     if place.rank != 0:
         _wait_for_server(host, port, limit_s, where, place.rank)
-    found: list[dist.Store | Exception] = []
+    # torch waits forever for a server that accepts a connection and never answers, so the thread
+    # may be left behind. It puts the store or an error into this list.
+    results: list[dist.Store | Exception] = []
 
     def join() -> None:
         try:
-            found.append(next(rendezvous("env://", timeout=timeout))[0])
+            store, _, _ = next(rendezvous("env://", timeout=timeout))
+            results.append(store)
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
-    # Of a server that accepts and never answers torch would wait for an answer without end.
     thread = threading.Thread(target=join, daemon=True)
     thread.start()
     thread.join(limit_s + SETTLING_S)
-    if found and isinstance(found[0], dist.Store):
-        return found[0]
-    said = str(found[0]) if found else ""
-    if "EADDRINUSE" in said:
+    result = results[0] if results else None
+    if isinstance(result, dist.Store):
+        return result
+    reason = "" if result is None else str(result)
+    lines = reason.strip().splitlines()
+    if "EADDRINUSE" in reason:
         raise OSError(
-            f"MASTER_PORT={port} is in use on this host, by another program or another job's rank 0: set MASTER_PORT "
-            "to a free port on every rank, or start with torchrun --standalone, which finds one"
+            f"MASTER_PORT={port} is in use on this host, by another program or another job's rank "
+            "0: set MASTER_PORT to a free port on every rank, or start with torchrun --standalone, "
+            "which finds one"
         )
-    if "clients joined" in said:
+    if "clients joined" in reason:
         raise OSError(
             f"not all of WORLD_SIZE={place.world_size} ranks came to {where} within {limit_s:g} s "
-            f"({said.strip().splitlines()[0]}): start the missing ones with the same MASTER_ADDR and MASTER_PORT"
+            f"({lines[0]}): start the missing ones with the same MASTER_ADDR and MASTER_PORT"
         )
-    if found and not isinstance(found[0], dist.DistError):
-        raise found[0]
+    if result is not None and not isinstance(result, dist.DistError):
+        raise result
+    answer = lines[0] if lines else f"no answer within {limit_s:g} s"
     raise OSError(
-        f"rank {place.rank} reached {where}, but what answers there is not rank 0's store: use another free port "
-        f"({said.strip().splitlines()[0] if said else f'no answer within {limit_s:g} s'})"
+        f"rank {place.rank} reached {where}, but what answers there is not rank 0's store: use "
+        f"another free port ({answer})"
     )
 
 
 def _wait_for_server(host: str, port: int, limit_s: float, where: str, rank: int) -> None:
-    """Return once a process listens there, which rank 0 may not do yet.
+    """Wait until a process listens at this address. Rank 0 may start later than this rank.
 
     Raises:
-        OSError: none does within the limit, or the host has no address.
+        OSError: no process listens within the limit, or the host has no address.
     """
     deadline = time.monotonic() + limit_s
     while True:
         try:
             socket.create_connection((host, port), timeout=max(1.0, limit_s)).close()
             return
-        except OSError as error:  # a name that has no address yet, or nobody who listens yet
+        except OSError as error:  # the name has no address yet, or no process listens yet
             if time.monotonic() > deadline:
                 raise OSError(
                     f"rank {rank} found no process that listens at {where} within {limit_s:g} s "

@@ -10,9 +10,9 @@ engines. Every tensor is cut into N equal chunks, and rank r averages chunk r:
     push       copies  chunk r → every peer                             (N−1)/N of the bytes go out
     arrived    all     once, after the last tensor
 
-These are the reduce-scatter and the all-gather of a ring's all-reduce, with the same number of
-bytes per link, but each in one hop, because the switch connects every pair of GPUs. One rank
-averages each chunk, so that all ranks get the same bits.
+Pull and push send the same number of bytes per link as the reduce-scatter and the all-gather of a
+ring's all-reduce. Each takes one hop, because the switch connects every pair of GPUs. Each chunk is
+averaged by one rank, so that all ranks get the same bits.
 
 The tensors are in symmetric memory (`torch.distributed._symmetric_memory`), which torch's caching
 allocator does not count. Multicast is not used.
@@ -30,11 +30,11 @@ from torch.distributed import ProcessGroup
 
 from distlab.comm import collectives
 
-ALIGNMENT = 512  # bytes, of each tensor's beginning
-_rendezvous_count = 0  # of this process, in any group
+ALIGNMENT = 512  # bytes to which each tensor's first address is rounded up
+_rendezvous_count = 0  # number of rendezvous of this process, in all of its groups
 
-# An operator of its own, so that instruments at torch's dispatcher see one all-reduce and not its
-# copies.
+# The transfer is an operator, so that instruments at torch's dispatcher see one all-reduce and not
+# its copies.
 _library = torch.library.Library("distlab", "DEF")
 _library.define(
     "all_reduce_mean_by_copy(Tensor(a!)[] replicas, Tensor(b!) staging, int rank) -> ()"
@@ -43,15 +43,23 @@ _library.define(
 
 @torch.library.impl(_library, "all_reduce_mean_by_copy", "CompositeExplicitAutograd")
 def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int) -> None:
-    """Rank `rank`'s part: chunk `rank` of the mean of all replicas `(N·n,)`, given to all.
+    """Average one chunk over all ranks' replicas of a tensor and copy the mean to every replica.
 
-    `staging`: `(N−1, ≥ n)`.
+    Args:
+        replicas: `(N·n,)` on each of the N ranks.
+        staging: `(N−1, ≥ n)` on this rank.
+        rank: number of this rank and of its chunk.
     """
-    # imports Triton, which not every user of this package has
+    # Imported here because it needs Triton, which not every user of this package has.
     from kernels.average import average_into
 
     count = len(replicas)
-    own, *theirs = (replicas[(rank + step) % count].chunk(count)[rank] for step in range(count))
+    own = replicas[rank].chunk(count)[rank]
+    theirs = []
+    # Each rank begins with its next neighbour, so that no two of them begin with the same GPU.
+    for step in range(1, count):
+        peer = (rank + step) % count
+        theirs.append(replicas[peer].chunk(count)[rank])
     arrived = staging[:, : own.numel()]
     for row, chunk in zip(arrived, theirs, strict=True):
         row.copy_(chunk)
@@ -61,7 +69,7 @@ def _all_reduce_mean_by_copy(replicas: list[Tensor], staging: Tensor, rank: int)
 
 
 class CopyEngineAllReduce:
-    """Tensors that all ranks of one host hold, and their means by copy engines.
+    """Tensors of all ranks of one host, which copy engines average.
 
     Args:
         numels: number of elements of each tensor, multiples of the group's size.
@@ -87,25 +95,32 @@ class CopyEngineAllReduce:
         group: ProcessGroup,
     ):
         check_copy_engines(device, group)
+        self._rank = group.rank()
+        ranks = group.size()
+        # Tensors are stored one after the other in a single block of memory on each rank.
         sizes = [numel * dtype.itemsize for numel, dtype in zip(numels, dtypes, strict=True)]
-        starts, self.num_bytes = [], 0
+        starts = []
+        self.num_bytes = 0
         for size in sizes:
             starts.append(self.num_bytes)
-            self.num_bytes += -(-size // ALIGNMENT) * ALIGNMENT
-        self._rank, ranks = group.rank(), range(group.size())
+            self.num_bytes += _aligned(size)
         self._memory = _symmetric_memory(self.num_bytes, device, group)
-        replicas = [self._memory.get_buffer(rank, (self.num_bytes,), torch.uint8) for rank in ranks]
-        replicas[self._rank].zero_()
-        self._replicas = [
-            [replica[start : start + size].view(dtype) for replica in replicas]
-            for start, size, dtype in zip(starts, sizes, dtypes, strict=True)
-        ]
-        self.tensors = [replica[self._rank] for replica in self._replicas]
+        blocks = []
+        for rank in range(ranks):
+            blocks.append(self._memory.get_buffer(rank, (self.num_bytes,), torch.uint8))
+        blocks[self._rank].zero_()
+        # For each tensor, its memory on every rank.
+        self._replicas: list[list[Tensor]] = []
+        for start, size, dtype in zip(starts, sizes, dtypes, strict=True):
+            end = start + size
+            self._replicas.append([block[start:end].view(dtype) for block in blocks])
+        self.tensors = [replicas[self._rank] for replicas in self._replicas]
         self._stream = collectives.communication_stream(device)
-        staged = -(-max(sizes, default=0) // group.size() // ALIGNMENT) * ALIGNMENT
-        self._staging = torch.empty(group.size() - 1, staged, dtype=torch.uint8, device=device)
+        # Room for the chunk of every peer. All tensors use it in turn.
+        staging_bytes = _aligned(-(-max(sizes, default=0) // ranks))
+        self._staging = torch.empty(ranks - 1, staging_bytes, dtype=torch.uint8, device=device)
         self._device = device
-        self._arriving = False
+        self._in_flight = False  # True from `start` to the next `wait`
 
     def start(self, number: int) -> "CopyEngineAllReduce":
         """Begin to average tensor `number` over the ranks, once the current stream has filled it.
@@ -120,80 +135,98 @@ class CopyEngineAllReduce:
             self._memory.barrier()
             staging = self._staging.view(self.tensors[number].dtype)
             torch.ops.distlab.all_reduce_mean_by_copy(self._replicas[number], staging, self._rank)
-        self._arriving = True
+        self._in_flight = True
         return self
 
     def wait(self) -> None:
         """Let the current stream wait until every started tensor is complete on every rank."""
-        if not self._arriving:
+        if not self._in_flight:
             return
-        self._arriving = False
+        self._in_flight = False
         with torch.cuda.stream(self._stream):
             self._memory.barrier()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 def check_copy_engines(device: torch.device, group: ProcessGroup) -> None:
-    """Refuse where GPUs cannot reach each other's memory. A collective.
+    """Check that the GPUs of all ranks can reach each other's memory. A collective.
 
     Raises:
-        ValueError: the same on every rank.
+        ValueError: they cannot. All ranks raise it.
     """
-    reachable = device.type == "cuda" and all(
-        torch.cuda.can_device_access_peer(device, other)
-        for other in range(torch.cuda.device_count())
-        if other != device.index
+    answers = collectives.gather_objects(
+        (_reaches_all_gpus(device), str(device), socket.gethostname()), group
     )
-    answers = collectives.gather_objects((reachable, str(device), socket.gethostname()), group)
+    reaches_all = [reaches for reaches, _, _ in answers]
+    devices = [name for _, name, _ in answers]
     hosts = {host for _, _, host in answers}
-    if len(hosts) > 1 or not all(reached for reached, _, _ in answers):
+    if len(hosts) > 1 or not all(reaches_all):
         raise ValueError(
-            "copy engines reach the memory of NVIDIA GPUs of one host that are linked to each other; here the ranks "
-            f"have {', '.join(name for _, name, _ in answers)} on {len(hosts)} host(s): use BucketedDDP, whose "
-            "collectives go anywhere"
+            "copy engines reach the memory of NVIDIA GPUs of one host that are linked to each "
+            f"other; here the ranks have {', '.join(devices)} on {len(hosts)} host(s): use "
+            "BucketedDDP, whose collectives go anywhere"
         )
 
 
-def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
-    """Memory of this size on every rank, each mapped by all. A collective.
+def _reaches_all_gpus(device: torch.device) -> bool:
+    """Return whether a device is a GPU that can access the memory of all GPUs of this host."""
+    if device.type != "cuda":
+        return False
+    others = [index for index in range(torch.cuda.device_count()) if index != device.index]
+    return all(torch.cuda.can_device_access_peer(device, other) for other in others)
 
-    torch counts the rendezvous of a process over all of its groups, and ranks whose counts differ
-    would look for each other under different keys of the store until the timeout. A rank that is
-    behind, because the others have had a rendezvous without it, catches up first, with rendezvous
-    of its own.
+
+def _aligned(num_bytes: int) -> int:
+    """Return a number of bytes, rounded up to a multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
+
+
+def _symmetric_memory(num_bytes: int, device: torch.device, group: ProcessGroup) -> Any:
+    """Allocate memory of this size on every rank and map all of it on every rank. A collective.
 
     Raises:
-        torch.OutOfMemoryError: on every rank, if the memory does not fit on one.
+        torch.OutOfMemoryError: the memory does not fit on a rank. All ranks raise it.
     """
+    # torch counts the rendezvous of a process over all of its groups. Ranks whose counts differ
+    # would look for each other under different keys of the store until the timeout. A rank is
+    # behind if the others have had a rendezvous without it. It catches up with some of its own.
     counts = collectives.gather_objects(_rendezvous_count, group)
     for _ in range(max(counts) - _rendezvous_count):
-        # NCCL would split the communicator of all ranks for it, and wait for them; only the group's
-        # store is needed.
+        # On gloo, because only the group's store is needed. NCCL would split the communicator of
+        # all ranks, and wait for all of them.
         alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
         _rendezvous(_allocated(1, device), alone, uuid.uuid4().hex)
         dist.destroy_process_group(alone)
-    # the driver, which is asked, does not see what the caching allocator holds in reserve
+    # Symmetric memory comes from the driver, which cannot use the caching allocator's reserve.
     torch.cuda.empty_cache()
     memory = collectives.if_it_fits(lambda: _allocated(num_bytes, device), device, group)
-    if memory is None:  # nobody waits in a rendezvous for a rank that has no room
+    if memory is None:
+        # All ranks raise, because a rank in a rendezvous would wait for the one without room.
         raise torch.OutOfMemoryError(f"no room for {num_bytes / 2**30:.1f} GiB of symmetric memory")
-    return _rendezvous(memory, group, collectives.gather_objects(uuid.uuid4().hex, group)[0])
+    unique = collectives.gather_objects(uuid.uuid4().hex, group)[0]
+    return _rendezvous(memory, group, unique)
 
 
 def _allocated(num_bytes: int, device: torch.device) -> Tensor:
-    """Symmetric memory that is not mapped yet."""
+    """Return symmetric memory that is not mapped yet."""
     from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
 
     return symmetric.empty(num_bytes, dtype=torch.uint8, device=device)
 
 
 def _rendezvous(memory: Tensor, group: ProcessGroup, unique: str) -> Any:
-    """Hold one rendezvous of a group's ranks, under a name that no group here has used before."""
-    from torch.distributed import _symmetric_memory as symmetric
+    """Map a group's memory on all of its ranks. A collective.
 
-    # torch remembers the store of a group by the group's name for the life of the process, and
-    # would look for the peers of a later group of the same name (the default group, left and joined
-    # again) in the wrong one.
+    Args:
+        memory: memory of this rank that is not mapped yet.
+        group: ranks that take part.
+        unique: name that no group of this process has used before, the same on all ranks.
+    """
+    from torch.distributed import _symmetric_memory as symmetric  # takes a while to import
+
+    # A new name each time: torch remembers the store of a group by the group's name for the life of
+    # the process. For a later group of the same name, such as the default group after it was left
+    # and joined again, it would look for the peers in the wrong store.
     global _rendezvous_count
     _rendezvous_count += 1
     name = f"copy-engine-{unique}"

@@ -1,4 +1,4 @@
-"""A rank's process from its group to its exit code: messages about failures, and how it ends."""
+"""A rank's process from its group to its exit code: messages about failures, and its end."""
 
 import gc
 import os
@@ -16,14 +16,20 @@ from distlab.cli_errors import USAGE_ERROR, message_of, until_stopped
 from distlab.comm import collectives
 from distlab.comm.context import RankContext, RankEnvironment, rank_context
 
-SILENCE_S = 10.0  # between two lines of progress where nobody looks on
-CLEAR = "\033[K"  # a terminal's line, from the cursor on
+SILENCE_S = 10.0  # between two lines of progress in a file or a pipe
+CLEAR = "\033[K"  # clears a terminal's line from the cursor on
 
 
 def run_rank(
     work: Callable[[RankContext], int], *, backend: str | None, timeout_s: float, name: str
 ) -> int:
     """Run `work` on this rank inside its context. Turn exceptions into a message and an exit code.
+
+    Args:
+        work: function of this rank's context that returns an exit code.
+        backend: see `rank_context`.
+        timeout_s: seconds after which a collective fails if a rank does not join it.
+        name: name of the command, for messages.
 
     Returns:
         The result of `work`. 2 after an error that the user can fix, 1 after the loss of another
@@ -35,7 +41,7 @@ def run_rank(
         print(f"{name}: error: {error}", file=sys.stderr, flush=True)
         return USAGE_ERROR
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    # no collection, ours between variants or Python's own, looks through all of torch again
+    # Later garbage collections, ours between variants and Python's own, skip the objects of torch.
     gc.freeze()
 
     def work_in_context() -> int:
@@ -44,7 +50,8 @@ def run_rank(
                 try:
                     return work(context)
                 except Exception as error:
-                    if (message := message_of(error)) is None:
+                    message = message_of(error)
+                    if message is None:
                         raise
                     say_once(context, f"{name}: error: {message}")
                     return USAGE_ERROR
@@ -52,15 +59,17 @@ def run_rank(
             if is_lost_peer(error):
                 first_line = str(error).strip().splitlines()[0]
                 print(
-                    f"{name}: rank {place.rank} lost another rank: it died, or did not join a collective within "
-                    f"{timeout_s:g} s (--timeout). Look for that rank's own message. ({first_line})",
+                    f"{name}: rank {place.rank} lost another rank: it died, or did not join a "
+                    f"collective within {timeout_s:g} s (--timeout). Look for that rank's own "
+                    f"message. ({first_line})",
                     file=sys.stderr,
                     flush=True,
                 )
                 return 1
-            if (message := message_of(error)) is None:
+            message = message_of(error)
+            if message is None:
                 raise
-            # no group yet to agree on who says it
+            # Every rank prints it, because there is no group yet in which one rank could.
             print(f"{name}: error: {message}", file=sys.stderr, flush=True)
             return USAGE_ERROR
 
@@ -68,10 +77,10 @@ def run_rank(
 
 
 def say_once(context: RankContext, message: str) -> None:
-    """Print what all ranks have found: rank 0 says it, and the others wait until it has been said.
+    """Print an error that all ranks have found. Rank 0 prints it, and the others wait for that.
 
-    Without waiting, the first rank to leave makes torchrun end rank 0 in mid-sentence. A rank whose
-    error is its own waits in vain for a few seconds and then says it itself.
+    If they did not wait, the first rank to leave would make torchrun end rank 0 while it prints. A
+    rank whose error no other rank has found waits in vain for 5 seconds and then prints it itself.
     """
     store = dist.distributed_c10d._get_default_store()
     if not context.is_main:
@@ -86,22 +95,23 @@ def say_once(context: RankContext, message: str) -> None:
 
 
 def on_main(context: RankContext, work: Callable[[], Any]) -> Any:
-    """Return on every rank the result of `work()` on rank 0. Call it on all ranks.
+    """Run `work()` on rank 0 and return its result on every rank. Call it on all ranks.
 
-    Its OSError or ValueError is raised on all ranks.
+    Raises:
+        OSError, ValueError: `work` raised it. All ranks raise it.
     """
     if context.group is None:
         return work()
-    found = None
+    mine = None
     if context.is_main:
         try:
-            found = work()
+            mine = work()
         except (OSError, ValueError) as error:
-            found = error
-    found = collectives.gather_objects(found, context.group)[0]
-    if isinstance(found, Exception):
-        raise found
-    return found
+            mine = error
+    result = collectives.gather_objects(mine, context.group)[0]
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
 class Progress:
@@ -118,12 +128,15 @@ class Progress:
         self.said = -SILENCE_S
 
     def __call__(self, text: str) -> None:
-        """Say what is done now."""
+        """Print the current activity."""
         now = self._seconds()
-        if self.speaks and self.rewrites:
-            line = f"[{now:6.1f} s] {text}"[: shutil.get_terminal_size().columns - 1]
+        if not self.speaks:
+            return
+        if self.rewrites:
+            width = shutil.get_terminal_size().columns - 1  # a full line would move to the next one
+            line = f"[{now:6.1f} s] {text}"[:width]
             print(f"\r{CLEAR}{line}\r", end="", file=sys.stderr, flush=True)
-        elif self.speaks and now - self.said >= SILENCE_S:
+        elif now - self.said >= SILENCE_S:
             self.keep(text)
             self.said = now
 
@@ -134,7 +147,7 @@ class Progress:
             print(f"[{self._seconds():6.1f} s] {text}", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Take the line away, before something else is printed."""
+        """Clear the line. Call it before something else is printed."""
         if self.speaks and self.rewrites:
             print(f"\r{CLEAR}", end="", file=sys.stderr, flush=True)
 
@@ -145,9 +158,9 @@ class Progress:
 def leave_process(code: int) -> NoReturn:
     """End this rank with `code`, without the interpreter's shutdown.
 
-    One of gloo's threads may still be about to release the last collective's tensors. That needs
-    Python's lock, and asking for it during the shutdown aborts a process whose work was done (exit
-    code −6), which torchrun takes for a failure.
+    One of gloo's threads may not have released the last collective's tensors yet. To release them
+    it needs Python's lock. If it asks for the lock during the shutdown, the process aborts (exit
+    code −6) although its work is done, and torchrun reports a failure.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -155,15 +168,18 @@ def leave_process(code: int) -> NoReturn:
 
 
 def is_lost_peer(error: Exception) -> bool:
-    """Return whether an error of torch or gloo, a plain RuntimeError, means that a rank is gone."""
+    """Return whether an error means that another rank is gone."""
+    if isinstance(error, dist.DistError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    # gloo raises plain RuntimeErrors, which differ only in their text.
     signs = (
-        *(
-            "Connection closed by peer",
-            "Connection reset by peer",
-            "Timed out waiting",
-            "timed out",
-        ),
+        "Connection closed by peer",
+        "Connection reset by peer",
+        "Timed out waiting",
+        "timed out",
         "Application timeout caused pair closure",
     )
-    known = isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-    return known or isinstance(error, dist.DistError)
+    text = str(error)
+    return any(sign in text for sign in signs)

@@ -22,17 +22,21 @@ from distlab.comm.context import RankContext
 
 def doubling_sizes(world_size: int) -> tuple[int, ...]:
     """Return 1, 2, 4, … and the world size itself."""
-    sizes = [2**k for k in range(world_size.bit_length()) if 2**k < world_size]
+    sizes = []
+    size = 1
+    while size < world_size:
+        sizes.append(size)
+        size *= 2
     return (*sizes, world_size)
 
 
 @contextmanager
 def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None]:
-    """Yield this rank's context in the group of the first `ranks` ranks. None for the others.
+    """Yield this rank's context in the group of the first `ranks` ranks. None for other ranks.
 
-    Every rank of `context` calls it, with the same number, and those left out wait at the end of
-    the block (or beyond, at their next collective), for at most the context's timeout if they have
-    nothing to do: see `rest`.
+    Every rank of `context` calls it with the same number. The other ranks wait at their next
+    collective, which fails after the context's timeout. If they have nothing to do for longer, call
+    `rest`.
 
     Raises:
         ValueError: fewer than one rank, or more than there are.
@@ -45,28 +49,39 @@ def first_ranks(context: RankContext, ranks: int) -> Iterator[RankContext | None
     group = _new_group(range(ranks), context.backend, timedelta(seconds=context.timeout_s))
     is_member = context.rank < ranks
     try:
-        yield replace(context, world_size=ranks, group=group) if is_member else None
+        if is_member:
+            yield replace(context, world_size=ranks, group=group)
+        else:
+            yield None
     finally:
         if is_member:
             dist.destroy_process_group(group)
 
 
 def rest(context: RankContext, name: str, busy_ranks: int) -> None:
-    """Wait until the first `busy_ranks` ranks have come here, without a kernel that spins on a GPU.
+    """Wait until the first `busy_ranks` ranks have called this function.
+
+    The wait uses the job's store, because a collective on NCCL would spin on the GPU.
 
     Args:
+        context: context of this rank in the whole job.
         name: name of this rendezvous, not used before in this job.
+        busy_ranks: number of ranks to wait for.
 
     Raises:
         RuntimeError: they did not come within half an hour.
     """
     store = dist.distributed_c10d._get_default_store()
-    if context.rank < busy_ranks and store.add(f"rest/{name}", 1) == busy_ranks:
-        store.set(f"rest/{name}/done", "yes")
-    store.wait([f"rest/{name}/done"], timedelta(minutes=30))
+    arrived = f"rest/{name}"
+    done = f"rest/{name}/done"
+    if context.rank < busy_ranks:
+        number_of_arrived = store.add(arrived, 1)
+        if number_of_arrived == busy_ranks:
+            store.set(done, "yes")
+    store.wait([done], timedelta(minutes=30))
 
 
-# -- a mesh ------------------------------------------------------------------------------------------------------------
+# -- a mesh ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -77,10 +92,9 @@ class MeshGroups:
                host 0  │ host 1       `replicate` of rank 5: 1 5, which hold the same shard
 
     Args:
-        world: all R·S ranks.
-        replicate: the R ranks at this rank's place of every shard group.
-        shard: the S ranks of this rank's shard group; `world` itself without a mesh, and where R =
-            1.
+        world: group of all R·S ranks.
+        replicate: group of the R ranks that hold the same shard as this one. None if R is 1.
+        shard: group of the S ranks that share a model with this one. `world` itself if R is 1.
     """
 
     world: ProcessGroup
@@ -94,11 +108,10 @@ class MeshGroups:
 
 
 def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) -> MeshGroups:
-    """Return the groups of a two-dimensional mesh, (replicate, shard) as in FSDP2.
-
-    Without a mesh, all ranks form one group.
+    """Return this rank's groups in a two-dimensional mesh, (replicate, shard) as in FSDP2.
 
     Args:
+        mesh: mesh of all ranks. None: all ranks form one shard group.
         process_group: group of all ranks of the mesh. Default: the default group.
 
     Raises:
@@ -114,129 +127,166 @@ def resolve_mesh(mesh: DeviceMesh | None, process_group: ProcessGroup | None) ->
         )
     if mesh.ndim != 2:
         raise ValueError(
-            f"mesh has {mesh.ndim} dimension(s): give two, (replicas, ranks that share a model), such as {_EXAMPLE}; "
-            "for one group of ranks leave mesh out and give process_group"
+            f"mesh has {mesh.ndim} dimension(s): give two, (replicas, ranks that share a model), "
+            f"such as {_EXAMPLE}; for one group of ranks leave mesh out and give process_group"
         )
-    ranks = set(dist.get_process_group_ranks(world))
-    within = mesh.get_coordinate() is not None and all(
-        ranks.issuperset(dist.get_process_group_ranks(mesh.get_group(dim))) for dim in (0, 1)
-    )
-    if not within or math.prod(mesh.shape) != len(ranks):
+    if not _has_the_ranks_of(mesh, world):
+        shape = " × ".join(str(size) for size in mesh.shape)
+        ranks = sorted(dist.get_process_group_ranks(world))
         raise ValueError(
-            f"mesh of {' × '.join(map(str, mesh.shape))} ranks does not hold the process group's ranks "
-            f"{sorted(ranks)}: give a mesh of all of them, or the process_group of the mesh's ranks"
+            f"mesh of {shape} ranks does not hold the process group's ranks {ranks}: give a mesh "
+            "of all of them, or the process_group of the mesh's ranks"
         )
-    replicate, shard = mesh.get_group(0), mesh.get_group(1)
-    return MeshGroups(
-        world,
-        replicate if replicate.size() > 1 else None,
-        world if replicate.size() == 1 else shard,
-    )
+    replicate = mesh.get_group(0)
+    if replicate.size() == 1:
+        return MeshGroups(world, None, world)
+    return MeshGroups(world, replicate, mesh.get_group(1))
+
+
+def _has_the_ranks_of(mesh: DeviceMesh, world: ProcessGroup) -> bool:
+    """Return whether a mesh has the size of a group, and this rank's groups in it are inside it."""
+    if mesh.get_coordinate() is None:
+        return False  # this rank is not in the mesh
+    ranks = set(dist.get_process_group_ranks(world))
+    for dimension in (0, 1):
+        members = dist.get_process_group_ranks(mesh.get_group(dimension))
+        if not ranks.issuperset(members):
+            return False
+    return math.prod(mesh.shape) == len(ranks)
 
 
 _EXAMPLE = 'init_device_mesh("cuda", (hosts, gpus_per_host))'
-# By group and shard size or partition; None where it is the group itself, which would then never be
-# let go.
+
+# Groups that have been made: job's group → shard size or partition → groups. None stands for the
+# job's group itself. A strong reference to the key would keep it in this dictionary forever.
 _known: "WeakKeyDictionary[ProcessGroup, dict[Any, list[ProcessGroup | None]]]" = (
     WeakKeyDictionary()
 )
 
 
 def hybrid_mesh(group: ProcessGroup, shard_size: int | None = None) -> DeviceMesh:
-    """Make a mesh of all ranks in which each `shard_size` neighbours are a shard group.
+    """Return a mesh of all ranks in which each `shard_size` neighbours are a shard group.
 
-    Its groups are made once.
-
-    Call it on every rank.
+    Every rank must call it. Later calls use the groups of the first one.
 
     Args:
-        group: all ranks of the job.
-        shard_size: ranks per shard group; None: those of a host.
+        group: group of all ranks of the job.
+        shard_size: number of ranks per shard group. None: the number of ranks on a host.
 
     Raises:
-        ValueError: a size that does not divide the ranks, hosts of different numbers of ranks, or a
-            group of some ranks of the job only.
+        ValueError: a size that does not divide the ranks, hosts with different numbers of ranks, or
+            a group that has only some ranks of the job.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) != dist.get_world_size():
         raise ValueError(
-            f"a mesh is made of all {dist.get_world_size()} ranks of the job, not of {len(ranks)} of them: "
-            "give mesh=… of these ranks"
+            f"a mesh is made of all {dist.get_world_size()} ranks of the job, not of {len(ranks)} "
+            "of them: give mesh=… of these ranks"
         )
     size = _ranks_of_a_host(group) if shard_size is None else shard_size
-    if size < 1 or len(ranks) % size:
+    if size < 1 or len(ranks) % size != 0:
         allowed = [n for n in range(1, len(ranks) + 1) if len(ranks) % n == 0]
         raise ValueError(
             f"shard_size={size} does not divide the {len(ranks)} ranks; allowed: {allowed}"
         )
+    # A row is a shard group. A column holds the ranks with the same shard.
     rows = [ranks[first : first + size] for first in range(0, len(ranks), size)]
-    backend, made = dist.get_backend(group), _known.setdefault(group, {})
+    made = _known.setdefault(group, {})
     if size not in made:
-        options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
-        timeout = getattr(options, "_timeout", None)  # a fake group has none
-        of_columns, of_rows = (
-            [None] if len(parts) == 1 else [_new_group(part, backend, timeout) for part in parts]
-            for parts in ([*zip(*rows, strict=True)], rows)
-        )
+        columns = [list(column) for column in zip(*rows, strict=True)]
         place = ranks.index(dist.get_rank())
-        made[size] = [of_columns[place % size], of_rows[place // size]]
-    with _disable_current_modes():  # a simulation's: the mesh is an ordinary tensor
+        replicate = _groups_of_parts(group, columns)[place % size]
+        shard = _groups_of_parts(group, rows)[place // size]
+        made[size] = [replicate, shard]
+    groups = [group if each is None else each for each in made[size]]
+    # Without the modes of a simulation: the mesh itself is an ordinary tensor.
+    with _disable_current_modes():
         return DeviceMesh.from_group(
-            [group if each is None else each for each in made[size]],
-            "cuda" if backend == "nccl" else "cpu",
+            groups,
+            _device_of(group).type,
             mesh=rows,
             mesh_dim_names=("replicate", "shard"),
         )
 
 
-def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
-    """Return this rank's group of a partition of all ranks of `group`; made once.
+def _groups_of_parts(
+    group: ProcessGroup, parts: Sequence[Sequence[int]]
+) -> list[ProcessGroup | None]:
+    """Return a new group of each part. If one part has all ranks, return None in its place."""
+    if len(parts) == 1:
+        return [None]
+    backend = dist.get_backend(group)
+    timeout = _timeout_of(group)
+    return [_new_group(part, backend, timeout) for part in parts]
 
-    Every rank must make the same calls.
+
+def partition(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> ProcessGroup:
+    """Return this rank's group of a partition of all ranks of `group`.
+
+    Every rank must make the same calls. Later calls with the same parts use the same groups.
 
     Args:
+        group: group of all ranks of the job.
         parts: global ranks of each part. Each rank is in one of them.
     """
     return next(each for each in groups_of(group, parts) if each is not None)
 
 
 def groups_of(group: ProcessGroup, parts: Sequence[Sequence[int]]) -> list[ProcessGroup | None]:
-    """Make a group of each of these parts, which may overlap. None for those without this rank.
+    """Return a group of each of these parts, which may overlap. None for parts without this rank.
 
-    A group that exists already is used again.
-
-    Every rank must make the same calls.
+    Every rank must make the same calls. Later calls with the same parts use the same groups.
 
     Args:
+        group: group of all ranks of the job.
         parts: global ranks of each part.
     """
     made = _known.setdefault(group, {})
-    key = tuple(map(tuple, parts))
+    key = tuple(tuple(part) for part in parts)
     if key not in made:
+        # Every rank of the job takes part in making every group, also one that it is not in.
         backend = dist.get_backend(group)
-        options = group._get_backend(torch.device("cuda" if backend == "nccl" else "cpu")).options
-        groups = [_new_group(part, backend, getattr(options, "_timeout", None)) for part in parts]
-        made[key] = [
-            each if dist.get_rank() in part else None
-            for each, part in zip(groups, parts, strict=True)
-        ]
+        timeout = _timeout_of(group)
+        groups = [_new_group(part, backend, timeout) for part in parts]
+        mine: list[ProcessGroup | None] = []
+        for new, part in zip(groups, parts, strict=True):
+            mine.append(new if dist.get_rank() in part else None)
+        made[key] = mine
     return made[key]
 
 
 def _ranks_of_a_host(group: ProcessGroup) -> int:
+    """Return the number of ranks on each host.
+
+    Raises:
+        ValueError: hosts have different numbers of ranks, or the ranks of a host are not
+            neighbours.
+    """
     hosts = collectives.gather_objects(socket.gethostname(), group)
     sizes = [len(list(ranks)) for _, ranks in groupby(hosts)]
-    if len(set(sizes)) > 1 or len(sizes) > len(set(hosts)):
+    sizes_differ = len(set(sizes)) > 1
+    a_host_comes_twice = len(sizes) > len(set(hosts))
+    if sizes_differ or a_host_comes_twice:
         raise ValueError(
-            f"the hosts do not have equal numbers of ranks in order: {hosts}; give shard_size, the ranks of a group"
+            f"the hosts do not have equal numbers of ranks in order: {hosts}; give shard_size, the "
+            "ranks of a group"
         )
     return sizes[0]
+
+
+def _device_of(group: ProcessGroup) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _timeout_of(group: ProcessGroup) -> timedelta | None:
+    options = group._get_backend(_device_of(group)).options
+    return getattr(options, "_timeout", None)  # the fake backend of a simulation has none
 
 
 def _new_group(ranks: Sequence[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
     options = None
     if backend == "nccl":
-        # as the job's own group
+        # The same as in `rank_context`.
         options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
         options._timeout = timeout
     return dist.new_group(list(ranks), timeout=timeout, backend=backend, pg_options=options)

@@ -1,20 +1,21 @@
-"""All-reduces to the mean in two levels, for ranks that reach some of the others over slower links.
+"""All-reduces to the mean in two levels, for hosts whose links are slower than those inside a host.
 
-    inside a shard group (a host)   reduce-scatter: each of its S ranks has the mean of 1/S of the message
-    between the groups              all-reduce of that 1/S: only so much crosses a rank's slow link
-    inside                          all-gather
+    inside a host (shard group)   reduce-scatter: each of its S ranks has the mean of 1/S
+    between hosts                 all-reduce of that 1/S, the only part that crosses a slow link
+    inside a host                 all-gather
 
-A message takes these steps one after the other; messages that are started one after the other are
-in different steps at the same time, so both kinds of links are busy. Starting one moves all earlier
-ones a step on:
+A message takes these steps in order. Starting a message moves every earlier message one step on. So
+several messages are in different steps at the same time, and both kinds of links are busy:
 
-    inside    │ reduce-scatter 0 │ reduce-scatter 1 │ reduce-scatter 2, all-gather 0 │ all-gather 1 │ all-gather 2
-    between   │                  │ all-reduce 0     │ all-reduce 1                   │ all-reduce 2 │
+    started   │ message 0        │ message 1        │ message 2        │              │
+    inside    │ reduce-scatter 0 │ reduce-scatter 1 │ reduce-scatter 2 │ all-gather 1 │ all-gather 2
+              │                  │                  │ all-gather 0     │              │
+    between   │                  │ all-reduce 0     │ all-reduce 1     │ all-reduce 2 │
 
-On NCCL a side stream waits for the step before, and neither the host nor the computation does. On
-gloo the host does, for a step that began when the message before was started: there a rank waits in
-backward for ranks that start a message in `finish_gradient_synchronization()` only, because they
-did not use a parameter.
+On NCCL a side stream waits for the previous step, and the host and the computation go on. On gloo
+the host waits for it. That step began when the previous message was started. So on gloo a rank may
+wait in backward for a rank that starts its message only in `finish_gradient_synchronization()`,
+because it did not use a parameter.
 """
 
 from collections.abc import Callable, Iterator
@@ -28,49 +29,68 @@ from distlab.comm.subgroups import MeshGroups
 
 
 class TwoLevelAllReduce:
-    """Messages in flight, the oldest first. All ranks start and await them in the same order."""
+    """Messages in flight. All ranks start them, and wait for them, in the same order.
+
+    Args:
+        groups: groups of this rank, of at least two replicas.
+    """
 
     def __init__(self, groups: MeshGroups):
         self._groups = groups
-        self._on_their_way: list[Message] = []
+        self._in_flight: list[Message] = []  # the oldest first
 
     def start(self, tensor: Tensor) -> "Message":
         """Start to replace `tensor` (contiguous, floating point) by its mean over all ranks.
 
-        It is padded, and copied for it, where the ranks of a shard group do not divide its
-        elements.
+        A tensor whose elements the ranks of a shard group do not divide is copied and padded.
         """
         message = Message(tensor, self._groups, self.advance)
         self.advance()
-        self._on_their_way.append(message)
+        self._in_flight.append(message)
         return message
 
     def advance(self) -> None:
-        """Move every message one step on."""
-        self._on_their_way = [message for message in self._on_their_way if message.advance()]
+        """Move every message one step on. Forget those that have started their last step."""
+        self._in_flight = [message for message in self._in_flight if message.advance()]
 
 
 class Message:
-    """One tensor that is being averaged; `wait()` has the meaning of `Work.wait()`."""
+    """One tensor that is being averaged. Its `wait()` has the meaning of `Work.wait()`.
+
+    Args:
+        tensor: contiguous tensor that receives the mean.
+        groups: groups of this rank.
+        advance_all: function that moves every message one step on, this one included.
+    """
 
     def __init__(self, tensor: Tensor, groups: MeshGroups, advance_all: Callable[[], None]):
-        # `.data`: the later steps write it under a version counter of their own, as the first
-        # collective alone would.
-        self._flat, self._advance_all = tensor.data.view(-1), advance_all
-        self._steps_left = 3
+        # `.data` has a version counter of its own. Otherwise the writes of the later steps would
+        # count as edits of the caller's tensor.
+        self._flat = tensor.data.view(-1)
+        self._advance_all = advance_all
+        self._steps_left = 3  # steps that are not complete
         self._steps = self._plan(groups)
         self._work, self._group = next(self._steps)
 
     @torch.no_grad()
     def _plan(self, groups: MeshGroups) -> Iterator[tuple[Work, ProcessGroup]]:
-        """The three collectives, each issued when the one before has been waited for."""
+        """Issue the three collectives, each one when the caller has waited for the previous one.
+
+        Yields:
+            The collective and its group.
+        """
         assert groups.replicate is not None
-        flat, shard = self._flat, groups.shard
-        ranks, numel = shard.size(), flat.numel()
-        self._padded = flat if numel % ranks == 0 else flat.new_zeros(-(-numel // ranks) * ranks)
-        if self._padded is not flat:
+        flat = self._flat
+        shard = groups.shard
+        ranks = shard.size()
+        numel = flat.numel()
+        self._padded = flat
+        if numel % ranks != 0:
+            rounded_up = -(-numel // ranks) * ranks  # to a multiple of the ranks
+            self._padded = flat.new_zeros(rounded_up)
             self._padded[:numel] = flat
-        mine = self._padded.chunk(ranks)[shard.rank()] if numel else flat
+        # This rank's slice. `chunk` returns a single chunk of a tensor without elements.
+        mine = self._padded.chunk(ranks)[shard.rank()] if numel > 0 else flat
         if not collectives.shards_in_place(flat.device, shard):
             mine = torch.empty_like(mine)
         yield collectives.reduce_scatter_mean(mine, self._padded, shard), shard
@@ -78,7 +98,11 @@ class Message:
         yield collectives.all_gather(self._padded, mine, shard), shard
 
     def advance(self) -> bool:
-        """Wait for a step and start the next; False once the last has been started."""
+        """Wait for the current step and start the next one.
+
+        Returns:
+            False if it started the last step.
+        """
         with collectives.side_stream(self._flat.device):
             self._wait_for_step()
             self._work, self._group = next(self._steps)
@@ -87,7 +111,9 @@ class Message:
 
     @torch.no_grad()
     def wait(self) -> None:
-        """Make what follows see the mean."""
+        """Wait for the mean: on gloo the host waits, on NCCL the current stream."""
+        # Move all messages, and not only this one, so that ranks issue the same collectives in the
+        # same order.
         while self._steps_left > 1:
             self._advance_all()
         self._wait_for_step()

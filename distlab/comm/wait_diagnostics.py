@@ -1,12 +1,13 @@
 """Report which rank is missing when a collective fails. Free unless a wait is long.
 
-A wait on gloo blocks the host. A rank that has waited for half a second writes so into the job's
-store, and removes the entry when the wait ends. When a wait fails, at the group's timeout or
-because a connection broke, the ranks without an entry are the missing ones.
+A wait on gloo blocks the host. A rank that has waited for half a second writes an entry into the
+job's store, and removes it when the wait ends. When a wait fails, at the group's timeout or because
+a connection broke, the ranks without an entry are the missing ones.
 
-On NCCL a wait blocks a stream. At the timeout torch's watchdog names the collective, sleeps a
-minute for other ranks' logs, and aborts, which may wait for the lost rank. So a thread asks the
-backends, says which ranks did not come, and ends this one (`end_when_lost`).
+A wait on NCCL blocks a stream. At the timeout torch's watchdog names the collective, sleeps for a
+minute so that other ranks can write their logs, and aborts. The abort may wait for the lost rank.
+So a thread of ours asks the backends, reports the missing ranks and ends this one
+(`end_when_lost`).
 """
 
 import json
@@ -24,17 +25,27 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import ProcessGroup, Store, Work
 
-LONG_WAIT = timedelta(seconds=0.5)
-GRACE_S = 1.0  # in which others notice a failure too; longer than a long wait
-LEFT = "left"  # in place of a count, by a rank that needs the others no more
-# there each rank counts from when its host began the collective, and looks once a second
+LONG_WAIT = timedelta(seconds=0.5)  # after which a rank says that it waits
+GRACE_S = 1.0  # for other ranks to notice a failure as well; longer than a long wait
+# The same on NCCL, where each rank's timeout begins when its host begins the collective, and ranks
+# look for failures only once a second.
 NCCL_GRACE_S = 4.0
+LEFT = "left"  # stored in place of a count by a rank that no longer needs the others
 
 
 def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
-    """Wait for a send or a receive.
+    """Wait for a send or a receive. If it fails, the error names a rank that did not come.
 
-    There is no first wait of half a second, which on gloo would end the message.
+    It does not first wait for half a second, as `collectives.wait` does: on gloo the end of that
+    wait would end the message.
+
+    Args:
+        work: message in flight.
+        group: the two ranks.
+        what: activity, in the same words on both ranks.
+
+    Raises:
+        RuntimeError: the wait failed.
     """
     try:
         work.wait()
@@ -45,54 +56,77 @@ def wait_for_message(work: Work, group: ProcessGroup, what: str) -> None:
 
 
 def end_when_lost(device: torch.device, timeout_s: float, over: threading.Event) -> None:
-    """End this rank with code 1 on NCCL when another one is lost, until `over` is set.
+    """End this rank with code 1 on NCCL when another rank is lost, until `over` is set.
 
-    Which one is found in two ways. A collective that has failed or timed out is one that some ranks
-    did not come to. And each rank counts its seconds in the job's store, where the one before it
-    looks: a process that is stopped, or whose host is out of reach, does not count on (then torch's
-    watchdog may hang where the host does, inside CUDA). Nor does one that a single call keeps from
-    running any Python for so long.
+    It finds a lost rank in two ways:
+
+    - A backend reports a collective that failed or timed out. Then some ranks did not come to it.
+    - Each rank counts its seconds in the job's store, and the previous rank watches this count. It
+      stops if the process is stopped, if its host is out of reach, or if a single call keeps all
+      Python code from running for that long. In these cases torch's watchdog may hang inside CUDA,
+      where the host hangs as well.
 
     Args:
-        device: this rank's GPU.
-        timeout_s: seconds without a sign of life.
-        over: ends the watch.
+        device: GPU of this rank.
+        timeout_s: seconds without a sign of life after which a rank counts as lost.
+        over: event that ends the watch.
     """
-    rank, after = dist.get_rank(), (dist.get_rank() + 1) % dist.get_world_size()
-    seconds, silent, heard = 0, 0, None
+    rank = dist.get_rank()
+    watched = (rank + 1) % dist.get_world_size()
+    seconds = 0
+    seconds_of_silence = 0
+    last_count = None
     while not over.wait(timeout=1.0):
-        seconds += 1  # not by a clock, which runs on while a person has suspended all ranks
+        # Counted, and not read from a clock, which runs on while a person has suspended all ranks.
+        seconds += 1
         _set(f"alive/{rank}", str(seconds))
-        before, heard = heard, _get(f"alive/{after}")
-        silent = silent + 1 if heard == before != LEFT else 0
-        lost = None
-        if silent > timeout_s:
+        count = _get(f"alive/{watched}")
+        if count == last_count and count != LEFT:
+            seconds_of_silence += 1
+        else:
+            seconds_of_silence = 0
+        last_count = count
+        lost: str | RuntimeError | None = None
+        if seconds_of_silence > timeout_s:
             lost = (
-                f"rank {rank} lost rank {after}: it has given no sign of life for {timeout_s:g} s, so it was "
-                "stopped, or its host is out of reach"
+                f"rank {rank} lost rank {watched}: it has given no sign of life for "
+                f"{timeout_s:g} s, so it was stopped, or its host is out of reach"
             )
         for group in list(dist.distributed_c10d._world.pg_map):
-            if (
-                group.name() == "nccl"
-                and group._get_backend(device).get_error() != ErrorType.SUCCESS
-            ):
+            if _has_failed(group, device):
                 error = RuntimeError(
                     "a collective on NCCL failed or timed out (its watchdog's message names it)"
                 )
-                lost = _explained(
-                    error, group, _Wait(group.group_name, "in a collective"), NCCL_GRACE_S
-                )
-        if lost:
+                here = _Wait(group.group_name, "in a collective")
+                lost = _explained(error, group, here, NCCL_GRACE_S)
+        if lost is not None:
             print(lost, file=sys.stderr, flush=True)
             os._exit(1)
     _set(f"alive/{rank}", LEFT)
 
 
+def _has_failed(group: ProcessGroup, device: torch.device) -> bool:
+    """Return whether a collective of an NCCL group has failed. False for other groups."""
+    if group.name() != "nccl":
+        return False
+    return group._get_backend(device).get_error() != ErrorType.SUCCESS
+
+
 @contextmanager
 def waiting(group: ProcessGroup, what: str) -> Iterator[None]:
-    """Note that this rank waits for the others of the group in the block, see `wait`."""
-    # Read once, because a call such as `all_gather_object` makes several collectives.
-    number = group._get_sequence_number_for_group() if group.name() == "gloo" else 0
+    """Tell the other ranks of the group that this rank waits for them in the block.
+
+    Args:
+        group: ranks of the collective.
+        what: activity, in the same words on every rank.
+
+    Raises:
+        RuntimeError: the block raised one. The new error names the ranks that did not come.
+    """
+    number = 0
+    if group.name() == "gloo":
+        # Read once, because a call such as `all_gather_object` makes several collectives.
+        number = group._get_sequence_number_for_group()
     here = _Wait(group.group_name, what, number)
     _say(here)
     try:
@@ -108,9 +142,9 @@ class _Wait(NamedTuple):
     Attributes:
         group: name of the process group.
         what: activity, in words.
-        number: number of collectives that this rank had begun in the group on gloo. Ranks that wait
-            for the same one have the same number, because they run the same program. 0 on NCCL,
-            where the host runs ahead, and for messages between two ranks.
+        number: on gloo, number of collectives that this rank had begun in the group. Ranks that
+            wait for the same one have the same number, because they run the same program. 0 on
+            NCCL, where the host runs ahead, and for messages between two ranks.
     """
 
     group: str
@@ -118,48 +152,58 @@ class _Wait(NamedTuple):
     number: int = 0
 
     def seen_from(self, other: "_Wait") -> str:
-        """Say where this wait is, to a rank that waits elsewhere."""
-        if self[:2] != other[:2]:
+        """Describe this wait to a rank that waits elsewhere."""
+        if self.group != other.group or self.what != other.what:
             return self.what
-        return f"{self.what}, as collective {self.number} of the group; here it is collective {other.number}"
+        return (
+            f"{self.what}, as collective {self.number} of the group; here it is collective "
+            f"{other.number}"
+        )
 
 
 def _explained(
     error: RuntimeError, group: ProcessGroup, here: _Wait, grace_s: float = GRACE_S
 ) -> RuntimeError:
-    """Return the error of a collective with the ranks that did not come to it.
+    """Return an error that says which ranks did not come to a collective.
 
-    Takes up to `grace_s`.
+    Args:
+        error: error of the collective.
+        group: ranks of the collective.
+        here: wait of this rank.
+        grace_s: maximum time in seconds that this function waits for the other ranks' entries.
     """
     _say(here)
     others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
-    said: dict[int, _Wait] = {}
+    waits: dict[int, _Wait] = {}  # rank → its wait
     deadline = time.monotonic() + grace_s
-    while len(said) < len(others) and time.monotonic() < deadline:
+    while len(waits) < len(others) and time.monotonic() < deadline:
         for rank in others:
-            wait_of_rank = _get(_key(rank))
-            if rank not in said and wait_of_rank:
-                said[rank] = _Wait(*json.loads(wait_of_rank))
+            if rank in waits:
+                continue
+            entry = _get(_key(rank))
+            if entry:
+                waits[rank] = _Wait(*json.loads(entry))
         time.sleep(0.02)
-    absent = [rank for rank in others if rank not in said]
-    elsewhere = [
-        f"rank {rank} waits elsewhere ({place.seen_from(here)})"
-        for rank, place in said.items()
-        if place != here
-    ]
-    if absent:
-        it, has, sits, own = (
-            ("it", "has", "is", "its") if len(absent) == 1 else ("they", "have", "are", "their")
-        )
+    absent = [rank for rank in others if rank not in waits]
+    elsewhere = []
+    for rank, wait_of_rank in waits.items():
+        if wait_of_rank != here:
+            elsewhere.append(f"rank {rank} waits elsewhere ({wait_of_rank.seen_from(here)})")
+    if len(absent) == 1:
         found = (
-            f"rank{'s' if len(absent) > 1 else ''} {', '.join(map(str, absent))} did not come: {it} {has} fewer "
-            f"batches than the others, {sits} stuck in code between two steps, or {has} ended (if by an error, {own} "
-            "own message says why)"
+            f"rank {absent[0]} did not come: it has fewer batches than the others, is stuck in "
+            "code between two steps, or has ended (if by an error, its own message says why)"
+        )
+    elif absent:
+        found = (
+            f"ranks {', '.join(str(rank) for rank in absent)} did not come: they have fewer "
+            "batches than the others, are stuck in code between two steps, or have ended (if by "
+            "an error, their own message says why)"
         )
     elif elsewhere:
         found = (
-            f"{', '.join(elsewhere)}: ranks take different numbers of steps or micro-batches, or other branches of "
-            "the program"
+            f"{', '.join(elsewhere)}: ranks take different numbers of steps or micro-batches, or "
+            "other branches of the program"
         )
     elif "Invalid scalar type" in str(error):
         found = "the backend cannot send tensors of this dtype"
@@ -168,7 +212,7 @@ def _explained(
     return RuntimeError(f"rank {dist.get_rank()} was {here.what}, and {found}. torch says: {error}")
 
 
-# -- the job's store -----------------------------------------------------------------------------------------------
+# -- the job's store -------------------------------------------------------------------------------
 
 
 def _store() -> Store:
@@ -176,29 +220,34 @@ def _store() -> Store:
 
 
 def _key(rank: int) -> str:
-    """Return the key of this rank's wait in the store.
+    """Return the key of a rank's wait in the store.
 
-    Threads in the background, such as a checkpoint's, have another key: their waits do not say
-    where the rank's step is.
+    Threads in the background, such as a checkpoint's, have another key, because their waits do not
+    say where the rank is in its step.
     """
-    main = threading.current_thread() is threading.main_thread()
-    return f"waits/{rank}" if main else f"waits/{rank}/background"
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return f"waits/{rank}" if in_main_thread else f"waits/{rank}/background"
 
 
 def _say(here: _Wait | None) -> None:
-    """Tell all ranks what this one waits for. None: it waits for nothing now."""
-    _set(_key(dist.get_rank()), "" if here is None else json.dumps(here))
+    """Store the wait of this rank for the others to read. None: it does not wait now."""
+    entry = "" if here is None else json.dumps(here)
+    _set(_key(dist.get_rank()), entry)
 
 
 def _set(key: str, value: str) -> None:
     try:
         _store().set(key, value)
-    except (RuntimeError, ValueError):  # the store ended with the rank that served it
-        return
+    except (RuntimeError, ValueError):
+        return  # the store ended with the rank that served it
 
 
 def _get(key: str) -> str | None:
+    """Return the value of a key. None if it is not set, or the store has ended."""
     try:
-        return _store().get(key).decode() if _store().check([key]) else None
+        store = _store()
+        if not store.check([key]):  # `get` would wait for the key
+            return None
+        return store.get(key).decode()
     except (RuntimeError, ValueError):
         return None
