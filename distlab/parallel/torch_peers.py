@@ -33,18 +33,31 @@ class TorchDDP(ParallelModel):
     Args:
         module: the model to wrap.
         process_group: the ranks. None: the default group.
-        options: arguments of `DistributedDataParallel`, for example `bucket_cap_mb=100.0`. Without
-            options, torch uses buckets of 25 MiB after a first one of 1 MiB.
+        bucket_cap_mb: MiB of gradients per bucket. None: 25 MiB after a first bucket of 1 MiB.
+        gradient_as_bucket_view: True if gradients are views of the buckets.
+        static_graph: True if every step uses the same graph.
     """
 
     def __init__(
-        self, module: nn.Module, *, process_group: ProcessGroup | None = None, **options: Any
+        self,
+        module: nn.Module,
+        *,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
     ):
         super().__init__()
         self.module = module
         self.device = next(module.parameters()).device
         self.process_group = collectives.resolve_group(process_group)
-        self.ddp = DistributedDataParallel(module, process_group=self.process_group, **options)
+        self.ddp = DistributedDataParallel(
+            module,
+            process_group=self.process_group,
+            bucket_cap_mb=bucket_cap_mb,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+            static_graph=static_graph,
+        )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.ddp(*args, **kwargs)
