@@ -484,13 +484,15 @@ class GatherUnderForward:
             bucket_of |= dict.fromkeys(parameters, number)
 
         self._needed: dict[nn.Module, set[int]] = {}  # buckets that a module waits for
-        in_blocks: set[nn.Parameter] = set()
         for block in _blocks_of(ddp.module):
             held = [parameter for parameter in block.parameters() if parameter in bucket_of]
             self._needed[block] = {bucket_of[parameter] for parameter in held}
-            in_blocks.update(held)
-        outside = [parameter for parameter in bucket_of if parameter not in in_blocks]
-        self.outside_blocks = {bucket_of[parameter] for parameter in outside}
+        # A weight that is tied to one in a block is also read outside of it.
+        self.outside_blocks = set()
+        for module in _modules_outside_blocks(ddp.module):
+            for parameter in module._parameters.values():
+                if parameter in bucket_of:
+                    self.outside_blocks.add(bucket_of[parameter])
         self._needed[ddp.module] = self.outside_blocks
         self._compiled_blocks = {block for block in self._needed if "_orig_mod" in block._modules}
         if ddp.module in self._compiled_blocks:
@@ -560,6 +562,14 @@ def _blocks_of(root: nn.Module) -> Iterator[nn.Module]:
     for module in root.modules():
         if isinstance(module, nn.ModuleList):
             yield from module.children()
+
+
+def _modules_outside_blocks(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield every module that can be reached without passing through an `nn.ModuleList`."""
+    yield root
+    if not isinstance(root, nn.ModuleList):
+        for child in root.children():
+            yield from _modules_outside_blocks(child)
 
 
 # -- state of a parameter's shards -----------------------------------------------------------------

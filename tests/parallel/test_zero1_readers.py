@@ -55,6 +55,19 @@ class ReadsItsHead(nn.Module):
         return F.linear(self.body(x), self.head.weight, self.head.bias)
 
 
+class TiedToABlock(nn.Module):
+    """A first layer whose weight is also that of the last block."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(4, 4, bias=False)  # so that nothing else waits for its bucket
+        self.body = Blocks()
+        self.body.blocks[2][0].weight = self.first.weight
+
+    def forward(self, x):
+        return self.body(self.first(x))
+
+
 def make():
     torch.manual_seed(0)
     return Blocks()
@@ -168,7 +181,7 @@ def test_state_dicts_synchronize_and_close_wait_for_all_parameters(context, over
 @on_one_rank
 def test_a_forward_reads_the_new_values_wherever_they_are(context, overlap):
     """Of blocks, of layers outside of blocks, of a weight that only the root reads, of the module alone."""
-    for build in (Blocks, partial(Blocks, in_list=False), ReadsItsHead):
+    for build in (Blocks, partial(Blocks, in_list=False), ReadsItsHead, TiedToABlock):
         for through_wrapper in (True, False):
             for gradients in (True, False):
                 torch.manual_seed(0)
