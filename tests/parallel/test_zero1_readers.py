@@ -21,7 +21,7 @@ from distlab.comm import collectives
 from distlab.parallel import BucketedDDP, ZeroOptimizer
 from tests.fuzz import Late, late_arrivals
 from tests.parallel.cases import drawn
-from tests.parallel.test_contract import on_one_rank, on_two_ranks
+from tests.parallel.test_contract import on_two_ranks
 
 SMALL = 80 / 2**20  # MiB: a bucket for each linear layer of 4 × 4
 
@@ -130,7 +130,7 @@ def stepped(context, module, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@on_one_rank
+@on_two_ranks
 def test_every_way_to_read_a_parameter_gets_its_new_value(context, overlap):
     """After `step()`, or with overlap after `synchronize()`: what an ordinary SGD step gives.
 
@@ -148,7 +148,7 @@ def test_every_way_to_read_a_parameter_gets_its_new_value(context, overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@on_one_rank
+@on_two_ranks
 def test_state_dicts_synchronize_and_close_wait_for_all_parameters(context, overlap):
     model = make()
     wrapper, _, expected = stepped(context, model, overlap)
@@ -178,7 +178,7 @@ def test_state_dicts_synchronize_and_close_wait_for_all_parameters(context, over
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-@on_one_rank
+@on_two_ranks
 def test_a_forward_reads_the_new_values_wherever_they_are(context, overlap):
     """Of blocks, of layers outside of blocks, of a weight that only the root reads, of the module alone."""
     for build in (Blocks, partial(Blocks, in_list=False), ReadsItsHead, TiedToABlock):
@@ -195,7 +195,7 @@ def test_a_forward_reads_the_new_values_wherever_they_are(context, overlap):
                     assert torch.equal(mine, plain(batch(0, 1))), (build, through_wrapper)
 
 
-@on_one_rank
+@on_two_ranks
 def test_a_copy_of_the_module_waits_for_nothing(context):
     """It takes the hooks along, which hold the process group."""
     model = make()
@@ -207,7 +207,7 @@ def test_a_copy_of_the_module_waits_for_nothing(context):
 
 
 @pytest.mark.parametrize("compile_blocks", [False, True])
-@on_one_rank
+@on_two_ranks
 def test_gathers_stay_under_the_forward_block_by_block(context, compile_blocks):
     model = make()
     if compile_blocks:
@@ -243,7 +243,7 @@ def test_gathers_stay_under_the_forward_block_by_block(context, compile_blocks):
         assert len(waited) == 3  # torch's modules take shortcuts without autograd
 
 
-@on_one_rank
+@on_two_ranks
 def test_parameters_outside_of_blocks_are_gathered_first(context):
     """The wrapper's forward waits for them, so the gathers of blocks must not come before theirs."""
     model = ReadsItsHead()
