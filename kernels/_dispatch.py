@@ -1,23 +1,29 @@
-"""How an operation reaches its kernels: at once in eager mode, as a node of the graph under torch.compile.
+"""Path from an operation to its kernels: at once if eager, as a graph node under torch.compile.
 
-Where they run. Triton decides when a kernel is *decorated* whether it will be compiled or
-interpreted, by reading the environment variable TRITON_INTERPRET, and its own library is decorated
-when Triton is imported, here. So the variable has to be set before this module is imported.
+Where kernels run. Triton reads the environment variable TRITON_INTERPRET when a kernel is
+*decorated*, and decides then whether it will be compiled or interpreted. Its own library is
+decorated when Triton is imported, which happens here. So the variable must be set before this
+module is imported.
 
 - On a CUDA tensor the kernels are compiled.
-- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter: the way the tests run on a CPU.
-  Its bfloat16 arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
-- Otherwise (a CPU, or no Triton at all) `runs_triton` is false and public functions use their
-  plain-torch reference. Without Triton `@triton.jit` leaves a function as it is, and nothing is
-  ever launched.
+- With TRITON_INTERPRET=1 they run, slowly, in Triton's interpreter. So the tests run on a CPU. Its
+  bfloat16 arithmetic is wrong (it works on bit patterns), so bfloat16 is refused there.
+- Otherwise (a CPU, or no Triton) `runs_triton` is false, and public functions use their plain-torch
+  reference. Without Triton, `@triton.jit` leaves a function as it is, and nothing is ever launched.
 
-How they are called. An `operator` is a function of tensors and options that allocates its results
-and launches kernels. It is registered with torch, which is how torch.compile, fake tensors and
-dispatch modes (FLOP counters, selective checkpointing) meet it. Eager calls do without the
-dispatcher, and without most of the function: `_recorder.py` writes down what it does with one set
-of shapes, strides, dtypes, alignments and options, and repeats that. So the function must depend on
-nothing but its arguments' descriptions and the values of its options; a context that changes what
-it does calls `forget`. Where the recorder is missing, every call goes through torch's dispatcher.
+How operations are called. An `operator` is a function of tensors and options that allocates its
+results and launches kernels. It is registered with torch, so that torch.compile, fake tensors and
+dispatch modes (FLOP counters, selective checkpointing) see it. There are four ways of a call:
+
+1. torch.compile, dispatch modes, and transforms such as vmap: through torch's dispatcher.
+2. An eager call that is like an earlier one: its recorded program runs. It skips the dispatcher
+   and most of the function. `_recorder.py` explains this and how to switch it off.
+3. An eager call of a new kind: the function runs as it is written, and is recorded.
+4. Without the recorder, eager calls also go through torch's dispatcher.
+
+Because of the second way, the function must depend on nothing but the descriptions of its tensors
+(shapes, strides, dtypes, alignments) and the values of its options. A context that changes what it
+does must call `forget`.
 
 `_compile.py` compiles kernels without a GPU, for the compiler's report.
 """
@@ -39,19 +45,14 @@ from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 @functools.cache
 def installed() -> bool:
-    """Whether there is a Triton; it exists for Linux only."""
+    """Return whether Triton is installed. It exists for Linux only."""
     return importlib.util.find_spec("triton") is not None
 
 
 def interpreted() -> bool:
-    """Whether kernels are interpreted: TRITON_INTERPRET, read as Triton reads it."""
-    return installed() and os.environ.get("TRITON_INTERPRET", "").lower() in (
-        "1",
-        "true",
-        "on",
-        "yes",
-        "y",
-    )
+    """Return whether kernels are interpreted, from TRITON_INTERPRET as Triton reads it."""
+    value = os.environ.get("TRITON_INTERPRET", "").lower()
+    return installed() and value in ("1", "true", "on", "yes", "y")
 
 
 if installed():
@@ -59,13 +60,15 @@ if installed():
     import triton.language as tl
 else:
 
-    class _Absent:
-        """Stands for a module or a type; any attribute is again one."""
+    def _unchanged(function: Any = None, **options: Any) -> Any:
+        """Return the argument: as a decorator, with or without options, change nothing."""
+        return _unchanged if function is None else function
 
-        def __getattr__(self, name: str):
-            return lambda function=None, **options: (
-                function if function is not None else (lambda f: f)
-            )
+    class _Absent:
+        """Substitute for the modules of Triton. Every attribute is `_unchanged`."""
+
+        def __getattr__(self, name: str) -> Callable:
+            return _unchanged
 
     triton = tl = _Absent()
 
@@ -74,22 +77,27 @@ if installed() and not interpreted():
 else:
 
     def gdc_wait() -> None:
-        """Wait until the kernel before has ended, where this one was launched with `launch_pdl=True`."""
+        """Wait until the kernel before has ended, if this one has `launch_pdl=True`."""
 
     def gdc_launch_dependents() -> None:
-        """Let such a kernel start, as soon as all programs of this one have called this."""
+        """Let the next such kernel start, once all programs of this one have called this."""
 
 
-# Hints for the L2. STREAMED: nobody reads this again, so the line may leave first. It pays where a
-# kernel only reads, since lines that other kernels wrote are then not pushed out to memory while it
-# runs; kernels that write as much as they read were 1 to 3 % slower with it. KEPT: this program
-# will read the line once more.
+# Hints for the L2.
+# STREAMED: the line is not read again and may leave first. It pays where a kernel only reads, since
+# lines that other kernels wrote are then not pushed out to memory while it runs. Kernels that write
+# as much as they read were 1 to 3 % slower with it.
+# KEPT: this program will read the line once more.
 STREAMED = tl.constexpr("evict_first")
 KEPT = tl.constexpr("evict_last")
 
 
 def runs_triton(tensor: Tensor) -> bool:
-    """Whether a kernel launched on this tensor would run: compiled on CUDA, or interpreted on a CPU."""
+    """Return whether a kernel can run on this tensor: compiled on CUDA, or interpreted on a CPU.
+
+    Raises:
+        ValueError: kernels are interpreted, and the tensor is bfloat16.
+    """
     if interpreted():
         if tensor.dtype is torch.bfloat16:
             raise ValueError(
@@ -101,43 +109,53 @@ def runs_triton(tensor: Tensor) -> bool:
 
 
 def check_runs(device: torch.device) -> None:
-    """For what has kernels and no reference to fall back on.
+    """Raise unless kernels run on this device, for operations without a plain-torch reference.
 
     Raises:
-        ValueError: kernels do not run on this device; says what to do.
+        ValueError: kernels do not run on the device. The error says what to do.
     """
     if not (interpreted() or (device.type == "cuda" and installed())):
         raise ValueError(
-            f"these are Triton kernels, and none run on {device.type} as it is: run on a GPU, or begin the command "
-            "with TRITON_INTERPRET=1 for Triton's interpreter, where times say nothing"
+            f"these are Triton kernels, and none run on {device.type} as it is: run on a GPU, "
+            "or begin the command with TRITON_INTERPRET=1 for Triton's interpreter, "
+            "where times say nothing"
         )
 
 
-PRETENDED_SMS = 132  # of an H100
-_pretended: int | None = None  # compute capability that `_compile.compile_for` compiles for, say 90
+PRETENDED_SMS = 132  # multiprocessors of an H100
+# Compute capability that `_compile.compile_for` compiles for, for example 90.
+_pretended: int | None = None
 _properties = functools.cache(torch.cuda.get_device_properties)
 
 
 def multiprocessors(device: torch.device) -> int:
-    """SMs of a CUDA device, for grids of a fixed size; a few when interpreting, where each program costs the same."""
+    """Return the number of multiprocessors of a CUDA device, for grids of a fixed size."""
     if _pretended is not None:
         return PRETENDED_SMS
-    return 3 if interpreted() else _properties(device.index).multi_processor_count
+    if interpreted():
+        return 3  # few, because the interpreter runs one program after the other
+    return _properties(device.index).multi_processor_count
 
 
 def generation(index: int | None = None) -> str:
-    """GPU generation of a CUDA device as `sm_90`; "interpreter" when kernels are interpreted."""
+    """Return the generation of a CUDA device as `sm_90`, or "interpreter" in the interpreter.
+
+    Args:
+        index: device number, or None for the current device.
+    """
     if _pretended is not None:
         return f"sm_{_pretended}"
-    return (
-        "interpreter"
-        if interpreted()
-        else f"sm_{_properties(index).major}{_properties(index).minor}"
-    )
+    if interpreted():
+        return "interpreter"
+    properties = _properties(index)
+    return f"sm_{properties.major}{properties.minor}"
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up; Triton's own are for kernels, and cost microseconds when a launcher calls them."""
+    """Return a / b, rounded up.
+
+    Triton's own function is for kernels, and costs microseconds when a launcher calls it.
+    """
     return -(-a // b)
 
 
@@ -146,12 +164,16 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
-compiled: list[Any] | None = None  # kernels compiled within `compile_only`
+compiled: list[Any] | None = None  # kernels that were compiled within `compile_only`
 
 
 @contextlib.contextmanager
 def compile_only() -> Iterator[list[Any]]:
-    """Within, `launch` compiles without running; yields the growing list of Triton's compiled kernels."""
+    """Let `launch` compile kernels without running them, within this context.
+
+    Yields:
+        A list of Triton's compiled kernels, to which every launch appends one.
+    """
     global compiled
     compiled = []
     forget()
@@ -162,21 +184,27 @@ def compile_only() -> Iterator[list[Any]]:
 
 
 class _Thread(threading.local):
-    """What a thread is doing."""
+    """State of a thread.
 
-    looks = False  # whether only what results look like is asked for
-    traced = False  # whether launches become nodes of a graph
-    recorder: Any = None  # of the call that is being recorded
+    Attributes:
+        looks: whether only the shapes and dtypes of results are asked for.
+        traced: whether launches become nodes of a graph.
+        recorder: `_recorder._Recorder` of the call that is being recorded, or None.
+    """
+
+    looks = False
+    traced = False
+    recorder: Any = None
 
 
 _thread = _Thread()
-_libraries: dict[str, torch.library.Library] = {}  # operator → what torch knows of it
+_libraries: dict[str, torch.library.Library] = {}  # operator → its registration with torch
 _kept: dict[str, dict] = {}  # operator → description of a call → its program, see `_recorder.run`
 
 
 @contextlib.contextmanager
 def within(**states: Any) -> Iterator[None]:
-    """Have this thread do something else for a while: attributes of `_Thread`."""
+    """Set attributes of this thread's `_Thread` within this context."""
     before = {name: getattr(_thread, name) for name in states}
     vars(_thread).update(states)
     try:
@@ -187,7 +215,10 @@ def within(**states: Any) -> Iterator[None]:
 
 @functools.cache
 def recorder() -> ModuleType | None:
-    """Return `_recorder`, or None without it or the parts of torch that it needs; imported by the first call."""
+    """Return the module `_recorder`, or None without it or the parts of torch that it needs.
+
+    The first call of an operator imports it.
+    """
     try:
         from . import _recorder
     except ImportError:
@@ -196,19 +227,22 @@ def recorder() -> ModuleType | None:
 
 
 def forget() -> None:
-    """Drop all programs."""
+    """Drop all recorded programs."""
     for programs in _kept.values():
         programs.clear()
 
 
-FORCED: dict[str, Any] = {}  # kernel → launch parameters to use whatever the rule says
+FORCED: dict[str, Any] = {}  # kernel → launch parameters to use instead of those of the rule
 
 
 @contextlib.contextmanager
 def forced(**choices: Any) -> Iterator[None]:
-    """Use these launch parameters, by kernel name, within: for tests and measurements.
+    """Use these launch parameters within this context, for tests and measurements.
 
-    Calls are recorded anew.
+    Recorded programs are dropped before and after.
+
+    Args:
+        choices: launch parameters by the name of a kernel.
     """
     before = dict(FORCED)
     FORCED.update(choices)
@@ -222,50 +256,69 @@ def forced(**choices: Any) -> Iterator[None]:
 
 
 def programs() -> list[str]:
-    """Return the source of every program there is."""
-    return [
-        f"# {name}\n{found.__doc__}"
-        for name, kept in _kept.items()
-        for found in {*kept.values()}
-        if found
-    ]
+    """Return the source of every recorded program, after a line with its operator."""
+    sources = []
+    for name, kept in _kept.items():
+        for found in set(kept.values()):
+            if found is not None:
+                sources.append(f"# {name}\n{found.__doc__}")
+    return sources
 
 
 def discard() -> None:
-    """What this thread records is not what the next call does: for searches, which launch in order to measure."""
+    """Do not keep the recording of the current call, whose launches are not those of the next call.
+
+    Searches for launch parameters call this, because they launch in order to measure.
+    """
     if _thread.recorder is not None:
         _thread.recorder.discarded = True
 
 
 def idle(x: Tensor) -> bool:
-    """Whether an operator has nothing to compute: x is empty, or only what the results look like is asked for."""
+    """Return whether an operator has nothing to compute after it has allocated its results.
+
+    That is so if x is empty, or if only the shapes and dtypes of results are asked for.
+    """
     return _thread.looks or x.numel() == 0
 
 
 class Capped(Exception):
-    """A launch with `maxnreg`, which Inductor does not know."""
+    """Signal that a launch has the option `maxnreg`, which Inductor does not know."""
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    """`kernel[grid](*args, **options)`; every launch in this package goes through here."""
-    if compiled is not None:
+    """Launch a kernel. Every launch in this package goes through here.
+
+    Args:
+        kernel: Triton kernel.
+        grid: number of programs along up to three dimensions.
+        args: positional arguments of the kernel: tensors, descriptors and numbers.
+        options: constexpr arguments of the kernel, and Triton's own options such as num_warps.
+    """
+    if compiled is not None:  # within `compile_only`
         compiled.append(kernel.warmup(*args, grid=grid, **options))
         return
-    if _thread.traced:
+    if _thread.traced:  # torch.compile
         if "maxnreg" in options:
             raise Capped
         torch.library.wrap_triton(kernel)[grid](*args, **options)
         return
-    run = (
-        kernel[grid]
-        if _thread.recorder is None
-        else functools.partial(_thread.recorder.launch, kernel, grid)
-    )
-    tensors = (getattr(x, "base", x) for x in args)  # a descriptor's tensor is its base
-    index = next((x.get_device() for x in tensors if isinstance(x, Tensor)), -1)  # -1 is a CPU's
-    # Triton launches on torch's current device, wherever the tensors are
-    with torch.cuda.device(index):
+    if _thread.recorder is None:
+        run = kernel[grid]
+    else:
+        run = functools.partial(_thread.recorder.launch, kernel, grid)
+    # Triton launches on torch's current device, not on that of the tensors.
+    with torch.cuda.device(_device_of(args)):
         run(*args, **options)
+
+
+def _device_of(args: tuple) -> int:
+    """Return the CUDA device number of the first tensor in a kernel's arguments; −1 for a CPU."""
+    for x in args:
+        tensor = getattr(x, "base", x)  # a descriptor's tensor is its base
+        if isinstance(tensor, Tensor):
+            return tensor.get_device()
+    return -1
 
 
 def operator(
@@ -275,52 +328,61 @@ def operator(
     *,
     opaque: bool = False,
 ) -> Callable:
-    """Decorator: makes a function the operator `distlab_kernels::name` of torch, called as this module says.
+    """Return a decorator that makes a function the operator `distlab_kernels::name` of torch.
+
+    The head of this module says how operators are called. The function must have annotations as
+    `torch.library.infer_schema` needs them, and is called with positional arguments. It is also
+    called for tensors without data, of simulations and torch.compile. It must then return once it
+    has allocated its results, which it finds out by `idle`.
 
     Args:
-        name: of the operator.
-        check: called with the arguments before anything is done with such for the first time;
-            raises for what is wrong.
+        name: name of the operator.
+        check: function that is called with the arguments before the first call of each kind, and
+            raises if they do not fit, or None.
         mutates_args: names of the arguments that are written to.
-        opaque: whether torch.compile calls the operator instead of launching its kernels from its
-            own code: where the function reads addresses, encodes descriptors of tensors, or
-            measures. Calls of lengths that torch.compile keeps variable are opaque too, those whose
-            launch caps registers, and all calls on a CPU.
-
-    The function is annotated as `torch.library.infer_schema` wants it and called with positional
-    arguments. For tensors without data, of simulations and torch.compile, it is called too: it then
-    returns once the results are allocated, where it asks `idle`.
+        opaque: whether torch.compile calls the operator, instead of launching its kernels from its
+            own code. It must be true if the function reads addresses, encodes descriptors of
+            tensors, or measures. Three kinds of calls are always opaque: with lengths that
+            torch.compile keeps variable, with launches that cap registers, and on a CPU.
     """
 
     def decorate(function: Callable) -> Callable:
         kept = _kept[name] = {}
 
+        parameters = list(inspect.signature(function).parameters)
+        mutated = [parameters.index(argument) for argument in mutates_args]
+
         def perform(otherwise: Callable, args: tuple) -> Any:
+            """Run the program that ran last, if the call is one for it, or let the recorder choose.
+
+            otherwise: function to call instead, if the call cannot have a program.
+            """
             program = kept.get(len(args))
             result = program(False, *args) if program else NotImplemented
             if result is NotImplemented:
                 module = recorder()
-                result = (
-                    module.run(function, check, kept, args, otherwise)
-                    if module
-                    else otherwise(*args)
-                )
+                if module is None:
+                    result = otherwise(*args)
+                else:
+                    result = module.run(function, check, kept, args, otherwise)
             for position in mutated:
+                # Autograd must notice that a tensor was written to.
                 torch.autograd.graph.increment_version(args[position])
             return result
 
         def looks(*args: Any) -> Any:
+            """Return results without data, for fake tensors."""
             with within(looks=True):
                 return function(*args)
 
         def to_torch(*args: Any) -> Any:
+            """Call the operator through torch's dispatcher."""
             if check is not None:
                 check(*args)
             return registered(*args)
 
-        # Not by `torch.library.custom_op`, whose four layers of Python take 6 µs of a CPU more in
-        # every call.
-        if name in _libraries:  # the operator's module is loaded again
+        # Not by `torch.library.custom_op`, whose four layers of Python cost 6 µs more per call.
+        if name in _libraries:  # the operator's module is being loaded again
             _libraries[name]._destroy()
         library = _libraries[name] = torch.library.Library("distlab_kernels", "FRAGMENT")
         library.define(
@@ -337,15 +399,17 @@ def operator(
                 functools.partial(_as_launches, function),
                 lib=library,
             )
-        mutated = [list(inspect.signature(function).parameters).index(x) for x in mutates_args]
 
         @functools.wraps(function)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return to_torch(*args)
             if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
-                # The recorder is a mode, too: then another operator calls this one.
-                return (function if _thread.recorder else to_torch)(*args)
+                # The recorder is also a mode. If it is active, another operator calls this one, and
+                # what this one does belongs to that operator's program.
+                if _thread.recorder:
+                    return function(*args)
+                return to_torch(*args)
             return perform(to_torch, args)
 
         return call
@@ -356,22 +420,27 @@ def operator(
 def _as_launches(
     function: Callable, mode: FunctionalTensorMode, op: Any, types: Any, args: tuple, kwargs: dict
 ) -> Any:
-    """What torch.compile traces of an operator: its allocations and launches, which Inductor then plans and writes."""
+    """Trace an operator for torch.compile.
+
+    Where that is possible, the graph gets its allocations and launches, which Inductor then plans
+    and writes into its own code. Otherwise it gets a call of the operator.
+    """
     tensors = [x for x in args if isinstance(x, Tensor)]
-    fixed = all(isinstance(size, int) for x in tensors for size in (*x.shape, *x.stride()))
-    if fixed and all(x.is_cuda and x.numel() for x in tensors):
+    sizes = [size for x in tensors for size in (*x.shape, *x.stride())]
+    is_fixed = all(isinstance(size, int) for size in sizes)  # no lengths that stay variable
+    if is_fixed and all(x.is_cuda and x.numel() for x in tensors):
         with contextlib.suppress(Capped), mode, within(traced=True):
             return function(*args, **kwargs)
     return mode.__torch_dispatch__(op, types, args, kwargs)
 
 
 class Function(torch.autograd.Function):
-    """An autograd Function whose gradients cannot be differentiated: `backward` refuses create_graph=True.
+    """Autograd Function that can be differentiated once: backward refuses `create_graph=True`.
 
-    torch's `once_differentiable` returns such gradients with a graph that ends in an error, but
-    only if the upstream gradient requires one, which a loss's does not; and `torch.autograd.grad`,
-    which walks only where a path leads to its inputs, never meets that error. So this refuses at
-    once.
+    torch's `once_differentiable` returns such gradients with a graph that ends in an error. But it
+    does so only if the upstream gradient requires a gradient, which that of a loss does not. And
+    `torch.autograd.grad` visits only paths that lead to its inputs, so it never meets that error.
+    This class refuses at once.
 
     Raises:
         RuntimeError: from `backward`, when it is called to make a graph.
@@ -382,11 +451,12 @@ class Function(torch.autograd.Function):
 
         @functools.wraps(backward)
         def first_order(ctx: Any, *upstream: Tensor | None) -> Any:
-            # compiled code refuses by itself
+            # Compiled code refuses by itself.
             if torch.is_grad_enabled() and not torch.compiler.is_compiling():
                 raise RuntimeError(
                     f"{cls.__name__} was called with create_graph=True, but the gradient of its "
-                    "gradient is not defined: write it in torch's own operations where that is needed"
+                    "gradient is not defined: "
+                    "write it in torch's own operations where that is needed"
                 )
             return backward(ctx, *upstream)
 
@@ -394,7 +464,10 @@ class Function(torch.autograd.Function):
 
 
 def apply(function: type, *args: Any) -> Any:
-    """`function.apply(*args)`, without what torch does before in Python for Functions with `setup_context`."""
+    """Return `function.apply(*args)`, without the Python code that torch runs before.
+
+    torch needs that code for Functions with `setup_context`, and for functorch transforms.
+    """
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return function.apply(*args)
     return super(torch.autograd.Function, function).apply(*args)
