@@ -1,15 +1,15 @@
 """Save and resume training: asynchronously, at any world size, under any strategy.
 
-    training   │ step 50 │ copy to the host │ step 51 │ step 52 │ …                          │ step 100 │ copy …
-    writer                                  │ write files │ fsync │ marker │ rename │ prune │
+    training   │ step 50 │ copy to the host │ step 51 │ step 52 │ …                │ step 100 │ …
+    writer                                  │ files │ fsync │ marker │ rename │ prune │
 
 `save()` queues copies into pinned host memory on the compute stream and returns. A thread waits for
-them and writes; it communicates with the other ranks' threads in a separate gloo group. Ranks that
+them and writes. It communicates with the other ranks' threads in a separate gloo group. Ranks that
 hold the same values write one part each. The next `save()` first waits for the previous one, and
 raises on every rank if any rank failed.
 
 Loading checks every file's checksum, and falls back to the previous checkpoint with a message that
-names the damage. What the files say is checked against each other and against the model before
+names the damage. The contents of the files must agree with each other and with the model before
 anything of the model is overwritten.
 """
 
@@ -47,7 +47,7 @@ from distlab.parallel.shard import Shard, whole
 
 __all__ = ["CheckpointError", "Checkpointer", "Stored"]
 
-# Classes of errors that say what is wrong in a sentence, and that other ranks can unpickle.
+# Classes of errors that explain themselves in a sentence, and that other ranks can unpickle.
 TOGETHER = (ValueError, CheckpointError, Damaged, OtherFormat)
 
 
@@ -61,12 +61,13 @@ class Checkpointer:
         asynchronous: True to write in a thread, False to write within `save()`.
         threads: number of threads that write and hash on each rank.
         lock: lock of the run's folder, on the rank that has it. It is checked before each write.
-        progress: function that is called with a line now and then.
-        model: model that will be saved, to check it now and not at the first `save()`.
+        progress: function that gets lines about checkpoints that are removed or not used.
+        model: model that will be saved. If it is given, it is checked now and not at the first
+            `save()`.
 
     Raises:
-        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold; raised on
-            every rank.
+        ValueError: the model has a parameter or a buffer that a checkpoint cannot hold. All ranks
+            raise it.
     """
 
     def __init__(
@@ -81,34 +82,32 @@ class Checkpointer:
         lock: RunLock | None = None,
         progress: Callable[[str], None] = lambda text: None,
     ):
-        self.folder, self.context, self.lock, self.progress = (
-            CheckpointFolder(folder),
-            context,
-            lock,
-            progress,
-        )
-        self.keep, self.asynchronous, self.threads = keep, asynchronous, threads
-        self.last_saved: int | None = None  # the newest step known to be complete
-        self._known_good: set[int] = set()  # steps written or checked here
-        # No collective of training may come between the writer thread's own.
+        self.folder = CheckpointFolder(folder)
+        self.context = context
+        self.lock = lock
+        self.progress = progress
+        self.keep = keep
+        self.asynchronous = asynchronous
+        self.threads = threads
+        self.last_saved: int | None = None  # newest step whose checkpoint is known to be complete
+        self._known_good: set[int] = set()  # steps whose checkpoints were written or checked here
+        # A separate group, because collectives of training must not come between those of the
+        # writer thread.
         timeout = timedelta(seconds=context.timeout_s)
         self._group: dist.ProcessGroup | None = dist.new_group(backend="gloo", timeout=timeout)
-        # snapshots go through it; kept from one to the next
+        # Memory of the copies, used again for each checkpoint.
         self._host = torch.empty(0, dtype=torch.uint8)
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         if model is not None:
-            self._alike(lambda: train_state.refuse_unstorable_model(model))
+            self._on_all_ranks(lambda: train_state.refuse_unstorable_model(model))
 
     @property
     def host_bytes(self) -> int:
-        """Bytes of pinned host memory that asynchronous checkpoints hold on this rank.
-
-        They need none on the GPU.
-        """
+        """Bytes of pinned host memory that asynchronous checkpoints hold on this rank."""
         return self._host.nbytes
 
-    # -- saving --------------------------------------------------------------------------------------------
+    # -- saving ------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -122,17 +121,21 @@ class Checkpointer:
         """Begin to write the state after `step` steps.
 
         Args:
-            extra: data that JSON gives back as it is, the same on every rank: configuration, loss
-                scale.
+            step: number of optimizer steps done.
+            model: wrapped model.
+            optimizer: optimizer of its parameters.
+            strategy: name of the strategy.
+            extra: data that JSON gives back as it is, the same on every rank, such as the
+                configuration and the loss scale.
 
         Raises:
-            ValueError: a tensor, an option of the optimizer or something in `extra` that cannot be
-                stored. Raised on every rank before anything is written; the message names it.
-            CheckpointError: the checkpoint before this one failed, on whatever rank; or this one,
-                if not asynchronous.
+            ValueError: a tensor, an option of the optimizer or a value in `extra` cannot be stored.
+                The message names it. All ranks raise it before anything is written.
+            CheckpointError: the previous checkpoint failed, on any rank. If not asynchronous, also
+                if this one failed.
         """
         self.wait()
-        model.sync_buffers()  # of which each rank writes a part
+        model.sync_buffers()  # makes them equal on all ranks, because each rank writes a part
         step = operator.index(step)
 
         def prepare() -> tuple[list[Shard], dict[str, Any], Callable[[], None]]:
@@ -146,22 +149,23 @@ class Checkpointer:
                 "extra": dict(extra),
             }
             train_state.refuse_unstorable(content["extra"])
-            # The thread reads it while training goes on, and the caller may change what it has
-            # given.
+            # A copy, because the thread reads it while training goes on, and the caller may change
+            # `extra` meanwhile.
             content = copy.deepcopy(content)
             staged, ready = self._stage(self._portions(model, optimizer))
             return staged, content, ready
 
-        # What cannot be stored is an error on all ranks, now, and not of one rank's thread that
-        # others wait for.
-        staged, content, ready = self._alike(prepare)
+        # A value that cannot be stored raises here, on all ranks. If the thread of one rank raised
+        # it, the threads of the other ranks would wait for that rank.
+        staged, content, ready = self._on_all_ranks(prepare)
         self._thread = threading.Thread(
             target=self._write_behind, args=(step, staged, content, ready), daemon=True
         )
         try:
             self._thread.start()
         except RuntimeError:
-            # The system gives this process no more threads, and the other ranks wait for its part.
+            # The system refuses another thread. The other ranks wait for this rank's part, so write
+            # it here.
             self._thread = None
             self._write_behind(step, staged, content, ready)
         if not self.asynchronous:
@@ -169,10 +173,10 @@ class Checkpointer:
 
     def _portions(self, model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
         """Return this rank's shards of the model, the optimizer and the random generators."""
-        rank, world_size = self.context.rank, self.context.world_size
-        held = (*train_state.model_state(model), *train_state.optimizer_state(model, optimizer))
+        rank = self.context.rank
+        held = train_state.model_state(model) + train_state.optimizer_state(model, optimizer)
         train_state.refuse_dtypes(held)
-        shards = [shard.portion(rank, world_size) for shard in held]
+        shards = [shard.portion(rank, self.context.world_size) for shard in held]
         for kind, state in train_state.generators().items():
             shards.append(whole(f"rng/{rank}/{kind}", state))
         return shards
@@ -180,19 +184,22 @@ class Checkpointer:
     def _stage(self, shards: Sequence[Shard]) -> tuple[list[Shard], Callable[[], None]]:
         """Queue copies of all shards to the host.
 
-        Returns the copies, and a function that waits until they are filled.
+        Returns:
+            The copies, and a function that waits until they are filled.
         """
         device = self.context.device
         sources = [shard.values for shard in shards]
-        sizes = [-(-values.nbytes // 8) * 8 for values in sources]  # whole elements of every dtype
-        if self._host.numel() < sum(sizes):
-            self._host = host_memory(sum(sizes), pinned=device.type == "cuda")
+        # Rounded up to 8 bytes, so that each copy begins at a whole element of any dtype.
+        sizes = [-(-values.nbytes // 8) * 8 for values in sources]
+        total = sum(sizes)
+        if self._host.numel() < total:
+            self._host = host_memory(total, pinned=device.type == "cuda")
+        places = self._host[:total].split(sizes)
         staged = []
-        for shard, values, place in zip(
-            shards, sources, self._host[: sum(sizes)].split(sizes), strict=True
-        ):
-            copy = place[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
-            staged.append(replace(shard, tensor=copy))
+        for shard, values, place in zip(shards, sources, places, strict=True):
+            target = place[: values.nbytes].view(values.dtype)
+            target.copy_(values, non_blocking=True)
+            staged.append(replace(shard, tensor=target))
         if device.type != "cuda":
             return staged, lambda: None
         event = torch.cuda.Event()
@@ -203,39 +210,50 @@ class Checkpointer:
         """Wait until the last `save()` is complete.
 
         Raises:
-            CheckpointError: it failed, on whatever rank; earlier checkpoints are as they were.
+            CheckpointError: it failed, on any rank. Earlier checkpoints are as they were.
             RuntimeError: another rank died meanwhile.
         """
         if self._thread is not None:
             self._thread.join()
             self._thread = None
         if self._failure is not None:
-            failure, self._failure = self._failure, None
+            failure = self._failure
+            self._failure = None
             raise failure
 
     def finish(self) -> None:
-        """Let a write end, whatever comes of it."""
+        """Wait for a write to end. Ignore whether it succeeds."""
         if self._thread is not None:
             self._thread.join(self.context.timeout_s)
 
     def close(self) -> None:
-        """Call `finish` and free the group. Nothing can be saved or loaded any more."""
+        """Call `finish` and free the group. After it nothing can be saved or loaded."""
         self.finish()
-        if self._group is not None and (self._thread is None or not self._thread.is_alive()):
+        still_writes = self._thread is not None and self._thread.is_alive()
+        if self._group is not None and not still_writes:
             dist.destroy_process_group(self._group)
             self._group = None
 
     def _write_behind(
         self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable
     ) -> None:
+        """Call `_write`, and keep its error for `wait()`. The thread runs this."""
         try:
             self._write(step, shards, content, ready)
-        except BaseException as error:  # raised again by wait()
+        except BaseException as error:
             self._failure = error
 
     def _write(
         self, step: int, shards: list[Shard], content: dict[str, Any], ready: Callable
     ) -> None:
+        """Write a checkpoint together with the other ranks, and delete old ones.
+
+        Args:
+            step: number of optimizer steps done.
+            shards: copies of this rank's shards, on the host.
+            content: fields of the marker, without the files and the tensors.
+            ready: function that waits until the copies are filled.
+        """
         folder = self.folder.temporary_path_of(step)
 
         def write_mine() -> tuple[dict[str, dict[str, Any]], tensors.Index]:
@@ -249,28 +267,27 @@ class Checkpointer:
             return tensors.write(folder, self.context.rank, shards, self.threads)
 
         def complete() -> None:
-            content["files"] = {
-                name: entry for files, _ in written for name, entry in files.items()
-            }
+            content["files"] = {}
+            for files, _ in written:
+                content["files"] |= files
             content["tensors"] = tensors.merged([index for _, index in written])
             self._own_folder().commit(step, content)
 
         try:
             self._on_main(lambda: self._own_folder().begin(step))
-            mine = self._alike(write_mine)
+            mine = self._on_all_ranks(write_mine)
             written = collectives.gather_objects(mine, self._group)
             self._on_main(complete)
         except Exception as error:
             if self.context.is_main:
-                with contextlib.suppress(LockLost):  # then a folder of this name is another run's
+                # If the lock is lost, the temporary folder belongs to another run.
+                with contextlib.suppress(LockLost):
                     shutil.rmtree(self._own_folder().temporary_path_of(step), ignore_errors=True)
-            if not isinstance(error, (OSError, ValueError)):  # of a collective: another rank died
-                raise
-            last = (
-                "there is none before it"
-                if self.last_saved is None
-                else f"step {self.last_saved} is intact"
-            )
+            if not isinstance(error, (OSError, ValueError)):
+                raise  # the error of a collective: another rank died
+            last = "there is none before it"
+            if self.last_saved is not None:
+                last = f"step {self.last_saved} is intact"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written ({error}); {last}"
             ) from None
@@ -279,39 +296,41 @@ class Checkpointer:
         self._on_main(lambda: self._own_folder().prune(self.keep, self._known_good))
 
     def _own_folder(self) -> CheckpointFolder:
-        """The folder, to be written; raises LockLost if another run has taken it."""
+        """Return the folder for writing.
+
+        Raises:
+            LockLost: another run has taken the folder.
+        """
         if self.lock is not None:
             self.lock.check()
         return self.folder
 
-    # -- loading -------------------------------------------------------------------------------------------
+    # -- loading -----------------------------------------------------------------------------------
 
     def newest(self) -> Stored | None:
-        """Return the newest checkpoint that is whole and unaltered. None if the folder has none.
+        """Return the newest checkpoint that is whole and unaltered. None if the folder is empty.
 
-        Newer ones that are not are put aside, so that they are neither read again nor counted as
-        kept.
+        Newer checkpoints that are damaged are renamed, so that they are neither read again nor
+        counted among the kept ones.
 
         Raises:
-            CheckpointError: there are some, and none can be used.
-            OtherFormat: the newest was written by another version.
+            CheckpointError: there are checkpoints, and none can be used.
+            OtherFormat: another version of this program wrote the newest.
         """
         removed = self._on_main(lambda: self._own_folder().clean())
         if removed:
             self.progress(f"removed what an interrupted write left: {', '.join(removed)}")
-        rejected = {}  # step → what is wrong with it
+        rejected = {}  # step → its damage
         for step in self._on_main(self.folder.steps):
             try:
                 stored = self.check(step)
             except Damaged as error:
                 rejected[step] = str(error)
                 continue
-            # Only now: if none can be used, the next start must find them and end the same way.
+            # Renamed only now. If no checkpoint can be used, all keep their names, so that the next
+            # start finds them and ends in the same way.
             for bad, problem in rejected.items():
-                aside = self._on_main(lambda bad=bad: self._own_folder().set_aside(bad))
-                self.progress(
-                    f"checkpoint of step {bad} is not used: {problem}; it is put aside as {Path(aside).name}"
-                )
+                self._set_aside(bad, problem)
             return stored
         if rejected:
             raise CheckpointError(
@@ -320,11 +339,18 @@ class Checkpointer:
             )
         return None
 
+    def _set_aside(self, step: int, problem: str) -> None:
+        aside = self._on_main(lambda: self._own_folder().set_aside(step))
+        self.progress(
+            f"checkpoint of step {step} is not used: {problem}; it is put aside as "
+            f"{Path(aside).name}"
+        )
+
     def check(self, step: int) -> Stored:
-        """Read a checkpoint's marker and check all of its files, each rank a share of them.
+        """Read a checkpoint's marker and check all of its files. Each rank checks a share of them.
 
         Raises:
-            Damaged, OtherFormat: the same on every rank.
+            Damaged, OtherFormat: see `CheckpointFolder.open`. All ranks raise the same error.
         """
 
         def checked() -> Stored:
@@ -332,7 +358,7 @@ class Checkpointer:
             check_files(stored, self.context.rank, self.context.world_size)
             return stored
 
-        stored = self._alike(checked)
+        stored = self._on_all_ranks(checked)
         self.last_saved = step
         self._known_good.add(step)
         return stored
@@ -341,16 +367,17 @@ class Checkpointer:
         """Overwrite the model, the optimizer's state and this rank's random generators.
 
         Raises:
-            ValueError: a checkpoint of another model or optimizer; it lists the tensors that
-                differ. Nothing is overwritten.
-            CheckpointError: reading failed, on whatever rank; or what the files say does not fit
-                together, and nothing is overwritten.
+            ValueError: a checkpoint of another model or optimizer. The message lists the tensors
+                that differ. Nothing is overwritten.
+            CheckpointError: reading failed, on any rank, or the files do not fit together. In the
+                second case nothing is overwritten.
         """
         model.synchronize()
         model.sync_buffers()
-        held, name = train_state.model_state(model), optimizer_name(optimizer)
+        held = train_state.model_state(model)
+        name = optimizer_name(optimizer)
         everything = model.of_all_stages(tensors.kinds_of(held))
-        groups = self._alike(lambda: train_state.group_options(model, optimizer))
+        groups = self._on_all_ranks(lambda: train_state.group_options(model, optimizer))
         frozen = train_state.frozen_names(model)
 
         def checked() -> list[dict[str, Any]]:
@@ -361,61 +388,76 @@ class Checkpointer:
                 )
             return train_state.stored_options(stored.content["groups"], groups, frozen)
 
-        options = self._alike(checked)
+        options = self._on_all_ranks(checked)
         found = tensors.shapes_and_dtypes(stored)
         state, wanted = train_state.empty_optimizer_state(model, optimizer, found)
+        # A rank that the checkpoint does not know finds no generators and keeps its own.
         prefix = f"rng/{self.context.rank}/"
-        generators = {
-            key.removeprefix(prefix): torch.empty(shape, dtype=dtype)
-            for key, (shape, dtype) in found.items()
-            if key.startswith(prefix)
-        }
-        wanted += [whole(prefix + kind, value) for kind, value in generators.items()]
-        self._alike(lambda: tensors.read(stored, [*held, *wanted]))
+        generators = {}
+        for key, (shape, dtype) in found.items():
+            if key.startswith(prefix):
+                value = torch.empty(shape, dtype=dtype)
+                generators[key.removeprefix(prefix)] = value
+                wanted.append(whole(key, value))
+        self._on_all_ranks(lambda: tensors.read(stored, [*held, *wanted]))
         load_shards(optimizer, options, state)
         model.shards_changed()
-        self._alike(lambda: train_state.restore_generators(generators))
+        self._on_all_ranks(lambda: train_state.restore_generators(generators))
 
-    # -- ranks ---------------------------------------------------------------------------------------------
+    # -- ranks -------------------------------------------------------------------------------------
 
-    def _alike(self, action: Callable[[], Any]) -> Any:
-        """Do it on every rank; if it raises on any, raise on all.
+    def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
+        """Run `action` and return its result on this rank. If it raises on any rank, raise on all.
 
-        What ranks find wrong together, a ValueError or CheckpointError, is raised as it is.
-        Anything else is the trouble of single ranks, and raised as a CheckpointError that names
-        them. Every Exception counts: a rank that left by one of an unforeseen class would let the
-        others wait until the group's timeout.
+        An error of a class in `TOGETHER` is raised as it is. Any other error is raised as a
+        CheckpointError that names the ranks on which it occurred.
         """
-        result, problem = None, None
+        result = None
+        problem: Exception | str | None = None
         try:
             result = action()
         except Exception as error:
+            # Every class of error is caught. A rank that left by an unforeseen one would let the
+            # others wait until the group's timeout.
             if type(error) in TOGETHER:
                 problem = error
             else:
-                first_line = next(iter(str(error).splitlines()), "")
+                lines = str(error).splitlines()
+                first_line = lines[0] if lines else ""
                 problem = f"rank {self.context.rank}: {type(error).__name__}: {first_line}"
-        problems = [p for p in collectives.gather_objects(problem, self._group) if p is not None]
-        if problems:
-            raise next((p for p in problems if isinstance(p, Exception)), None) or CheckpointError(
-                "; ".join(problems)
-            )
+        gathered = collectives.gather_objects(problem, self._group)
+        texts = []
+        for problem in gathered:
+            if isinstance(problem, Exception):
+                raise problem
+            if problem is not None:
+                texts.append(problem)
+        if texts:
+            raise CheckpointError("; ".join(texts))
         return result
 
     def _on_main(self, action: Callable[[], Any]) -> Any:
-        """Do it on rank 0 and give every rank its result."""
-        result = self._alike(action if self.context.is_main else lambda: None)
+        """Run `action` on rank 0 and return its result on every rank."""
+
+        def on_this_rank() -> Any:
+            return action() if self.context.is_main else None
+
+        result = self._on_all_ranks(on_this_rank)
         return collectives.gather_objects(result, self._group)[0]
 
 
 def host_memory(count: int, *, pinned: bool) -> Tensor:
-    """Return bytes on the host, pinned exactly.
+    """Return `count` bytes on the host.
 
-    torch's own pinned allocator rounds up to a power of two.
+    Args:
+        count: number of bytes.
+        pinned: True to pin exactly these bytes. torch's own allocator of pinned memory rounds up to
+            a power of two.
     """
     memory = torch.empty(count, dtype=torch.uint8)
-    if pinned and count:
+    if pinned and count > 0:
         runtime = torch.cuda.cudart()
-        torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        torch.cuda.check_error(int(status))
         weakref.finalize(memory, runtime.cudaHostUnregister, memory.data_ptr())
     return memory

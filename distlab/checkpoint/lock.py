@@ -1,16 +1,17 @@
-"""One writer per run folder: a lock file that names its holder, and takeover from a dead one.
+"""One writer per run folder: a lock file that names its holder, and takeover from a dead holder.
 
-    run.lock              made with O_EXCL, so that one of two processes that try at once makes it
-    run.lock.after-3f2a…  made with O_EXCL by the one process that may succeed the dead holder with that digest,
-                          then renamed over run.lock
+    run.lock              made with O_EXCL, so that only one of two processes that try at the same
+                          time makes it
+    run.lock.after-3f2a…  made with O_EXCL by the one process that may succeed the dead holder whose
+                          lock has this digest, and then renamed to run.lock
 
 The holder touches its file every few seconds. A holder on this machine is looked up by process id
-and start time, so that a restart need not wait. A holder on another machine is watched: a file that
-is touched has a living holder, one that is not touched for `stale_s` a dead one. Clocks of
-different machines are never compared, and no `flock` is needed, which shared file systems may not
-carry to other machines.
+and start time, so that a restart does not have to wait. A holder on another machine is watched. If
+its file is touched, it lives. If the file is not touched for `stale_s` seconds, it is dead. Clocks
+of different machines are never compared. `flock` is not used, because shared file systems may not
+carry it to other machines.
 
-A holder that was only suspended (and so taken for dead) finds out when it next calls `check`,
+A holder that was suspended for so long counts as dead. It finds out in its next call of `check`,
 before it writes.
 """
 
@@ -32,12 +33,12 @@ from distlab.comm import RankContext, collectives
 
 NAME = "run.lock"
 REFRESH_S = 3.0  # between touches
-STALE_S = 30.0  # without a touch: ten were missed
-POLL_S = 0.5  # between looks at a lock of another machine
+STALE_S = 30.0  # without a touch, which are ten missed touches
+POLL_S = 0.5  # between two reads of a lock of another machine
 
 
 class FolderIsHeld(ValueError):
-    """Another process writes to this folder; the message says which, since when, and what to do."""
+    """Another process writes to this folder. The message says which, since when, and what to do."""
 
 
 class LockLost(OSError):
@@ -66,24 +67,30 @@ class Holder:
 
     @staticmethod
     def me() -> "Holder":
-        """Describe this process, now."""
-        since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        """Describe this process as the holder from now on."""
         pid = os.getpid()
         return Holder(
-            socket.gethostname(), _machine(), pid, _start_of(pid), since, uuid.uuid4().hex
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=_start_of(pid),
+            since=datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC"),
+            token=uuid.uuid4().hex,
         )
 
     @staticmethod
     def parse(content: bytes) -> "Holder | None":
-        """Parse the holder that a lock file names. None if the file does not name one (yet)."""
+        """Parse the content of a lock file. None if it does not name a holder, or not yet."""
         try:
             holder = Holder(**json.loads(content))
-            return holder if isinstance(holder.pid, int) and holder.pid > 0 else None
         except (ValueError, TypeError, RecursionError):
             return None
+        if not isinstance(holder.pid, int) or holder.pid <= 0:
+            return None
+        return holder
 
     def is_alive(self) -> bool | None:
-        """Return whether the process lives. None if this machine cannot see it."""
+        """Return whether the process lives. None if that cannot be seen from this machine."""
         if self.machine != _machine():
             return None
         try:
@@ -91,16 +98,18 @@ class Holder:
         except ProcessLookupError:
             return False
         except OSError:
-            pass  # another user's
+            pass  # it exists, and belongs to another user
         started = _start_of(self.pid)
-        return None if started is None or self.started is None else started == self.started
+        if started is None or self.started is None:
+            return None
+        return started == self.started  # else another process has got the same id
 
 
 class RunLock:
     """The lock of one folder, for one process.
 
     Args:
-        folder: folder, which must exist.
+        folder: folder to lock. It must exist.
         refresh_s: seconds between two touches while it is held.
         stale_s: seconds without a touch after which a holder on another machine counts as dead.
 
@@ -109,38 +118,48 @@ class RunLock:
     """
 
     def __init__(self, folder: Path, *, refresh_s: float = REFRESH_S, stale_s: float = STALE_S):
-        self.folder, self.refresh_s, self.stale_s = folder, refresh_s, stale_s
+        self.folder = folder
+        self.refresh_s = refresh_s
+        self.stale_s = stale_s
         self.path = folder / NAME
         self._content = json.dumps(asdict(Holder.me())).encode()
-        self._file: int | None = None  # descriptor, while the lock is held
+        self._file: int | None = None  # descriptor while the lock is held
         self._stop = threading.Event()
-        self._watched: tuple[bytes, int, float] | None = None  # content, touched, first seen so at
+        # Lock of another machine: content, time of its last touch, and time since when this process
+        # has seen both unchanged.
+        self._watched: tuple[bytes, int, float] | None = None
 
     def try_take(self) -> bool:
-        """Take the lock. Return False if its holder on another machine may be dead.
+        """Take the lock if its holder is certainly dead, or there is none.
 
-        The caller then asks again after `POLL_S`.
+        Returns:
+            True if this process has the lock. False if a holder on another machine may be dead, or
+            another process takes the lock at this moment. The caller then asks again after `POLL_S`
+            seconds.
 
         Raises:
-            FolderIsHeld: by a process that lives.
+            FolderIsHeld: a process that lives has the lock.
             OSError: the folder cannot be written.
         """
-        path, found = self.path, _read(self.path)
+        # Follow the chain of dead holders to the file that the next holder must make.
+        path = self.path
+        found = _read(path)
         while found is not None:
-            if not self._is_dead(*found):
+            content, touched = found
+            if not self._is_dead(content, touched):
                 return False
-            path = self._successor(found[0])
+            path = self._successor(content)
             found = _read(path)
         try:
             file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
-        except FileExistsError:  # somebody was faster; who, the next look will say
+        except FileExistsError:  # another process was faster; the next call reads its lock
             return False
         taken = False
         try:
             os.write(file, self._content)
             os.fsync(file)
-            # The lock read above may have been released and taken again meanwhile: then this file
-            # follows nothing.
+            # The lock that was read above may have been released and taken again meanwhile. Then
+            # the chain does not lead to this file.
             taken = self._is_mine()
         finally:
             if not taken:
@@ -157,19 +176,20 @@ class RunLock:
         return True
 
     def check(self) -> None:
-        """Call it before writing.
+        """Check that this process still has the lock. Call it before writing.
 
         Raises:
-            LockLost: the lock is another's by now.
+            LockLost: another process has the lock, or it was removed.
         """
         if self._file is None or not self._is_mine():
             raise LockLost(
-                f"{self.folder} is no longer this run's to write: its lock was removed, or was taken over by another "
-                f"run because this one had shown no sign of life for {self.stale_s:g} s"
+                f"{self.folder} is no longer this run's to write: its lock was removed, or was "
+                "taken over by another run because this one had shown no sign of life for "
+                f"{self.stale_s:g} s"
             )
 
     def release(self) -> None:
-        """Give the folder free; does nothing where the lock is not held (any more)."""
+        """Release the lock. Does nothing if this process does not have it."""
         if self._file is None:
             return
         self._stop.set()
@@ -180,64 +200,84 @@ class RunLock:
         self._file = None
 
     def _successor(self, content: bytes) -> Path:
-        """The one file that may follow a lock of this content; tokens make contents unique."""
-        return self.folder / f"{NAME}.after-{hashlib.sha256(content).hexdigest()[:16]}"
+        """Return the path of the one file that may follow a lock of this content.
+
+        Contents are unique, because they have a token.
+        """
+        digest = hashlib.sha256(content).hexdigest()[:16]
+        return self.folder / f"{NAME}.after-{digest}"
 
     def _is_mine(self) -> bool:
-        """Return whether the chain from the lock file to its successors ends with this one."""
-        found, last = _read(self.path), b""
+        """Return whether the chain from the lock file to its successors ends with this lock."""
+        last = b""
+        found = _read(self.path)
         while found is not None:
-            last = found[0]
+            last, _ = found
             found = _read(self._successor(last))
         return last == self._content
 
     def _is_dead(self, content: bytes, touched: int) -> bool:
-        """Return whether the holder is dead for certain. Raise FolderIsHeld if it lives."""
+        """Return whether the holder of a lock is certainly dead.
+
+        Args:
+            content: content of its file.
+            touched: time of the file's last touch, in ns.
+
+        Raises:
+            FolderIsHeld: the holder lives.
+        """
         holder = Holder.parse(content)
-        alive = holder.is_alive() if holder else None
+        alive = None if holder is None else holder.is_alive()
         if alive is False:
             return True
         if alive is None:
+            # Not visible from here: wait for a touch.
             if self._watched is None or self._watched[0] != content:
                 self._watched = (content, touched, time.monotonic())
-            if touched == self._watched[1]:
-                return time.monotonic() - self._watched[2] >= self.stale_s
-        who = (
-            f"process {holder.pid} on {holder.host}, since {holder.since}"
-            if holder
-            else "another process"
-        )
+            _, first_touched, first_seen = self._watched
+            if touched == first_touched:
+                return time.monotonic() - first_seen >= self.stale_s
+        shown = "another process"
+        if holder is not None:
+            shown = f"process {holder.pid} on {holder.host}, since {holder.since}"
         raise FolderIsHeld(
-            f"{self.folder} is being written by another run ({who}): wait until it ends, or end it, or give this run "
-            "another --name"
+            f"{self.folder} is being written by another run ({shown}): wait until it ends, or end "
+            "it, or give this run another --name"
         )
 
     def _refresh(self, file: int) -> None:
+        """Touch the lock file until the lock is released. A thread runs this."""
         while not self._stop.wait(self.refresh_s):
             with contextlib.suppress(OSError):
-                os.utime(file)  # by descriptor: never the file of a successor
+                # By descriptor, so that it cannot be the file of a successor.
+                os.utime(file)
 
 
 @contextlib.contextmanager
 def hold(
     folder: Path, context: RankContext, progress: Callable[[str], None]
 ) -> Iterator[RunLock | None]:
-    """Hold a folder's lock on rank 0 until the end. Yield it there, and None on the other ranks.
+    """Hold a folder's lock on rank 0 inside the block. Yield it there, and None on other ranks.
 
-    All ranks must enter, and all raise the same error.
+    All ranks must enter. If a holder on another machine shows no sign of life, they wait for one
+    for at most `STALE_S` seconds.
 
-    A holder on another machine that shows no sign of life is waited for, at most `STALE_S`.
+    Args:
+        folder: folder to lock. It must exist.
+        context: context of this rank.
+        progress: function that gets a line if the ranks have to wait.
 
     Raises:
-        FolderIsHeld, OSError: as in `RunLock.try_take`.
+        FolderIsHeld, OSError: see `RunLock.try_take`. All ranks raise the same error.
     """
     lock = RunLock(folder) if context.is_main else None
     for attempt in itertools.count():
         answer: bool | Exception = False
-        try:
-            answer = lock is not None and lock.try_take()
-        except (FolderIsHeld, OSError) as error:
-            answer = error
+        if lock is not None:
+            try:
+                answer = lock.try_take()
+            except (FolderIsHeld, OSError) as error:
+                answer = error
         if context.group is not None:
             answer = collectives.gather_objects(answer, context.group)[0]
         if isinstance(answer, Exception):
@@ -257,11 +297,9 @@ def hold(
 
 
 def _read(path: Path) -> tuple[bytes, int] | None:
-    """Return a lock file's content and the time of its last touch.
-
-    It is opened, because NFS asks the server only then.
-    """
+    """Return a lock file's content and the time of its last touch in ns. None without the file."""
     try:
+        # Opened, and not only looked up, because NFS asks the server only then.
         with open(path, "rb") as file:
             touched = os.fstat(file.fileno()).st_mtime_ns
             return file.read(1 << 16), touched
@@ -270,9 +308,10 @@ def _read(path: Path) -> tuple[bytes, int] | None:
 
 
 def _machine() -> str:
-    """Return host, boot and pid namespace.
+    """Return host, boot and pid namespace of this process.
 
-    Containers may share their host's name, but not its process ids.
+    The namespace is part of it, because containers may share their host's name, but not its process
+    ids.
     """
     known = [socket.gethostname()]
     with contextlib.suppress(OSError):
@@ -290,6 +329,10 @@ def _start_of(pid: int) -> int | None:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return None
-    # the name before it may hold spaces and brackets
-    state, *rest = stat.rpartition(")")[2].split()
-    return -1 if state in "ZX" else int(rest[18])
+    # After the last bracket, because the name of the process may contain spaces and brackets.
+    _, _, after_name = stat.rpartition(")")
+    fields = after_name.split()
+    state = fields[0]
+    if state in "ZX":
+        return -1
+    return int(fields[19])  # `starttime` in proc_pid_stat(5)

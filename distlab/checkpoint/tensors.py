@@ -1,15 +1,19 @@
-"""Tensors on disk: raw bytes in one or a few files per rank, and the place of each part in them.
+"""Tensors on disk: raw bytes in one or a few files per rank, and an index of their parts.
 
-    rank_0_0.bin    │ embedding [0, 1984) │ blocks.0.qkv [0, 24576) │ …      no headers, no gaps, nothing to execute
+    rank_0_0.bin    │ embedding [0, 1984) │ blocks.0.qkv [0, 24576) │ …
     rank_1_0.bin    │ embedding [1984, 3968) │ …
 
-The index, which the marker holds, names for each tensor its shape, its dtype and its parts: `[first
-element, elements, file, offset in bytes]`, in the flattened whole. So a part that cuts through rows
-needs no gathering, and a reader of any world size reads the bytes it needs. A rank that shares
-matrices with others has a box of them, some columns say: its parts end with that box, `[[first,
-last + 1], …]` of each dimension, and count within it, flattened. Parts tile their tensor, box by
-box, and they tile every file: an index that leaves out a tensor, or reads a byte twice, cannot fit
-the files.
+The files have no headers, no gaps and nothing to execute. The index is part of the marker. For each
+tensor it has the shape, the dtype and the parts: `[first element, elements, file, offset in
+bytes]`, counted in the flattened tensor. So a rank can write a part that ends inside a row, and a
+reader of any world size reads only the bytes it needs.
+
+A rank of a tensor-parallel group has a box of a matrix, for example some columns. Its parts have a
+fifth item, the box: `[[first, last + 1], …]` for each dimension. Their elements are counted in the
+flattened box.
+
+Parts tile their tensor, box by box, and they tile every file. So an index that leaves out a tensor,
+or reads a byte twice, does not fit the files.
 """
 
 import hashlib
@@ -22,24 +26,31 @@ from typing import Any, BinaryIO
 import numpy as np
 import torch
 
-from distlab.checkpoint.files import CheckpointError, Damaged, Stored
+from distlab.checkpoint.files import CheckpointError, Damaged, Stored, box_of
 from distlab.parallel.shard import Box, Shard
 
-AT_ONCE = 2**20  # elements whose places in another box are computed together
+AT_ONCE = 2**20  # elements whose places in another box are computed at the same time
 # key → {"shape": […], "dtype": "float32", "parts": [[start, count, file, offset], …]}
 Index = dict[str, dict[str, Any]]
-Kind = tuple[tuple[int, ...], torch.dtype]  # shape of the whole, dtype
+Kind = tuple[tuple[int, ...], torch.dtype]  # shape of the whole tensor, dtype
 
 
 def write(
     folder: Path, rank: int, shards: Sequence[Shard], threads: int
 ) -> tuple[dict[str, dict[str, Any]], Index]:
-    """Write this rank's shards, which are on the host, and flush them to disk, a file per thread.
+    """Write this rank's shards and flush them to disk.
+
+    Args:
+        folder: folder of the checkpoint.
+        rank: rank in the names of the files.
+        shards: shards on the host.
+        threads: number of threads. Each one writes a file.
 
     Returns:
-        (file → `{"bytes": …, "sha256": …}`, the index of these shards).
+        (file → `{"bytes": …, "sha256": …}`, index of these shards).
     """
-    shares = [[] for _ in range(threads)]  # shards of each file
+    # Files of about equal size: the largest shard that is left goes to the smallest file.
+    shares: list[list[Shard]] = [[] for _ in range(threads)]
     sizes = [0] * threads
     for shard in sorted(shards, key=lambda shard: shard.values.nbytes, reverse=True):
         smallest = sizes.index(min(sizes))
@@ -53,25 +64,31 @@ def write(
 
 
 def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], Index]:
-    digest, offset, indices = hashlib.sha256(), 0, []
+    """Write shards into one file.
+
+    Returns:
+        (`{"bytes": …, "sha256": …}`, index of these shards).
+    """
+    digest = hashlib.sha256()
+    offset = 0  # of the next shard, in bytes
+    indices = []
     with open(path, "xb") as file:
         for shard in shards:
-            data = shard.values.view(torch.uint8).numpy()
+            values = shard.values
+            data = values.view(torch.uint8).numpy()
             parts = []
             for box, start, held in shard.places():
-                at = offset + held.start * shard.values.element_size()
-                parts.append([start, held.stop - held.start, path.name, at])
+                count = held.stop - held.start
+                part = [start, count, path.name, offset + held.start * values.element_size()]
                 if shard.cut is not None:
-                    parts[-1].append([list(each) for each in box])
-            indices.append(
-                {
-                    shard.name: {
-                        "shape": list(shard.shape),
-                        "dtype": str(shard.values.dtype).removeprefix("torch."),
-                        "parts": parts,
-                    }
-                }
-            )
+                    part.append([list(each) for each in box])
+                parts.append(part)
+            entry = {
+                "shape": list(shard.shape),
+                "dtype": str(values.dtype).removeprefix("torch."),
+                "parts": parts,
+            }
+            indices.append({shard.name: entry})
             append(file, data)
             digest.update(data)
             offset += data.nbytes
@@ -81,26 +98,34 @@ def _write_file(path: Path, shards: Sequence[Shard]) -> tuple[dict[str, Any], In
 
 
 def append(file: BinaryIO, data: np.ndarray) -> None:
-    """Write all of it; here tests fill the disk and kill the process."""
+    """Write data to the end of a file. Tests replace it to fill the disk or to kill the process."""
     file.write(data)
 
 
 def merged(indices: Sequence[Index]) -> Index:
-    """Merge the indices of its parts into that of a whole checkpoint."""
-    whole = {}
+    """Merge the indices of several files or ranks into one."""
+    whole: Index = {}
     for index in indices:
         for key, entry in index.items():
-            parts = whole.get(key, {"parts": []})["parts"] + entry["parts"]
-            whole[key] = entry | {"parts": sorted(parts, key=lambda part: (part[4:], part[:4]))}
+            parts = list(entry["parts"])
+            if key in whole:
+                parts = whole[key]["parts"] + parts
+            parts.sort(key=_box_and_place)
+            whole[key] = entry | {"parts": parts}
     return whole
+
+
+def _box_and_place(part: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the key by which parts are sorted: by box, and by first element inside a box."""
+    return part[4:], part[:4]
 
 
 def shapes_and_dtypes(stored: Stored) -> dict[str, Kind]:
     """Return (shape, dtype) of every stored tensor."""
-    index = stored.content["tensors"]
-    return {
-        key: (tuple(entry["shape"]), getattr(torch, entry["dtype"])) for key, entry in index.items()
-    }
+    kinds = {}
+    for key, entry in stored.content["tensors"].items():
+        kinds[key] = (tuple(entry["shape"]), getattr(torch, entry["dtype"]))
+    return kinds
 
 
 def read(stored: Stored, shards: Sequence[Shard]) -> None:
@@ -116,87 +141,161 @@ def read(stored: Stored, shards: Sequence[Shard]) -> None:
         whole = tuple((0, size) for size in entry["shape"])
         for box, begin, held in shard.places():
             wanted = shard.values[held]
-            for start, count, name, offset, *cut in entry["parts"]:
-                there = tuple(map(tuple, cut[0])) if cut else whole
-                if there != box:
-                    for here, index in _shared(box, begin, wanted.numel(), there, start, count):
-                        first, last = int(index.min()), int(index.max()) + 1
-                        values = _values(stored, shard.name, name, offset, first, last)
-                        wanted[torch.from_numpy(here).to(wanted.device)] = values[index - first].to(
-                            wanted
-                        )
-                    continue
-                first, last = max(start, begin), min(start + count, begin + wanted.numel())
-                if first < last:
-                    values = _values(stored, shard.name, name, offset, first - start, last - start)
-                    wanted[first - begin : last - begin].copy_(values)
+            for part in entry["parts"]:
+                if box_of(part, whole) == box:
+                    _read_range(stored, shard.name, part, begin, wanted)
+                else:
+                    _read_from_other_box(stored, shard.name, part, whole, box, begin, wanted)
 
 
-def _shared(box: Box, begin: int, wanted: int, there: Box, start: int, count: int) -> Iterator[Any]:
-    """Yield the elements of a flattened box that are also in a part of another box.
+def _read_range(
+    stored: Stored, key: str, part: Sequence[Any], begin: int, wanted: torch.Tensor
+) -> None:
+    """Copy the elements that a part and a range of the same box share.
 
-    The elements are those from `begin` on. Each is yielded with its place in that part.
+    Args:
+        stored: checkpoint.
+        key: name of the tensor.
+        part: part from the index.
+        begin: first element of the range in the flattened box.
+        wanted: 1-D memory of the range.
     """
-    sizes, sizes_there = ([last - first for first, last in each] for each in (box, there))
+    start, count, file_name, offset = part[:4]
+    first = max(start, begin)
+    end = min(start + count, begin + wanted.numel())
+    if first < end:
+        values = _values(stored, key, file_name, offset, first - start, end - start)
+        wanted[first - begin : end - begin].copy_(values)
+
+
+def _read_from_other_box(
+    stored: Stored,
+    key: str,
+    part: Sequence[Any],
+    whole: Box,
+    box: Box,
+    begin: int,
+    wanted: torch.Tensor,
+) -> None:
+    """Copy the elements that a part of another box shares with a range of `box`.
+
+    Args: as for `_read_range`, and the boxes of the whole tensor and of the range.
+    """
+    start, count, file_name, offset = part[:4]
+    there = box_of(part, whole)
+    for here, index in _shared(box, begin, wanted.numel(), there, start, count):
+        # One read of all elements from the first to the last that is needed.
+        first = int(index.min())
+        end = int(index.max()) + 1
+        values = _values(stored, key, file_name, offset, first, end)
+        targets = torch.from_numpy(here).to(wanted.device)
+        wanted[targets] = values[index - first].to(wanted)
+
+
+def _shared(
+    box: Box, begin: int, wanted: int, there: Box, start: int, count: int
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the elements that a range of one box shares with a part of another box.
+
+    Args:
+        box: box of the range.
+        begin: first element of the range in the flattened box.
+        wanted: number of elements of the range.
+        there: box of the part.
+        start: first element of the part in its flattened box.
+        count: number of elements of the part.
+
+    Yields:
+        (numbers of elements in the range, numbers of the same elements in the part).
+    """
+    sizes_here = [last - first for first, last in box]
+    sizes_there = [last - first for first, last in there]
     for first in range(0, wanted, AT_ONCE):
         here = np.arange(first, min(first + AT_ONCE, wanted))
-        places = [
-            place + low - other
-            for place, (low, _), (other, _) in zip(
-                np.unravel_index(begin + here, sizes), box, there, strict=True
-            )
-        ]
-        inside = np.logical_and.reduce(
-            [(p >= 0) & (p < n) for p, n in zip(places, sizes_there, strict=True)]
-        )
+        # Coordinates of these elements in the other box, and whether they are inside it.
+        coordinates = []
+        inside = np.ones(len(here), dtype=bool)
+        coordinates_here = np.unravel_index(begin + here, sizes_here)
+        for dimension, coordinate in enumerate(coordinates_here):
+            first_here, _ = box[dimension]
+            first_there, _ = there[dimension]
+            coordinate_there = coordinate + first_here - first_there
+            inside &= (coordinate_there >= 0) & (coordinate_there < sizes_there[dimension])
+            coordinates.append(coordinate_there)
         here = here[inside]
-        index = np.ravel_multi_index([place[inside] for place in places], sizes_there) - start
+        # Numbers in the flattened other box, and from there in the part.
+        inner = [coordinate[inside] for coordinate in coordinates]
+        index = np.ravel_multi_index(inner, sizes_there) - start
         within = (index >= 0) & (index < count)
         if within.any():
             yield here[within], index[within]
 
 
 def _values(
-    stored: Stored, key: str, file_name: str, offset: int, first: int, last: int
+    stored: Stored, key: str, file_name: str, offset: int, first: int, end: int
 ) -> torch.Tensor:
-    """Elements of a part, which begins at this byte."""
+    """Read elements of a part of a tensor.
+
+    Args:
+        stored: checkpoint.
+        key: name of the tensor.
+        file_name: name of the file.
+        offset: first byte of the part.
+        first: number of the first element in the part.
+        end: number of the last element in the part, plus 1.
+    """
+    path = stored.path / file_name
     dtype = getattr(torch, stored.content["tensors"][key]["dtype"])
-    values = torch.empty(last - first, dtype=dtype)
-    with open(stored.path / file_name, "rb") as file:
+    values = torch.empty(end - first, dtype=dtype)
+    with open(path, "rb") as file:
         file.seek(offset + first * dtype.itemsize)
-        if file.readinto(values.view(torch.uint8).numpy()) != values.nbytes:
-            raise CheckpointError(f"{stored.path / file_name} ends within {key}")
-    if dtype.is_floating_point and values.isnan().any() and key.startswith("model/"):
-        said = f"{stored.path} holds NaN in {key}, though its checksums fit"
-        raise Damaged(f"{said}: remove it to use the one before")
+        bytes_read = file.readinto(values.view(torch.uint8).numpy())
+    if bytes_read != values.nbytes:
+        raise CheckpointError(f"{path} ends within {key}")
+    # A NaN in the optimizer's state can be right, and one in the model never is.
+    if key.startswith("model/") and dtype.is_floating_point and values.isnan().any():
+        raise Damaged(
+            f"{stored.path} holds NaN in {key}, though its checksums fit: remove it to use the one "
+            "before"
+        )
     return values
 
 
 def kinds_of(model: Sequence[Shard]) -> list[tuple[str, Kind]]:
-    """Return (name, (shape of the whole, dtype)) of each shard."""
+    """Return (name, (shape of the whole tensor, dtype)) of each shard."""
     return [(shard.name, (tuple(shard.shape), shard.tensor.dtype)) for shard in model]
 
 
 def refuse_other_model(stored: Stored, model: Sequence[tuple[str, Kind]]) -> None:
-    """Raise ValueError with every parameter that is missing, extra, or of another shape or dtype.
+    """Check that a checkpoint has the tensors of this model.
 
     Args:
+        stored: checkpoint.
         model: name and kind of every tensor of the whole model, from `kinds_of`.
+
+    Raises:
+        ValueError: tensors are missing, extra, or of another shape or dtype. The message names
+            them.
     """
     mine = {name.removeprefix("model/"): kind for name, kind in model}
-    found = shapes_and_dtypes(stored).items()
-    theirs = {key.removeprefix("model/"): kind for key, kind in found if key.startswith("model/")}
-    differences = [
-        f"{name} is missing there"
-        if name not in theirs
-        else f"{name} exists only there"
-        if name not in mine
-        else f"{name} has shape {theirs[name][0]} there and {mine[name][0]} here"
-        if theirs[name][0] != mine[name][0]
-        else f"{name} has {theirs[name][1]} there and {mine[name][1]} here"
-        for name in mine | theirs
-        if mine.get(name) != theirs.get(name)
-    ]
+    theirs = {}
+    for key, kind in shapes_and_dtypes(stored).items():
+        if key.startswith("model/"):
+            theirs[key.removeprefix("model/")] = kind
+    differences = []
+    for name in mine | theirs:
+        if name not in theirs:
+            differences.append(f"{name} is missing there")
+            continue
+        if name not in mine:
+            differences.append(f"{name} exists only there")
+            continue
+        shape_there, dtype_there = theirs[name]
+        shape_here, dtype_here = mine[name]
+        if shape_there != shape_here:
+            differences.append(f"{name} has shape {shape_there} there and {shape_here} here")
+        elif dtype_there != dtype_here:
+            differences.append(f"{name} has {dtype_there} there and {dtype_here} here")
     if differences:
         more = f"; and {len(differences) - 5} more" if len(differences) > 5 else ""
         raise ValueError(

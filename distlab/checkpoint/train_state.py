@@ -1,11 +1,12 @@
-"""Model and optimizer as named shards: the one form in which every strategy's state is stored.
+"""Model and optimizer as named shards, the form in which the state of every strategy is stored.
 
-Each tensor is flattened, and this rank holds a contiguous part of it: all of it under data
-parallelism, a shard under ZeRO or FSDP. Names: `model/<parameter>` and
-`optimizer/<state>/<parameter>`, e.g. `optimizer/exp_avg/blocks.0.norm.weight`. The random
+Each tensor is flattened, and this rank has a contiguous part of it: all of it under data
+parallelism, a shard under ZeRO or FSDP. The names are `model/<parameter>` and
+`optimizer/<state>/<parameter>`, for example `optimizer/exp_avg/blocks.0.norm.weight`. The random
 generators of each rank are also stored.
 """
 
+import math
 import random
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,31 +21,32 @@ from distlab.parallel.local_optimizer import stepped
 from distlab.parallel.model import ParallelModel
 from distlab.parallel.shard import NOTED_RANK, Shard, local_part, plain_name, whole
 
-# How a step is computed, not what it computes: a checkpoint does not carry these over.
+# Options that change how a step is computed and not its result. A run that resumes has its own.
 NOT_STORED = {"params", "foreach", "fused", "capturable", "differentiable", "placement", NOTED_RANK}
 
 
 def model_state(model: ParallelModel) -> list[Shard]:
-    """Every parameter and persistent buffer."""
-    held = [
-        model.located(shard).like(f"model/{shard.name}", shard.tensor) for shard in model.shards()
-    ]
-    return held + [
-        whole(f"model/{name}", buffer) for name, buffer in _persistent_buffers(model.module)
-    ]
+    """Return this rank's shards of every parameter, and every persistent buffer."""
+    held = []
+    for shard in model.shards():
+        held.append(model.located(shard).like(f"model/{shard.name}", shard.tensor))
+    for name, buffer in _persistent_buffers(model.module):
+        held.append(whole(f"model/{name}", buffer))
+    return held
 
 
 def refuse_unstorable_model(model: ParallelModel) -> None:
-    """Raise ValueError for a parameter or a persistent buffer that a checkpoint cannot hold.
+    """Check that a checkpoint can hold every parameter and every persistent buffer.
 
-    The message names it.
+    Raises:
+        ValueError: it cannot. The message names the first one.
     """
     try:
         held = model_state(model)
     except ValueError as error:
         raise ValueError(
-            f"checkpoints cannot hold this model as its strategy shards it: {error}. Choose another "
-            "strategy or layout"
+            f"checkpoints cannot hold this model as its strategy shards it: {error}. Choose "
+            "another strategy or layout"
         ) from None
     refuse_dtypes(held)
     for shard in held:
@@ -52,17 +54,18 @@ def refuse_unstorable_model(model: ParallelModel) -> None:
 
 
 def refuse_dtypes(shards: Sequence[Shard]) -> None:
-    """Raise ValueError for the first tensor of a dtype that checkpoints do not hold.
+    """Check that all tensors have dtypes that checkpoints hold.
 
-    The message names it.
+    Raises:
+        ValueError: a tensor has another dtype. The message names the first one.
     """
     for shard in shards:
         dtype = str(shard.tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(
-                f"'{shard.name.removeprefix('model/')}' has dtype {dtype}, which checkpoints do not "
-                f"hold. They hold {', '.join(DTYPES)}. Register a buffer that can be computed again "
-                "with persistent=False, or store complex numbers by torch.view_as_real"
+                f"'{shard.name.removeprefix('model/')}' has dtype {dtype}, which checkpoints do "
+                f"not hold. They hold {', '.join(DTYPES)}. Register a buffer that can be computed "
+                "again with persistent=False, or store complex numbers by torch.view_as_real"
             )
 
 
@@ -70,7 +73,7 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
     """Return every tensor of the optimizer's state on this rank, with scalars such as Adam's step.
 
     Raises:
-        ValueError: state that is not a tensor, or a tensor that a checkpoint cannot hold; the
+        ValueError: state that is not a tensor, or a tensor that a checkpoint cannot hold. The
             message names it.
     """
     found = []
@@ -88,7 +91,7 @@ def optimizer_state(model: ParallelModel, optimizer: Optimizer) -> list[Shard]:
                 )
             if per_element:
                 found.append(shard.like(key, value))
-            elif shard.is_first:  # one number for the whole
+            elif shard.is_first:  # one number for the whole parameter: its first shard stores it
                 found.append(Shard(key, value.shape, 0, value, shard.replicated, shard.copies))
     return found
 
@@ -98,33 +101,42 @@ def empty_optimizer_state(
     optimizer: Optimizer,
     stored: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> tuple[dict[Tensor, dict[str, Tensor]], list[Shard]]:
-    """State tensors to be filled for what this rank steps, and the shards that fill them.
+    """Return empty state tensors for the parameters this rank steps, and shards to fill them.
 
     Args:
-        stored: every stored name → (shape, dtype).
+        model: wrapped model.
+        optimizer: optimizer of its parameters.
+        stored: name of every stored tensor → (shape, dtype).
+
+    Returns:
+        (tensor that the optimizer steps → kind of state → empty tensor, shards of these tensors).
     """
-    kinds = {}  # parameter → kinds of its state
-    for key in stored:
-        if key.startswith("optimizer/"):
-            _, kind, name = key.split("/", 2)
-            kinds.setdefault(name, []).append(kind)
-    optimizer_keys = [key for key in stored if key.startswith("optimizer/")]
-    # Kinds that are one number, such as Adam's step.
-    numbers = {key.split("/", 2)[1] for key in optimizer_keys if stored[key][0] == ()}
-    state = {}
+    kinds_of: dict[str, list[str]] = {}  # parameter → kinds of its state
+    numbers = set()  # kinds that are one number, such as Adam's step
+    for key, (shape, _) in stored.items():
+        if not key.startswith("optimizer/"):
+            continue
+        _, kind, name = key.split("/", 2)
+        kinds_of.setdefault(name, []).append(kind)
+        if shape == ():
+            numbers.add(kind)
+    state: dict[Tensor, dict[str, Tensor]] = {}
     found = []
     for shard in map(model.located, stepped(model, optimizer)):
-        if shard.shape.numel() == 0 and not numbers <= set(kinds.get(shard.name, ())):
-            # Older checkpoints left out the step of a parameter without elements: it starts anew.
+        kinds = kinds_of.get(shard.name, [])
+        if shard.shape.numel() == 0 and not numbers.issubset(kinds):
+            # Older checkpoints do not have the step of a parameter without elements. It starts
+            # from the beginning.
             continue
-        for kind in kinds.get(shard.name, ()):
+        for kind in kinds:
             key = f"optimizer/{kind}/{shard.name}"
             shape, dtype = stored[key]
             if shape == tuple(shard.shape) and len(shape) > 0:
                 value = torch.empty_like(shard.tensor, dtype=dtype, requires_grad=False)
                 found.append(shard.like(key, value))
             else:
-                value = torch.empty(shape, dtype=dtype)  # load_state_dict puts it where it belongs
+                # On the CPU: `load_state_dict` moves it to the device it belongs to.
+                value = torch.empty(shape, dtype=dtype)
                 found.append(whole(key, value))
             state.setdefault(shard.tensor, {})[kind] = value
     return state, found
@@ -138,16 +150,19 @@ def group_options(model: ParallelModel, optimizer: Optimizer) -> list[dict[str, 
     Raises:
         ValueError: a group holds a tensor that is not a parameter of the model.
     """
-    names = {id(p): plain_name(name) for name, p in model.module.named_parameters()}
+    name_of = {}  # id of a parameter → name
+    for name, parameter in model.module.named_parameters():
+        name_of[id(parameter)] = plain_name(name)
     groups = []
     for number, group in enumerate(optimizer.param_groups):
         options = {key: value for key, value in group.items() if key not in NOT_STORED}
-        held = model.of_all_stages([names.get(id(parameter)) for parameter in group["params"]])
+        names = [name_of.get(id(parameter)) for parameter in group["params"]]
+        held = model.of_all_stages(names)
         if None in held:
             raise ValueError(
-                f"parameter group {number} of the optimizer holds a tensor that is not a parameter of "
-                "the model, and checkpoints store parameters by name: make it a parameter of the "
-                "module that is wrapped"
+                f"parameter group {number} of the optimizer holds a tensor that is not a parameter "
+                "of the model, and checkpoints store parameters by name: make it a parameter of "
+                "the module that is wrapped"
             )
         groups.append(options | {"params": held})
     return groups
@@ -158,8 +173,11 @@ def frozen_names(model: ParallelModel) -> set[str]:
 
     A collective.
     """
-    named = model.module.named_parameters()
-    return set(model.of_all_stages([plain_name(name) for name, p in named if not p.requires_grad]))
+    names = []
+    for name, parameter in model.module.named_parameters():
+        if not parameter.requires_grad:
+            names.append(plain_name(name))
+    return set(model.of_all_stages(names))
 
 
 def stored_options(
@@ -167,7 +185,7 @@ def stored_options(
     groups: Sequence[Mapping[str, Any]],
     frozen: Collection[str] = (),
 ) -> list[dict[str, Any]]:
-    """Return the stored options of each group, in the types of this optimizer's.
+    """Return the stored options of each group, in the types of this optimizer's options.
 
     Args:
         saved_groups: stored result of `group_options`, as JSON gives it back.
@@ -182,16 +200,20 @@ def stored_options(
     """
     options = []
     for number, (saved, group) in enumerate(_pair_groups(saved_groups, groups, frozen)):
-        if saved is None:  # it holds nothing that is trained, and the checkpoint has no such group
+        if saved is None:
+            # The group has no trained parameter, and the checkpoint does not have it.
             options.append({})
             continue
         restored = {}
         for name in sorted(saved.keys() | group.keys()):
             if name == "params":
                 continue
-            live = storable(group[name], _option(name, number)) if name in group else None
+            live = None
+            if name in group:
+                live = storable(group[name], _option(name, number))  # raises if it cannot be stored
             if name not in saved or name not in group or _kind(saved[name]) != _kind(live):
-                there, here = (repr(g[name]) if name in g else "missing" for g in (saved, group))
+                there = repr(saved[name]) if name in saved else "missing"
+                here = repr(group[name]) if name in group else "missing"
                 raise ValueError(
                     f"the stored optimizer's option '{name}' is {there}, and {here} here"
                 )
@@ -205,27 +227,22 @@ def _pair_groups(
     groups: Sequence[Mapping[str, Any]],
     frozen: Collection[str],
 ) -> list[tuple[Mapping[str, Any] | None, Mapping[str, Any]]]:
-    """Return the stored group of each group.
+    """Return pairs of a stored group and a group, in the order of the groups.
 
-    It is None for a group without trained parameters that the checkpoint lacks.
+    The stored group is None for a group without trained parameters that the checkpoint lacks.
 
     Raises:
-        ValueError: a trained parameter is in another group there, or in none.
+        ValueError: a trained parameter is in another group of the checkpoint, or in none.
     """
 
-    def trained(some: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Return the numbers of the groups with trained parameters."""
-        return [number for number, group in enumerate(some) if set(group["params"]) - set(frozen)]
-
-    def places(some: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return for each parameter the number of its group among those with trained parameters."""
-        found = {}
-        for place, number in enumerate(trained(some)):
-            found |= dict.fromkeys(some[number]["params"], place)
-        return found
-
-    places_there, places_here = places(saved_groups), places(groups)
-    for name in sorted((places_there.keys() | places_here.keys()) - set(frozen)):
+    # Groups with trained parameters are compared by their place among those. Other groups may be
+    # missing on one side.
+    numbers_there = _with_trained_parameters(saved_groups, frozen)
+    numbers_here = _with_trained_parameters(groups, frozen)
+    places_there = _place_of_each_parameter(saved_groups, numbers_there)
+    places_here = _place_of_each_parameter(groups, numbers_here)
+    names = places_there.keys() | places_here.keys()
+    for name in sorted(names - set(frozen)):
         if name not in places_there:
             raise ValueError(
                 f"the stored optimizer's groups do not hold '{name}', which this optimizer steps: "
@@ -238,49 +255,77 @@ def _pair_groups(
                 "the parameter is trained here: give it to the optimizer, or freeze it"
             )
         if places_there[name] != places_here[name]:
-            there = trained(saved_groups)[places_there[name]]
-            here = trained(groups)[places_here[name]]
+            there = numbers_there[places_there[name]]
+            here = numbers_here[places_here[name]]
             raise ValueError(
                 f"'{name}' is in parameter group {there} of the stored optimizer, and in group "
                 f"{here} of this one: make the same groups"
             )
-    partner = dict(zip(trained(groups), trained(saved_groups), strict=True))
-    others_here = [number for number in range(len(groups)) if number not in partner]
-    others_there = [number for number in range(len(saved_groups)) if number not in partner.values()]
+    partner = dict(zip(numbers_here, numbers_there, strict=True))  # number here → number there
+    # The other groups are paired in order if both sides have the same number of them.
+    others_here = [n for n in range(len(groups)) if n not in numbers_here]
+    others_there = [n for n in range(len(saved_groups)) if n not in numbers_there]
     if len(others_here) == len(others_there):
         partner |= dict(zip(others_here, others_there, strict=True))
-    return [
-        (saved_groups[partner[n]] if n in partner else None, group)
-        for n, group in enumerate(groups)
-    ]
+    pairs: list[tuple[Mapping[str, Any] | None, Mapping[str, Any]]] = []
+    for number, group in enumerate(groups):
+        saved = saved_groups[partner[number]] if number in partner else None
+        pairs.append((saved, group))
+    return pairs
+
+
+def _with_trained_parameters(
+    groups: Sequence[Mapping[str, Any]], frozen: Collection[str]
+) -> list[int]:
+    """Return the numbers of the groups that have a trained parameter."""
+    numbers = []
+    for number, group in enumerate(groups):
+        trained = set(group["params"]) - set(frozen)
+        if trained:
+            numbers.append(number)
+    return numbers
+
+
+def _place_of_each_parameter(
+    groups: Sequence[Mapping[str, Any]], numbers: Sequence[int]
+) -> dict[str, int]:
+    """Return the place of each parameter's group among the groups with these numbers."""
+    place_of = {}
+    for place, number in enumerate(numbers):
+        for name in groups[number]["params"]:
+            place_of[name] = place
+    return place_of
 
 
 def storable_groups(groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return groups as JSON holds them.
+    """Return groups in the form in which JSON holds them.
 
     Raises:
-        ValueError: an option that JSON cannot hold; the message names it.
+        ValueError: an option that JSON cannot hold. The message names it.
     """
-    return [
-        {name: storable(value, _option(name, number)) for name, value in group.items()}
-        for number, group in enumerate(groups)
-    ]
+    stored = []
+    for number, group in enumerate(groups):
+        options = {}
+        for name, value in group.items():
+            options[name] = storable(value, _option(name, number))
+        stored.append(options)
+    return stored
 
 
 def _option(name: str, number: int) -> str:
+    """Return the words for an option in an error."""
     return f"option '{name}' of the optimizer's parameter group {number}"
 
 
 def storable(value: Any, what: str) -> Any:
-    """Return an option as JSON holds it.
+    """Return an option in the form in which JSON holds it.
 
-    A tensor or NumPy array of one number becomes a number, and a tuple becomes a list.
-
-    `_restored` gives it back the type that the option has in the optimizer that loads it.
+    A 0-dimensional tensor or a number of NumPy's becomes a number, and a tuple becomes a list.
+    `_restored` gives it the type that the option has in the optimizer that loads it.
 
     Args:
-        value: an option of a parameter group, or a part of one.
-        what: name of it in the message.
+        value: option of a parameter group, or part of one.
+        what: name of the option in the error.
 
     Raises:
         ValueError: a value that JSON cannot hold.
@@ -295,44 +340,53 @@ def storable(value: Any, what: str) -> Any:
         return {key: storable(item, what) for key, item in value.items()}
     if value is None or isinstance(value, bool):
         return value
-    for plain in (int, float, str):  # a number of a class of its own is stored as the number
+    for plain in (int, float, str):  # an instance of a subclass is stored as one of the class
         if isinstance(value, plain):
             return plain(value)
     shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
     raise ValueError(
-        f"{what} has a value of type {type(value).__name__}{shape}, which a checkpoint cannot store: "
-        "use numbers, text, None, 0-dimensional tensors of real numbers, and lists, tuples or "
-        "dictionaries of these"
+        f"{what} has a value of type {type(value).__name__}{shape}, which a checkpoint cannot "
+        "store: use numbers, text, None, 0-dimensional tensors of real numbers, and lists, tuples "
+        "or dictionaries of these"
     )
 
 
 def _restored(saved: Any, live: Any) -> Any:
-    """Return a stored option in the type of the live one, whose kind is the same."""
+    """Return a stored option in the type of the live one.
+
+    Args:
+        saved: option as JSON gives it back.
+        live: option of this optimizer, of the same kind (`_kind`).
+    """
     if isinstance(live, (list, tuple)):
         items = [_restored(item, other) for item, other in zip(saved, live, strict=True)]
-        # A named tuple's class takes its items one by one.
-        return live._make(items) if hasattr(live, "_make") else type(live)(items)
+        if hasattr(live, "_make"):
+            return live._make(items)  # a named tuple, whose class takes its items one by one
+        return type(live)(items)
     if isinstance(live, dict):
         return {key: _restored(item, live[key]) for key, item in saved.items()}
     if isinstance(live, Tensor):
-        # 0.5 does not fit into a tensor of integers: it keeps its value and loses the dtype.
-        keeps_dtype = live.is_floating_point() or not isinstance(saved, float)
-        return torch.tensor(saved, dtype=live.dtype if keeps_dtype else None, device=live.device)
+        dtype = live.dtype
+        if isinstance(saved, float) and not live.is_floating_point():
+            dtype = None  # 0.5 does not fit into a tensor of integers: keep the value
+        return torch.tensor(saved, dtype=dtype, device=live.device)
     if type(live) in (bool, int, float, str, type(None)):
-        return saved  # 1 may stand for 1.0
+        return saved  # also 1 where the live option is 1.0
     if isinstance(live, (int, np.integer)) and isinstance(saved, float):
-        return saved
+        return saved  # 0.5 does not fit into a class of integers: keep the value
     return type(live)(saved)
 
 
 def refuse_unstorable(extra: Any, what: str = "extra") -> None:
-    """Raise ValueError for data that JSON would not give back as it is.
-
-    These are tuples, tensors and keys that are not text.
+    """Check that JSON would give data back as it is.
 
     Args:
         extra: data to be stored.
-        what: name of it in the message.
+        what: name of the data in the error.
+
+    Raises:
+        ValueError: a value that JSON would change, such as a tuple, a tensor or a key that is not
+            text.
     """
     if type(extra) is dict:
         for key, value in extra.items():
@@ -352,43 +406,52 @@ def refuse_unstorable(extra: Any, what: str = "extra") -> None:
 
 
 def _kind(value: Any) -> Any:
-    """Return the properties that a stored option must share with a live one, in JSON's form.
+    """Return the properties that a stored option must share with a live one.
 
-    1 may stand for 1.0.
+    Args:
+        value: option in the form in which JSON holds it.
     """
     if isinstance(value, list):
         return [_kind(item) for item in value]
     if isinstance(value, dict):
         return {key: _kind(item) for key, item in value.items()}
-    return (
-        "number" if isinstance(value, (int, float)) and not isinstance(value, bool) else type(value)
-    )
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return "number"  # one kind, because 1 is as good as 1.0
+    return type(value)
 
 
 def _persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the name and the tensor of each buffer that `state_dict()` would contain."""
     for path, owner in module.named_modules():
         for name, buffer in owner._buffers.items():
-            if buffer is not None and name not in owner._non_persistent_buffers_set:
-                yield plain_name(f"{path}.{name}" if path else name), buffer
+            if buffer is None or name in owner._non_persistent_buffers_set:
+                continue
+            full_name = f"{path}.{name}" if path else name
+            yield plain_name(full_name), buffer
 
 
 def seed_rank(seed: int, rank: int) -> None:
-    """Seed every generator of this process; ranks differ, so that dropout does."""
+    """Seed every generator of this process, with another seed on each rank, for dropout."""
     mixed = int(np.random.SeedSequence((seed, rank)).generate_state(1)[0])
     random.seed(mixed)
     np.random.seed(mixed)
-    torch.manual_seed(mixed)  # CUDA's too
+    torch.manual_seed(mixed)  # also seeds CUDA
 
 
 def generators() -> dict[str, Tensor]:
-    """Return copies of all states: Python's, NumPy's legacy one, torch's on the CPU and the GPU."""
+    """Return copies of the states of all random generators, as tensors.
+
+    They are Python's, NumPy's legacy generator, and torch's on the CPU and the GPU.
+    """
+    # In fp64, which holds the Gaussian, and is exact for integers below 2³².
     version, words, gauss = random.getstate()
-    # Integers below 2³² are exact in fp64; NaN stands for "no second Gaussian waiting".
+    # NaN stands for None: no second Gaussian is waiting.
     python = [version, *words, float("nan") if gauss is None else gauss]
-    _, keys, position, has_gauss, cached = np.random.get_state()
+    _, keys, position, has_gauss, cached_gauss = np.random.get_state()
+    numpy = [*keys.tolist(), position, has_gauss, cached_gauss]
     found = {
         "python": torch.tensor(python, dtype=torch.float64),
-        "numpy": torch.tensor([*keys.tolist(), position, has_gauss, cached], dtype=torch.float64),
+        "numpy": torch.tensor(numpy, dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
     if torch.cuda.is_available():
@@ -397,28 +460,33 @@ def generators() -> dict[str, Tensor]:
 
 
 def restore_generators(saved: Mapping[str, Tensor]) -> None:
-    """Invert `generators`; kinds that are missing, or not of this machine, are left as they are.
+    """Set the random generators to the states that `generators` returned.
+
+    Generators that are missing in `saved` keep their states. States of generators that this machine
+    does not have are ignored.
 
     Raises:
         ValueError: a value that is not the state of a generator.
     """
     mine = generators()
     for kind, state in saved.items():
-        if kind in mine and (state.shape, state.dtype) != (mine[kind].shape, mine[kind].dtype):
+        if kind not in mine:
+            continue
+        needed = mine[kind]
+        if state.shape != needed.shape or state.dtype != needed.dtype:
             raise ValueError(
-                f"the stored random generator '{kind}' has {tuple(state.shape)} {state.dtype}, and needs "
-                f"{tuple(mine[kind].shape)} {mine[kind].dtype}"
+                f"the stored random generator '{kind}' has {tuple(state.shape)} {state.dtype}, and "
+                f"needs {tuple(needed.shape)} {needed.dtype}"
             )
     try:
         if "python" in saved:
             version, *words, gauss = saved["python"].tolist()
-            random.setstate(
-                (int(version), tuple(map(int, words)), None if gauss != gauss else gauss)
-            )
+            words = tuple(int(word) for word in words)
+            random.setstate((int(version), words, None if math.isnan(gauss) else gauss))
         if "numpy" in saved:
-            *keys, position, has_gauss, cached = saved["numpy"].tolist()
+            *keys, position, has_gauss, cached_gauss = saved["numpy"].tolist()
             key_array = np.array(keys, dtype=np.uint32)
-            np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached))
+            np.random.set_state(("MT19937", key_array, int(position), int(has_gauss), cached_gauss))
         if "torch" in saved:
             torch.set_rng_state(saved["torch"])
         if "cuda" in saved and torch.cuda.is_available():
