@@ -1,29 +1,50 @@
-"""Eager calls without most of the host's time: what an operator does is written down once, and run from then on.
+"""Recorder of eager calls: allocations and launches are written down once and then repeated.
 
-What an operator of `_dispatch` does with one set of shapes, strides, dtypes, alignments and options
-is recorded and written down as a program: its allocations, its calls of torch, its launches of
-compiled kernels, straight on. Later calls run that; `_dispatch.programs()` shows them:
+Why. A small kernel runs for a few microseconds on a GPU, but the Python before its launch takes
+tens: checks, the choice of tiles, torch's dispatcher, Triton's own launch code. With the same
+shapes and options all of it comes to the same result in every call. So the first call of each kind
+runs the operator's function as it is written, and the recorder writes down as Python source what
+the function does: its allocations, its calls of torch, its launches of compiled kernels. This
+source is compiled to a function, the *program*, and later calls run it instead.
 
-    def program(known, t0, o1, t1, o3):
-        if not (known or same(t0, t1) and o1 is c6 and (o3 is c7 or type(o3) is type(c7) and o3 ==
-        c7)):
+What a program looks like. `_dispatch.programs()` returns the source of all. This one is of
+`softmax(x)` for x of shape (4096, 1024) in bf16 on GPU 0:
+
+    def program(known, t0):                            # t0, t1, …: tensors, first the arguments
+        if not (known or same(t0) and c5() == 0):      # t0 as recorded? is GPU 0 current?
             return NotImplemented
         a0 = t0.data_ptr()
-        a1 = t1.data_ptr()
-        if not (known or (a0 | a1) & 15 == 0):
+        if not (known or (a0) & 15 == 0):              # aligned, as the kernel was compiled for?
             return NotImplemented
-        t2 = empty((2048, 2560), (2560, 1), c1)
-        t3 = empty((2048,), (1,), c2)
-        c3(2048, 1, 1, stream(0), *c4, a0, None, a1, t2.data_ptr(), None, t3.data_ptr(), …)
-        return (t2, t3)
+        t1 = empty((4096, 1024), (1024, 1), c0)        # y; c0 is torch.bfloat16
+        c2(4096, 1, 1, stream(0), *c3, (a0, t1.data_ptr(), 4096, 1024, 1024, 1, 1024,))
+        return t1
 
-Without `known` a program sees for itself whether a call is one for it. Only that which ran last is
-asked so, since most calls are like the one before; others are looked up by a description. Reading a
-tensor's value, and whatever else cannot be repeated blindly, is noticed while recording; such calls
-have no program and run as written every time.
+c0, c1, … are constants of the recording. Here c2 is Triton's launcher in C and c3 the compiled
+kernel. `same` compares shapes, strides and dtypes in C++. Options of an operator are arguments o1,
+o2, …, which the first condition compares with those of the recording. A tensor is deleted after the
+last line that uses it, so memory is freed as early as by the function.
 
-Nothing needs this module: without it calls go through torch's dispatcher. It uses parts of torch
-and of Triton that are not public.
+When it is used. Most calls are like the call before. So the program that ran last is asked first,
+with `known` false, and it returns NotImplemented if the call is not one for it. `run` then looks
+the call up by a description: shapes, strides, dtypes, alignment of addresses, and values of
+options. If there is a program, it runs with `known` true. If not, the function runs as it is
+written and is recorded. These calls have no program, and run as written every time:
+- on a CPU, unless kernels are interpreted;
+- with tensors that have no address or a negative bit, and with subclasses of Tensor: they go
+  through torch's dispatcher;
+- functions that read a tensor's value, use a random generator, or do anything else that cannot be
+  repeated blindly. The recorder notices that while it records.
+Under torch.compile, dispatch modes and transforms, `_dispatch` does not ask the recorder at all.
+
+How to switch it off, for example to step through an operator in a debugger: before the first call,
+
+    sys.modules["kernels._recorder"] = None
+
+or delete this file. Nothing else needs it. Calls then go through torch's dispatcher, which gives
+the same results.
+
+It uses parts of torch and of Triton that are not public.
 """
 
 import importlib
@@ -41,55 +62,66 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from . import _dispatch
 
+# Operations of torch that a program replaces by its own `empty`.
 ALLOCATIONS = ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
+# Types of options. Their values are a part of a call's description.
 OPTIONS = frozenset({type(None), bool, int, float, str, torch.dtype})
-MOST_PROGRAMS = 4096  # of one operator: lengths that change with every call would fill the memory
+# Limit for each operator. Lengths that change with every call would otherwise fill the memory.
+MOST_PROGRAMS = 4096
 
 
 def run(
     function: Callable, check: Callable | None, kept: dict, args: tuple, otherwise: Callable
 ) -> Any:
-    """Call an operator: by the program that `kept` has for such a call, or as written, and recorded.
+    """Call an operator, by its program for such a call, or as it is written.
 
     Args:
-        function: the operator as written.
-        check: called with the arguments before anything is done with such for the first time,
-            unless None.
-        kept: description of a call → its program, or None where it has none; number of arguments →
-            the program that ran last with so many, if it calls nothing of torch's; filled here.
-        args: of the call.
-        otherwise: called with them instead where a program could not read some tensor.
+        function: the operator as it is written.
+        check: function that is called with the arguments before the first call of each kind, or
+            None.
+        kept: cache of the operator's programs, filled here. By the description of a call it has the
+            program, or None if such calls have none. By a number of arguments it has the program
+            that ran last with this many, if it calls nothing of torch.
+        args: arguments of the call.
+        otherwise: function that is called with them instead, if a program could not read some
+            tensor.
     """
-    # a program's launches are not `launch`'s, and would not be collected
+    # Within `compile_only`, launches must be those of `_dispatch.launch`, which collects them.
     if _dispatch.compiled is not None:
         return function(*args)
-    key = []
+    key: list[Any] = []  # the description of the call
     for x in args:
         kind = type(x)
-        # Programs read addresses. Without one a tensor is empty, meta or torch's zeros that take no
-        # memory; and one whose values are the negatives of what lies there (`z.conj().imag`) the
-        # dispatcher resolves. The last two are for `same`, which compares them too.
-        if (kind is Tensor or kind is Parameter) and (address := x.data_ptr()) and not x.is_neg():
+        if kind is Tensor or kind is Parameter:
+            address = x.data_ptr()
+            # Programs read addresses. A tensor without one is empty, on the meta device, or one of
+            # torch's zeros that take no memory. A tensor with the negative bit (`z.conj().imag`)
+            # has the negatives of what is stored at its address. The dispatcher resolves both.
+            if not address or x.is_neg():
+                return otherwise(*args)
             key += (
                 x.shape,
                 x.stride(),
                 x.dtype,
                 x.device,
                 address & 15,
+                # The last two because `same` also compares them.
                 x.requires_grad,
                 x.is_inference(),
             )
         elif kind in OPTIONS:
-            key += kind, x
-        else:  # or a subclass of Tensor, or nothing that is allowed
+            key += (kind, x)
+        else:  # a subclass of Tensor, or a type that is not allowed
             return otherwise(*args)
-    program = kept.get(tuple(key))
+    description = tuple(key)
+    program = kept.get(description)
     if program is None:
-        return _written(function, check, kept, args, tuple(key))
+        return _written(function, check, kept, args, description)
     with torch.cuda.device(program.index):
         if not program.calls_torch:
-            kept[len(args)] = program
-        elif torch.is_autocast_enabled(program.kind):  # what was recorded has been cast
+            kept[len(args)] = program  # the next call asks it first
+        elif torch.is_autocast_enabled(program.kind):
+            # The recorded calls of torch are those below autocast, after its casts.
             with torch.autocast(program.kind, enabled=False):
                 return program(True, *args)
         return program(True, *args)
@@ -98,10 +130,14 @@ def run(
 def _written(
     function: Callable, check: Callable | None, kept: dict, args: tuple, key: tuple
 ) -> Any:
-    """Call the function as it is written; recorded, if calls of this description are new and can have a program."""
+    """Call the function as it is written, and record it if that is possible and not done yet.
+
+    Arguments are those of `run`, and key is the description of the call.
+    """
     if check is not None:
         check(*args)
     recorder = _Recorder(args)
+    # A key that is kept without a program has been recorded before, and cannot be repeated.
     if key in kept or not (recorder.kind == "cuda" or _dispatch.interpreted()):
         return function(*args)
     with torch.cuda.device(recorder.index), recorder, _dispatch.within(recorder=recorder):
@@ -114,7 +150,7 @@ def _written(
 
 
 class _Root(NamedTuple):
-    """A tensor that is no view of another."""
+    """Description of a tensor that is not a view of another one."""
 
     shape: torch.Size
     strides: tuple[int, ...]
@@ -123,84 +159,118 @@ class _Root(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Writes down as lines of Python what happens while it is active; the inputs are t0, t1, …, results follow them."""
+    """Dispatch mode that writes down as lines of Python what happens while it is active.
+
+    Inputs are t0, t1, …, and the tensors that are made follow them. These tensors are *roots*, and
+    views are written as expressions of their root.
+
+    Attributes:
+        args: arguments to call the function with.
+        kind: device type of the first tensor.
+        index: device number of the first tensor, −1 for a CPU.
+        given: number of roots that are inputs.
+        lines: lines of the program so far.
+        constants: name → value, the globals of the program.
+        roots: all tensors t0, t1, …
+        places: id of a tensor → (weak reference to it, number of its root, offset in bytes). The
+            references are weak, so that no tensor lives longer because it is recorded.
+        last_use: number of a root → the last line that uses it.
+        repeatable: whether a program can do the same as the function.
+        discarded: whether the recording must not be kept, see `_dispatch.discard`.
+        calls_torch: whether the program calls operations of torch other than allocations.
+    """
 
     def __init__(self, args: tuple) -> None:
         super().__init__()
         self.lines: list[str] = []
         self.constants: dict[str, Any] = {}
-        self.roots: list[_Root] = []  # of which the others are views
-        # id of a tensor → (the tensor, weakly: nothing lives longer for being recorded; its root's
-        # number; offset)
+        self.roots: list[_Root] = []
         self.places: dict[int, tuple[weakref.ref, int, int]] = {}
-        self.last_use: dict[int, int] = {}  # number of a root → line
-        self.repeatable, self.discarded, self.calls_torch = True, False, False
-        # A tensor given twice is two inputs: the next call with this key may give two tensors.
+        self.last_use: dict[int, int] = {}
+        self.repeatable = True
+        self.discarded = False
+        self.calls_torch = False
+        # Detached, so that a tensor that is given twice becomes two inputs: the next call with this
+        # description may give two tensors.
         self.args = [x.detach() if isinstance(x, Tensor) else x for x in args]
-        self.names = [
-            self._new(x) if isinstance(x, Tensor) else f"o{i}" for i, x in enumerate(self.args)
-        ]
+        self.names = []  # parameters of the program
+        for i, x in enumerate(self.args):
+            self.names.append(self._new(x) if isinstance(x, Tensor) else f"o{i}")
         first = next(x for x in args if isinstance(x, Tensor))
-        self.kind, self.index, self.given = first.device.type, first.get_device(), len(self.roots)
+        self.kind = first.device.type
+        self.index = first.get_device()
+        self.given = len(self.roots)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Leave compiled code that runs meanwhile compiled: Dynamo would run it eager, and remember that."""
+        """Return True, so that compiled code stays compiled while this mode is active.
+
+        Dynamo would otherwise run it eagerly, and remember that.
+        """
         return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Run an operation of torch and write it down."""
         result = func(*args, **kwargs or {})
         made = list(result) if isinstance(result, list | tuple) else [result]
         if not made or not all(isinstance(x, Tensor) for x in made):
             self.repeatable = False  # a value was read
         elif func.is_view and torch._C._is_alias_of(made[0], args[0]):
-            # below autograd `contiguous` may copy
+            # Both conditions, because below autograd `contiguous` is a view by its schema and may
+            # copy. A view needs no line. Later lines express it by its root.
             root, _ = self._place(args[0])
             for view in made:
-                self.places[id(view)] = (
-                    weakref.ref(view),
-                    root,
-                    view.data_ptr() - self.roots[root].address,
-                )
+                offset = view.data_ptr() - self.roots[root].address
+                self.places[id(view)] = weakref.ref(view), root, offset
         elif func.overloadpacket.__name__ in ALLOCATIONS:
             self.repeatable &= result.get_device() == self.index
             dtype = self._constant(result.dtype)
-            self.lines.append(
-                f"{self._new(result)} = empty({tuple(result.shape)}, {result.stride()}, {dtype})"
-            )
+            name = self._new(result)
+            self.lines.append(f"{name} = empty({tuple(result.shape)}, {result.stride()}, {dtype})")
         else:
-            given = [self.expression(x) for x in args]
-            given += [f"{name}={self.expression(x)}" for name, x in (kwargs or {}).items()]
-            line = f"{self._constant(func)}({', '.join(given)})"
             self.calls_torch = True
-            if not any(self._known(x) for x in made):  # else in place, or with `out`
+            given = [self.expression(x) for x in args]
+            for option, x in (kwargs or {}).items():
+                given.append(f"{option}={self.expression(x)}")
+            line = f"{self._constant(func)}({', '.join(given)})"
+            # If a result is known, the operation worked in place or with `out`. Otherwise the line
+            # names its results.
+            if not any(self._known(x) for x in made):
                 names = ", ".join(self._new(x) for x in made)
-                line = (
-                    f"[{names}] = {line}"
-                    if isinstance(result, list | tuple)
-                    else f"{names} = {line}"
-                )
+                if isinstance(result, list | tuple):
+                    names = f"[{names}]"
+                line = f"{names} = {line}"
             self.lines.append(line)
         return result
 
     def _new(self, tensor: Tensor) -> str:
+        """Add a root, and return its name."""
         self.places[id(tensor)] = weakref.ref(tensor), len(self.roots), 0
         self.roots.append(_Root(tensor.shape, tensor.stride(), tensor.dtype, tensor.data_ptr()))
         return f"t{len(self.roots) - 1}"
 
     def _constant(self, value: Any) -> str:
-        name = next((n for n, x in self.constants.items() if x is value), f"c{len(self.constants)}")
+        """Return the name of a value in the program, a new one unless it has a name."""
+        for name, known in self.constants.items():
+            if known is value:
+                return name
+        name = f"c{len(self.constants)}"
         self.constants[name] = value
         return name
 
     def _known(self, tensor: Tensor) -> bool:
+        """Return whether the tensor was given or made in this recording."""
         place = self.places.get(id(tensor))
+        # Another tensor may have had the same id before.
         return place is not None and place[0]() is tensor
 
     def _place(self, tensor: Tensor) -> tuple[int, int]:
-        """(root, offset) of a tensor that the next line uses; one that comes from elsewhere cannot be repeated."""
+        """Return (number of the root, offset in bytes) of a tensor that the next line uses.
+
+        A program cannot have a tensor that comes from elsewhere, for example a global one.
+        """
         if not self._known(tensor):
             self.repeatable = False
             return 0, 0
@@ -209,55 +279,72 @@ class _Recorder(TorchDispatchMode):
         return root, offset
 
     def expression(self, value: Any) -> str:
-        """What `value` is in another call."""
+        """Return the source of a value that a line uses."""
         if isinstance(value, list | tuple):
             return f"[{', '.join(self.expression(x) for x in value)}]"
         if not isinstance(value, Tensor):
+            # A generator gives other numbers in the next call.
             self.repeatable &= not isinstance(value, torch.Generator)
-            plain = type(value) in (type(None), bool, int, str) or (
-                type(value) is float and math.isfinite(value)
-            )
-            return repr(value) if plain else self._constant(value)
+            is_plain = type(value) in (type(None), bool, int, str)
+            if is_plain or (type(value) is float and math.isfinite(value)):
+                return repr(value)
+            return self._constant(value)
         number, offset = self._place(value)
-        root, name = self.roots[number], f"t{number}"
+        root = self.roots[number]
+        name = f"t{number}"
         if (value.shape, value.stride(), value.dtype, value.data_ptr()) == root:
             return name
+        # A view of a root. One of another dtype has no such expression.
         first, rest = divmod(offset, root.dtype.itemsize)
         self.repeatable &= value.dtype == root.dtype and rest == 0
-        return f"{name}.as_strided({tuple(value.shape)}, {value.stride()}, {name}.storage_offset() + {first})"
+        shape = tuple(value.shape)
+        return f"{name}.as_strided({shape}, {value.stride()}, {name}.storage_offset() + {first})"
 
     def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        """Launch, and write that down; on a GPU that of the compiled kernel, with addresses instead of tensors."""
+        """Launch a kernel and write the launch down.
+
+        On a GPU, the line launches the compiled kernel with addresses instead of tensors. Arguments
+        are those of `_dispatch.launch`.
+        """
         with _disable_current_modes():  # the interpreter computes with tensors of its own
             compiled = kernel[grid](*args, **options)
         if compiled is None:  # Triton's interpreter, which takes tensors
-            named = [f"{name}={self.expression(x)}" for name, x in options.items()]
-            given = ", ".join([*(self.expression(x) for x in args), *named])
-            self.lines.append(f"{self._constant(kernel[grid])}({given})")
+            given = [self.expression(x) for x in args]
+            for name, x in options.items():
+                given.append(f"{name}={self.expression(x)}")
+            self.lines.append(f"{self._constant(kernel[grid])}({', '.join(given)})")
             return
-        # Triton's launcher in C, without the Python around it, which encodes every descriptor again
-        # in every call.
+        # The line calls Triton's launcher in C, without the Python around it, which encodes every
+        # descriptor again in every call.
         run = compiled.run
-        inside = (
-            inspect.getclosurevars(run.launch).nonlocals if inspect.isfunction(run.launch) else {}
-        )
+        inside = {}  # variables of that Python code
+        if inspect.isfunction(run.launch):
+            inside = inspect.getclosurevars(run.launch).nonlocals
+        # Scratch memory would have to be allocated in every call.
         scratch = run.global_scratch_size or run.profile_scratch_size
         self.repeatable &= torch.cuda.current_device() == self.index and not scratch
         encodings = iter(inside.get("tensordesc_meta", ()))
+        # All arguments of the kernel by position, also the constexpr ones.
+        values = [*args, *(options[name] for name in kernel.arg_names[len(args) :])]
         given = []
-        for value in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
+        for value in values:
+            base = getattr(value, "base", None)
             if isinstance(value, Tensor):
                 given.append(self._address(value))
-            elif isinstance(getattr(value, "base", None), Tensor):
-                given.append(
-                    f"*{self._constant(_Encoded(value, next(encodings)))}[{self._address(value.base)}]"
-                )
+            elif isinstance(base, Tensor):  # a descriptor
+                encoded = self._constant(_Encoded(value, next(encodings)))
+                given.append(f"*{encoded}[{self._address(base)}]")
             else:
                 given.append(self.expression(value))
-        sizes = (*grid, 1, 1)[:3]
-        self.constants["stream"] = torch._C._cuda_getCurrentRawStream
-        fixed: tuple[Any, ...] = compiled.function, run.launch_cooperative_grid, run.launch_pdl
         arguments = ", ".join(given)
+        self.constants["stream"] = torch._C._cuda_getCurrentRawStream
+        fixed: tuple[Any, ...] = (
+            compiled.function,
+            run.launch_cooperative_grid,
+            run.launch_pdl,
+        )
+        # The launcher's other parameters: metadata, hooks and scratch memory, in the order of each
+        # version of Triton.
         if hasattr(run, "kernel_signature"):  # Triton 3.7
             fixed += (
                 compiled.packed_metadata,
@@ -271,97 +358,132 @@ class _Recorder(TorchDispatchMode):
             )
             arguments = f"({arguments},)"
         else:
-            fixed += None, None, compiled.packed_metadata, None, None, None
+            fixed += (None, None, compiled.packed_metadata, None, None, None)
         launcher = self._constant(inside.get("launcher", run.launch))
-        first = ", ".join(map(str, sizes))
+        programs = ", ".join(str(size) for size in (*grid, 1, 1)[:3])
         self.lines.append(
-            f"{launcher}({first}, stream({self.index}), *{self._constant(fixed)}, {arguments})"
+            f"{launcher}({programs}, stream({self.index}), *{self._constant(fixed)}, {arguments})"
         )
 
     def _address(self, tensor: Tensor) -> str:
+        """Return the source of a tensor's address."""
         number, offset = self._place(tensor)
+        # The program has read the addresses of its inputs already.
         address = f"a{number}" if number < self.given else f"t{number}.data_ptr()"
-        return address + (f" + {offset}" if offset else "")
+        return f"{address} + {offset}" if offset else address
 
     def _alike(self, args: tuple) -> str:
-        """The condition that other arguments are such as these, but for their addresses."""
+        """Return the source of the condition that other arguments are like these.
+
+        It compares everything except the alignment of addresses.
+        """
         given = [x for x in args if isinstance(x, Tensor)]
         self.constants["same"] = guards.TensorGuards(
             *given,
             dynamic_dims_sizes=[[*x.shape] for x in given],
             dynamic_dims_strides=[[*x.stride()] for x in given],
         ).check
-        conditions = [f"same({', '.join(f't{number}' for number in range(self.given))})"]
+        tensors = ", ".join(f"t{number}" for number in range(self.given))
+        conditions = [f"same({tensors})"]
         if self.kind == "cuda":
             conditions.append(f"{self._constant(torch._C._cuda_getDevice)}() == {self.index}")
         for name, x in zip(self.names, args, strict=True):
-            # torch's dispatcher makes an equal one of a number or a string
             if not isinstance(x, Tensor):
                 known = self._constant(x)
+                # Not only `is`: torch's dispatcher makes an equal number or string of an option.
+                # The types must be the same, because 1 == True == 1.0.
                 conditions.append(
                     f"({name} is {known} or type({name}) is type({known}) and {name} == {known})"
                 )
         return " and ".join(conditions)
 
     def program(self, result: Any, args: tuple) -> Callable | None:
-        """Return a function of `args`, its source in its docstring, that makes `result` in this call; or None."""
-        several = isinstance(result, list | tuple)
-        returned = ", ".join(self.expression(x) for x in (result if several else [result]))
+        """Return a function that does what was recorded, or None if that cannot be repeated.
+
+        Its docstring is its source.
+
+        Args:
+            result: result of the recorded call.
+            args: arguments of the recorded call.
+        """
+        is_several = isinstance(result, list | tuple)
+        results = result if is_several else [result]
+        returned = ", ".join(self.expression(x) for x in results)
         if not self.repeatable:
             return None
         addresses = [f"a{number}" for number in range(self.given)]
         lines = [f"if not (known or {self._alike(args)}):", "    return NotImplemented"]
-        lines += [f"a{number} = t{number}.data_ptr()" for number in range(self.given)]
-        lines += [
-            f"if not (known or ({' | '.join(addresses)}) & 15 == 0):",
-            "    return NotImplemented",
-        ]
+        for number in range(self.given):
+            lines.append(f"a{number} = t{number}.data_ptr()")
+        # Kernels are compiled for the alignment of the recorded call. Programs for other alignments
+        # are found by the description only.
+        lines.append(f"if not (known or ({' | '.join(addresses)}) & 15 == 0):")
+        lines.append("    return NotImplemented")
         for number, line in enumerate(self.lines):
-            done = [
-                f"t{root}"
-                for root, last in self.last_use.items()
-                if last == number and root >= self.given
-            ]
-            # freed as early as by the function
-            lines += [line, *([f"del {', '.join(done)}"] if done else [])]
-        lines.append(f"return ({returned},)" if several else f"return {returned}")
-        source = "\n    ".join([f"def program({', '.join(['known', *self.names])}):", *lines])
+            lines.append(line)
+            # Tensors that were made here and are not used again: free them as early as the
+            # function does.
+            done = []
+            for root, last in self.last_use.items():
+                if last == number and root >= self.given:
+                    done.append(f"t{root}")
+            if done:
+                lines.append(f"del {', '.join(done)}")
+        lines.append(f"return ({returned},)" if is_several else f"return {returned}")
+        head = f"def program({', '.join(['known', *self.names])}):"
+        source = "\n    ".join([head, *lines])
         self.constants["empty"] = getattr(guards, f"_empty_strided_{self.kind}")
         exec(source, self.constants)
         made = self.constants["program"]
         made.__doc__ = source
-        made.kind, made.index, made.calls_torch = self.kind, self.index, self.calls_torch
+        made.kind = self.kind
+        made.index = self.index
+        made.calls_torch = self.calls_torch
         return made
 
 
 class _Encoded(dict):
-    """What Triton's launcher in C is given for a TensorDescriptor: address → the encoded descriptor, shape, strides.
+    """Arguments of Triton's launcher in C for a TensorDescriptor, by the address of its tensor.
 
-    Encoded once per address: those of activations come back in every step, as the allocator gives
-    them again.
+    They are the encoded descriptor, its shape and its strides. Each address is encoded once. Those
+    of activations come back in every step, because the allocator gives them again.
+
+    Args:
+        like: descriptor of the recorded call.
+        encoding: Triton's description of how to encode it.
     """
 
     def __init__(self, like: Any, encoding: Any) -> None:
         super().__init__()
-        # without its tensor, which must not live on here
-        self.like, self.encoding = _Descriptor(like, 0), encoding
+        # A copy without the tensor, which must not live on here.
+        self.like = _Descriptor(like, 0)
+        self.encoding = encoding
         self.make = importlib.import_module("triton.backends.nvidia.driver").make_tensordesc_arg
 
     def __missing__(self, address: int) -> tuple:
         if len(self) >= MOST_PROGRAMS:
             self.clear()
-        self[address] = made = tuple(self.make(_Descriptor(self.like, address), self.encoding))
+        made = tuple(self.make(_Descriptor(self.like, address), self.encoding))
+        self[address] = made
         return made
 
 
 class _Descriptor:
-    """A TensorDescriptor of Triton's at whatever address: what its launcher reads of one."""
+    """Stand-in for a TensorDescriptor at some address, with what Triton's launcher reads.
+
+    Args:
+        like: TensorDescriptor or stand-in to copy.
+        address: address of the tensor's first element.
+    """
 
     def __init__(self, like: Any, address: int) -> None:
-        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.shape = like.shape
+        self.strides = like.strides
+        self.padding = like.padding
         self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
-        self.address, self.base = address, self
+        self.address = address
+        self.base = self  # the launcher asks it for the address
 
     def data_ptr(self) -> int:
-        """Return the address, for which the launcher asks `base`."""
+        """Return the address."""
         return self.address
