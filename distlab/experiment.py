@@ -21,7 +21,9 @@ same from saved rows.
 import argparse
 import contextlib
 import itertools
+import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -35,7 +37,16 @@ from distlab.comm import RankContext, RankEnvironment
 from distlab.comm.context import LONGEST_TIMEOUT_S
 from distlab.comm.rank_process import Progress, on_main
 from distlab.measure.statistics import MIN_PAIRS
-from distlab.options import Options, add_options, config_from, given, option, parser_of
+from distlab.options import (
+    Options,
+    add_options,
+    config_from,
+    declared_options,
+    given,
+    option,
+    parser_of,
+    shown,
+)
 from distlab.report import Column, commit, environment
 from distlab.report.record import Metrics, Record, Records, plain
 from distlab.report.terminal import say, say_table
@@ -59,6 +70,7 @@ __all__ = [
 ]
 
 C = TypeVar("C", bound=Options)
+MOST_SHOWN = 12  # values of an option in the help of a preset
 
 
 @dataclass(frozen=True)
@@ -173,16 +185,23 @@ class Experiment(Generic[C]):
         return {view.name: view for view in (self.view, *self.parts)}
 
     def parser(self) -> argparse.ArgumentParser:
-        """Return a parser of the options of `distlab run NAME`."""
-        parser = parser_of(f"distlab run {self.name}", self._doc())
-        add_options(
-            parser.add_argument_group("this experiment"),
-            self.config,
-            self.preset("", _on_gpu(None)),
-        )
-        frame = parser.add_argument_group("every experiment")
-        chosen = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
-        if "quick" in chosen:
+        """Return a parser of the options of `distlab run NAME`.
+
+        `--help` shows `short_help`, and `--help all` all options.
+        """
+        parser = parser_of(f"distlab run {self.name}", self._doc(), add_help=False)
+        defaults = self.preset("", _on_gpu(None))
+        own = self._own_options()
+        shared = [each.name for each in declared_options(self.config) if each.name not in own]
+        add_options(parser.add_argument_group("its own options"), self.config, defaults, own)
+        if shared:
+            group = parser.add_argument_group("options that experiments share")
+            add_options(group, self.config, defaults, shared)
+
+        frame = parser.add_argument_group("options of every experiment")
+        frame.add_argument("-h", "--help", action=_Help, nargs="?", short_help=self.short_help)
+        presets = [name for name in self.presets if name.rpartition("-")[2] not in ("gpu", "cpu")]
+        if "quick" in presets:
             frame.add_argument(
                 "--quick",
                 dest="preset",
@@ -190,12 +209,46 @@ class Experiment(Generic[C]):
                 const="quick",
                 help="run a small form",
             )
-        if chosen:
-            frame.add_argument("--preset", choices=chosen, help="options chosen for a purpose")
+        if presets:
+            frame.add_argument("--preset", choices=presets, help="options chosen for a purpose")
         if self.ranks != "none":
             add_options(frame, DeviceOptions if self.ranks == "one" else RankOptions)
         add_options(frame, FrameOptions)
         return parser
+
+    def short_help(self) -> str:
+        """Return the question, examples, the experiment's own options and its presets."""
+        question, second, *_ = [*self._doc().split("\n\n"), ""]
+        examples = second if second.startswith(" ") else f"    distlab run {self.name}"
+        help = parser_of(f"distlab run {self.name}", f"{question}\n\n{examples}", add_help=False)
+        help.usage = argparse.SUPPRESS
+        group = help.add_argument_group("its own options [default]")
+        add_options(group, self.config, self.preset("", _on_gpu(None)), self._own_options())
+        width = min(100, shutil.get_terminal_size((100, 24)).columns)
+        lines = [
+            "presets (--preset NAME, --quick; gpu, cpu and NAME-cpu apply on such a device):",
+        ]
+        for name, values in self.presets.items():
+            settings = ", ".join(f"{field}: {_shortened(value)}" for field, value in values.items())
+            lines.append(
+                textwrap.fill(f"  {name:<20}  {settings}", width, subsequent_indent=" " * 24)
+            )
+        lines += [
+            "",
+            "How it works, and options of model, timing, ranks and the folder of results:",
+            f"    distlab run {self.name} --help all",
+        ]
+        help.epilog = "\n".join(lines)
+        return help.format_help()
+
+    def _own_options(self) -> list[str]:
+        """Return the fields that the experiment itself declares, not a base class in distlab."""
+        package = self.measure.__module__
+        own = []
+        for base in self.config.__mro__:
+            if base.__module__ == package or base.__module__.startswith(f"{package}."):
+                own += base.__annotations__
+        return [each.name for each in declared_options(self.config) if each.name in own]
 
     def _doc(self) -> str:
         return sys.modules[self.measure.__module__].__doc__ or ""
@@ -324,6 +377,33 @@ class Experiment(Generic[C]):
         ]:
             view = self.views()[name]
             yield view, rows, write(view, rows.records, rows.path)
+
+
+class _Help(argparse.Action):
+    """Action of `--help`, which prints the short help, and of `--help all`, which prints it all."""
+
+    def __init__(self, *, short_help: Callable[[], str], **options: Any) -> None:
+        help = "show the most important options; --help all shows these too"
+        super().__init__(default=argparse.SUPPRESS, metavar="all", help=help, **options)
+        self.short_help = short_help
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        """Print the help and end the command."""
+        print((self.short_help() if values is None else parser.format_help()).rstrip())
+        parser.exit()
+
+
+def _shortened(value: Any) -> str:
+    """Return a preset's value as it is written on the command line, long lists by their ends."""
+    if isinstance(value, tuple) and len(value) > MOST_SHOWN:
+        return f"{shown(value[0])} … {shown(value[-1])} ({len(value)} values)"
+    return shown(value)
 
 
 @contextlib.contextmanager

@@ -1,32 +1,35 @@
 """Options of a command as fields of a frozen dataclass: type, default, limits and help together.
 
     @dataclass(frozen=True)
-    class Config(Options):
-            batch: int = option(4, "sequences per rank", least=1)
-            dtype: str = option("fp32", "dtype of the computation", choices=("fp32", "bf16"))
-            sizes_mb: tuple[float | None, ...] = option(
-                (1.0, None), "MiB per bucket", above=0, words={"none": None}
-            )
+    class LatencyConfig(Options):
+        batch: int = option(4, "sequences per rank", least=1)
+        dtype: str = option("fp32", "dtype of the computation", choices=("fp32", "bf16"))
+        sizes_mb: tuple[float | None, ...] = option(
+            (1.0, None), "MiB per bucket", above=0, words={"none": None}
+        )
 
-`add_options(parser, Config)` makes `--batch`, `--dtype` and `--sizes-mb` of it, and
-`config_from(Config, args)` the config again. Limits are checked when a config is made, so that
-they also hold for Python callers. Imports no torch.
+`add_options(parser, LatencyConfig)` makes `--batch`, `--dtype` and `--sizes-mb` of it for argparse,
+and `config_from(LatencyConfig, args)` makes the dataclass of what was given. Limits are checked
+when the dataclass is made, so they also hold for callers from Python.
+
+It is not a command-line library: docs/decisions/options.md says why none of them replaces it. This
+file imports no torch, so that commands which compute nothing start at once.
 """
 
 import argparse
-import dataclasses
 import difflib
 import math
 import re
 import shutil
 import textwrap
 import typing
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, field, fields
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any
 
-Values = Mapping[str, Any]  # by field, word or limit
-# of whole numbers without a limit of their own; a larger one, of steps, ranks or bytes, is a slip
+Values = Mapping[str, Any]  # field, word or limit → value
+# Limit of whole numbers without a limit of their own. A larger number of steps, ranks or bytes is
+# a typing error.
 MOST = 10**12
 SEED = {"least": 0, "most": 2**63 - 1}  # limits of a seed that every generator takes
 
@@ -60,23 +63,180 @@ def option(
         positional: True for an argument without a flag.
         kind: type to read the text as, if the field's type cannot say it.
     """
-    return field(default=default, metadata=locals())
+    declaration = Declaration(
+        help=help,
+        least=least,
+        above=above,
+        most=most,
+        choices=choices,
+        words=words or {},
+        flag=flag,
+        metavar=metavar,
+        positional=positional,
+        kind=kind,
+    )
+    return field(default=default, metadata={"option": declaration})
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
+class Declaration:
+    """Arguments of one call of `option`, except its default."""
+
+    help: str
+    least: float | None
+    above: float | None
+    most: float | None
+    choices: Sequence[Any] | None
+    words: Values
+    flag: str | None
+    metavar: str | None
+    positional: bool
+    kind: type | None
+
+
+@dataclass(frozen=True)
+class DeclaredOption:
+    """An option as its dataclass declares it.
+
+    Attributes:
+        name: name of the field.
+        default: value of the field, or `MISSING`.
+        kind: type of one value.
+        takes_several: True if the field is a tuple.
+        declaration: arguments of `option`.
+    """
+
+    name: str
+    default: Any
+    kind: type
+    takes_several: bool
+    declaration: Declaration
+
+    @property
+    def flag(self) -> str:
+        """Name on the command line, such as `--bucket-size-mb`."""
+        return self.declaration.flag or f"--{self.name.replace('_', '-')}"
+
+    @property
+    def most(self) -> float | None:
+        """Largest number that is allowed, or None."""
+        if self.declaration.most is None and self.kind is int:
+            return MOST
+        return self.declaration.most
+
+    def problem(self, value: Any) -> str | None:
+        """Return why one value is not allowed and what to give, or None if it is allowed."""
+        declared = self.declaration
+        if value is None or value in declared.words.values():
+            return None
+        if declared.choices is not None:
+            return None if value in declared.choices else unknown(value, declared.choices)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return None
+        allowed = (
+            math.isfinite(value)
+            and (declared.least is None or value >= declared.least)
+            and (declared.above is None or value > declared.above)
+            and (self.most is None or value <= self.most)
+        )
+        return None if allowed else f"give {self.limits()}"
+
+    def limits(self) -> str:
+        """Return in words which numbers are allowed."""
+        bounds = []
+        if self.declaration.least is not None:
+            bounds.append(f" of at least {self.declaration.least:,}")
+        if self.declaration.above is not None:
+            bounds.append(f" above {self.declaration.above:g}")
+        if self.most is not None:
+            bounds.append(f" at most {self.most:,}")
+        number = "a whole number" if self.kind is int else "a finite number"
+        words = "".join(f", or {word}" for word in self.declaration.words)
+        return number + " and".join(bounds) + words
+
+    def read(self, text: str) -> Any:
+        """Return the value that a text on the command line means.
+
+        Raises:
+            argparse.ArgumentTypeError: a text that means no allowed value.
+        """
+        if text in self.declaration.words:
+            return self.declaration.words[text]
+        try:
+            value = self.kind(text)
+        except ValueError:
+            if self.kind not in (int, float):
+                raise
+            raise argparse.ArgumentTypeError(f"{text!r}: give {self.limits()}") from None
+        problem = self.problem(value)
+        if problem is None:
+            return value
+        if self.declaration.choices is not None:
+            raise argparse.ArgumentTypeError(problem)
+        raise argparse.ArgumentTypeError(f"{text}: {problem}")
+
+    def read_several(self, text: str) -> tuple[Any, ...]:
+        """Return the values of a text in which commas may separate them. Raises as `read`."""
+        if text == "all" and self.declaration.choices is not None:
+            return tuple(self.declaration.choices)
+        parts = [part.strip() for part in text.split(",") if part.strip()]
+        # An option that is left out means all values. An empty one must not mean that silently.
+        if not parts:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} has no value: give at least one, or leave the option out"
+            )
+        return tuple(self.read(part) for part in parts)
+
+    def help(self, default: Any) -> str:
+        """Return the help text with the default in brackets."""
+        choices = self.declaration.choices
+        if default is None or default == () or default is MISSING or self.kind is bool:
+            return self.declaration.help
+        if choices is not None and default == tuple(choices):
+            return f"{self.declaration.help} [all]"
+        return f"{self.declaration.help} [{shown(default, self.declaration.words)}]"
+
+
+def declared_options(config: type["Options"]) -> list[DeclaredOption]:
+    """Return the options that a dataclass and its base classes declare, in their order."""
+    types = typing.get_type_hints(config)
+    found = []
+    for each in fields(config):
+        if "option" not in each.metadata:
+            continue
+        declaration: Declaration = each.metadata["option"]
+        kind = types[each.name]
+        takes_several = typing.get_origin(kind) is tuple
+        if takes_several:
+            kind = typing.get_args(kind)[0]
+        if typing.get_args(kind):  # int of `int | None`
+            kind = next(one for one in typing.get_args(kind) if one is not type(None))
+        found.append(
+            DeclaredOption(
+                each.name, each.default, declaration.kind or kind, takes_several, declaration
+            )
+        )
+    return found
+
+
+@dataclass(frozen=True)
 class Options:
     """Base of configurations: checks every field that is an `option` when one is made.
 
     Raises:
-        ValueError: a value that is not allowed; the message names the field, says what is and what
-            to give.
+        ValueError: a value that is not allowed. The message names the field, and says what is
+            allowed and what to give.
     """
 
     @classmethod
     def of(cls, known: Values) -> typing.Self:
         """Return the options that a record's configuration holds. Its lists become tuples."""
-        given = {each.name: known[each.name] for each in fields(cls) if each.name in known}
-        return cls(**{name: tuple(v) if isinstance(v, list) else v for name, v in given.items()})
+        found = {}
+        for each in fields(cls):
+            if each.name in known:
+                value = known[each.name]
+                found[each.name] = tuple(value) if isinstance(value, list) else value
+        return cls(**found)
 
     @classmethod
     def check_given(cls, given: Values) -> None:
@@ -86,51 +246,64 @@ class Options:
         """
 
     def __post_init__(self) -> None:
-        for each, kind, several in _described(type(self)):
-            value = getattr(self, each.name)
-            name = f"{each.name}={value!r}"
-            if several and not value and each.default:
+        for option in declared_options(type(self)):
+            value = getattr(self, option.name)
+            name = f"{option.name}={value!r}"
+            if option.takes_several and not value and option.default:
                 raise ValueError(f"{name}: give at least one")
-            for entry in value if several else (value,):
-                if problem := _problem(entry, each, kind):
+            for entry in value if option.takes_several else (value,):
+                problem = option.problem(entry)
+                if problem is not None:
                     raise ValueError(f"{name}: {problem}")
 
 
 def add_options(
-    parser: argparse.ArgumentParser, config: type[Options], defaults: Values | None = None
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    config: type[Options],
+    defaults: Values | None = None,
+    names: Iterable[str] | None = None,
 ) -> None:
-    """Add an option for each field of `config`.
+    """Add an argument for each option of `config`.
 
     An option that is not given on the command line is absent from the namespace.
 
     Args:
         defaults: field → value that takes the default's place, for the help.
+        names: fields to add, all by default.
     """
-    for each, kind, several in _described(config):
-        meta = each.metadata
-        default = (defaults or {}).get(each.name, each.default)
-        bare = default is None or default == () or default is MISSING or kind is bool
-        every = meta["choices"] is not None and default == tuple(meta["choices"])
-        text = meta["help"] + (
-            "" if bare else f" [{'all' if every else shown(default, meta['words'])}]"
-        )
-        keywords: dict[str, Any] = {"help": text.replace("%", "%%")}
-        if meta["positional"]:
-            names = [each.name]
-            needed = each.default is MISSING
-            keywords["nargs"] = ("+" if needed else "*") if several else None if needed else "?"
-        else:
-            names = [meta["flag"] or f"--{each.name.replace('_', '-')}"]
-            keywords["dest"] = each.name
-            if kind is not bool and several:
-                keywords["nargs"] = "+"
-        keywords["default"] = argparse.SUPPRESS
-        if kind is bool:
-            keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
-        else:
-            keywords["type"] = _reader(each, kind, several)
-            keywords["metavar"] = meta["metavar"] or each.name.upper()
-        parser.add_argument(*names, **keywords)
+    for option in declared_options(config):
+        if names is None or option.name in names:
+            default = (defaults or {}).get(option.name, option.default)
+            _add_argument(parser, option, default)
+
+
+def _add_argument(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    option: DeclaredOption,
+    default: Any,
+) -> None:
+    keywords: dict[str, Any] = {
+        "help": option.help(default).replace("%", "%%"),
+        "default": argparse.SUPPRESS,
+    }
+    if option.kind is bool:
+        # --no-x exists only where x is the default.
+        keywords["action"] = argparse.BooleanOptionalAction if default else "store_true"
+    else:
+        keywords["type"] = option.read_several if option.takes_several else option.read
+        name = option.name if option.declaration.positional else option.flag.lstrip("-")
+        keywords["metavar"] = option.declaration.metavar or name.replace("-", "_").upper()
+    if not option.declaration.positional:
+        if option.takes_several and option.kind is not bool:
+            keywords["nargs"] = "+"
+        parser.add_argument(option.flag, dest=option.name, **keywords)
+        return
+    is_required = option.default is MISSING
+    if option.takes_several:
+        keywords["nargs"] = "+" if is_required else "*"
+    else:
+        keywords["nargs"] = None if is_required else "?"
+    parser.add_argument(option.name, **keywords)
 
 
 class Parser(argparse.ArgumentParser):
@@ -138,9 +311,11 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> typing.NoReturn:
         """End the command with the line, and without the usage: `--help` says more."""
-        choices = [choice for action in self._actions for choice in action.choices or ()]
+        known = list(self._option_string_actions)
+        for action in self._actions:
+            known += action.choices or ()
         typed = re.search(r"(?:choice: '|arguments: )([^\s'=]+)", message)
-        hint = did_you_mean(typed[1], [*self._option_string_actions, *choices]) if typed else ""
+        hint = did_you_mean(typed[1], known) if typed else ""
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
 
@@ -155,26 +330,34 @@ def unknown(word: Any, known: Iterable[Any]) -> str:
     return f"{word!r} is unknown{did_you_mean(word, known)}; allowed: {', '.join(map(str, known))}"
 
 
-def parser_of(name: str, doc: str | None, *configs: type[Options]) -> argparse.ArgumentParser:
+def parser_of(
+    name: str, doc: str | None, *configs: type[Options], add_help: bool = True
+) -> argparse.ArgumentParser:
     """Return the parser of a command. Its help is the module's docstring and the options."""
     width = min(120, shutil.get_terminal_size().columns)
-    prose = r"(?m)(^[^\s-].*\n?)+"  # what is indented, and lists, stay as they are
+    prose = r"(?m)(^[^\s-].*\n?)+"  # paragraphs; indented lines and lists stay as they are
     text = re.sub(prose, lambda found: textwrap.fill(found[0], width) + "\n", doc or "")
-    parser = Parser(name, description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(
+        name,
+        description=text,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=add_help,
+    )
     for config in configs:
         add_options(parser, config)
     return parser
 
 
 def given(config: type[Options], args: argparse.Namespace) -> dict[str, Any]:
-    """Field → value of the options that were given on the command line."""
+    """Return field → value of the options that were given on the command line."""
     found = {}
-    for each, _, several in _described(config):
-        if hasattr(args, each.name):
-            value = getattr(args, each.name)
-            found[each.name] = (
-                tuple(entry for part in value for entry in part) if several else value
-            )
+    for option in declared_options(config):
+        if not hasattr(args, option.name):
+            continue
+        value = getattr(args, option.name)
+        if option.takes_several:  # a tuple for each word, because words may hold commas
+            value = tuple(entry for part in value for entry in part)
+        found[option.name] = value
     return found
 
 
@@ -189,96 +372,12 @@ def config_from(
     return config(**{**(preset or {}), **given(config, args)})
 
 
-def _described(config: type[Options]) -> list[tuple[dataclasses.Field, Any, bool]]:
-    """Yield (field, type of one value, True if it takes several) of every `option` field."""
-    hints = typing.get_type_hints(config)
-    found = []
-    for each in fields(config):
-        if "help" in each.metadata:
-            kind = hints[each.name]
-            several = typing.get_origin(kind) is tuple
-            kind = typing.get_args(kind)[0] if several else kind
-            # `int` of `int | None`
-            known = [one for one in typing.get_args(kind) or [kind] if one is not type(None)]
-            found.append((each, each.metadata["kind"] or known[0], several))
-    return found
-
-
-def _problem(value: Any, each: dataclasses.Field, kind: Any) -> str | None:
-    """Return why a value is not allowed and what to give, or None if it is allowed."""
-    meta = each.metadata
-    if value is None or value in (meta["words"] or {}).values():
-        return None
-    if meta["choices"] is not None:
-        if value in meta["choices"]:
-            return None
-        return unknown(value, meta["choices"])
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    most = _most(each, kind)
-    outside = (
-        (meta["least"] is not None and value < meta["least"])
-        or (meta["above"] is not None and value <= meta["above"])
-        or (most is not None and value > most)
-    )
-    return f"give {_limits(each, kind)}" if outside or not math.isfinite(value) else None
-
-
-def _most(each: dataclasses.Field, kind: Any) -> float | None:
-    most = each.metadata["most"]
-    return MOST if most is None and kind is int else most
-
-
-def _limits(each: dataclasses.Field, kind: Any) -> str:
-    meta, most = each.metadata, _most(each, kind)
-    bounds = [f" of at least {meta['least']:,}"] if meta["least"] is not None else []
-    bounds += [f" above {meta['above']:g}"] if meta["above"] is not None else []
-    bounds += [f" at most {most:,}"] if most is not None else []
-    words = "".join(f", or {word}" for word in meta["words"] or {})
-    return ("a whole number" if kind is int else "a finite number") + " and".join(bounds) + words
-
-
-def _reader(each: dataclasses.Field, kind: Any, several: bool) -> Callable[[str], Any]:
-    """Return a function from text to a value.
-
-    For an option with several values, which spaces or commas separate, it returns a tuple.
-    """
-    meta = each.metadata
-
-    def one(text: str) -> Any:
-        if text in (meta["words"] or {}):
-            return meta["words"][text]
-        if kind in (int, float):
-            try:
-                value = kind(text)
-            except ValueError:
-                raise argparse.ArgumentTypeError(f"{text!r}: give {_limits(each, kind)}") from None
-        else:
-            value = kind(text)
-        if problem := _problem(value, each, kind):
-            raise argparse.ArgumentTypeError(
-                problem if meta["choices"] is not None else f"{text}: {problem}"
-            )
-        return value
-
-    def many(text: str) -> tuple[Any, ...]:
-        if text == "all" and meta["choices"] is not None:
-            return tuple(meta["choices"])
-        parts = [part.strip() for part in text.split(",") if part.strip()]
-        # to leave an option out means all of them, so that an empty one would, without a word
-        if not parts:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} has no value: give at least one, or leave the option out"
-            )
-        return tuple(one(part) for part in parts)
-
-    return many if several else one
-
-
 def shown(value: Any, words: Values | None = None) -> str:
     """Return a value as it is written on the command line. The first of `words` means None."""
     if isinstance(value, tuple):
         return " ".join(shown(entry, words) for entry in value)
     if value is None:
         return next(iter(words or ["none"]))
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -42,8 +42,7 @@ from distlab.cli_errors import (
     until_stopped,
 )
 from distlab.options import Parser, unknown
-from launch.help import help_of, listing
-from launch.registry import ROOT, experiments, load, require_clone
+from launch.registry import ROOT, experiments, listing, load, require_clone
 
 if TYPE_CHECKING:
     from distlab.comm import RankContext
@@ -73,11 +72,6 @@ def main(argv: Arguments | None = None) -> int:
     if command not in COMMANDS:
         print(f"distlab: error: {unknown(command, COMMANDS)}", file=sys.stderr)
         return USAGE_ERROR
-    if command == "run" and rest[1:] in (["-h"], ["--help"]) and rest[0] in experiments():
-        # in a form that cannot be read so: argparse's help, below
-        with contextlib.suppress(Exception):
-            print(help_of(rest[0], experiments()[rest[0]]))
-            return 0
     if command == "list":  # at once, and where torch is broken
         return COMMANDS[command](rest)
     if command == "doctor":
@@ -102,9 +96,9 @@ def console() -> None:
 
 
 def list_experiments(arguments: Arguments) -> int:
-    """List every experiment with its question and its needs, read from the sources."""
+    """List every experiment with its question and what it needs."""
     Parser("distlab list", description=list_experiments.__doc__).parse_args(arguments)
-    print(listing(experiments()))
+    print(listing())
     return 0
 
 

@@ -1,4 +1,9 @@
-"""The available experiments, by the names of their files."""
+"""The experiments, under the headings and in the order of `distlab list`.
+
+To add one, write `experiments/NAME.py` and add its line to `CATALOGUE`. The first line of the
+file's docstring is its question. Imports no torch, so that the list is printed at once, and also
+where torch is broken.
+"""
 
 import importlib
 from pathlib import Path
@@ -8,20 +13,91 @@ from distlab.options import did_you_mean
 
 ROOT = Path(__file__).resolve().parents[1]
 EXPERIMENTS = ROOT / "experiments"
-LESSONS = EXPERIMENTS / "lessons"
+
+GPU = "GPU"
+RANKS = "ranks"
+LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
+
+# Heading → module under experiments/ → what it needs.
+CATALOGUE: dict[str, dict[str, str]] = {
+    "start here": {
+        "ddp_bench": RANKS,
+        "model_benchmark": RANKS,
+        "attention_sweep": GPU,
+        "kernel_roofline": GPU,
+        "plan": "",
+        "sabotage": "",
+    },
+    "strategies": {
+        "allreduce_sweep": RANKS,
+        "memory_breakdown": RANKS,
+        "muon_placements": RANKS,
+        "pipeline_schedules": RANKS,
+        "train_curves": RANKS,
+    },
+    "kernels": {
+        "calculator": "",
+    },
+    "models": {
+        "long_context": RANKS,
+        "mixed_precision": "",
+        "model_comparison": GPU,
+    },
+    "scale": {
+        "predict": "",
+        "scaling": "",
+        "simulate_scale": "",
+    },
+    "lessons": {
+        "lessons.attention_steps": GPU,
+        "lessons.contention": RANKS,
+        "lessons.gpu_lessons": GPU,
+        "lessons.ir": "",
+        "lessons.tutorial_kernels": "",
+    },
+}
 
 
-def experiments() -> dict[str, Path]:
-    """Return name → file of every experiment. Lessons are in their own folder."""
+def experiments() -> dict[str, str]:
+    """Return name → module of every experiment, in alphabetical order."""
     found = {}
-    for folder in (EXPERIMENTS, LESSONS):
-        found |= {path.stem: path for path in folder.glob("*.py") if not path.stem.startswith("_")}
-        found |= {
-            path.parent.name: path
-            for path in folder.glob("*/__init__.py")
-            if path.parent != LESSONS
-        }
+    for modules in CATALOGUE.values():
+        for module in modules:
+            found[module.rpartition(".")[2]] = f"experiments.{module}"
     return dict(sorted(found.items()))
+
+
+def listing() -> str:
+    """Return the text of `distlab list`: every experiment with its needs and its question."""
+    lines = []
+    for heading, modules in CATALOGUE.items():
+        lines.append(heading)
+        for module, needs in modules.items():
+            name = module.rpartition(".")[2]
+            lines.append(f"  {name:<24} {needs:<5}  {question_of(module)}")
+    return "\n".join([*lines, "", LEGEND])
+
+
+def question_of(module: str) -> str:
+    """Return the first line of the docstring of a module under experiments/."""
+    path = EXPERIMENTS.joinpath(*module.split("."))
+    file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    with open(file, encoding="utf-8") as source:
+        return source.readline().strip().removeprefix('"""')
+
+
+def load(name: str) -> ModuleType:
+    """Import the module of an experiment.
+
+    Raises:
+        ValueError: there is none of that name. The message suggests one that exists.
+    """
+    known = experiments()
+    if name not in known:
+        raise ValueError(
+            f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all"
+        )
+    return importlib.import_module(known[name])
 
 
 def require_clone() -> None:
@@ -34,18 +110,3 @@ def require_clone() -> None:
         raise ValueError(
             "this needs a clone of the repository: an installed package has no records/"
         )
-
-
-def load(name: str) -> ModuleType:
-    """Import the module of an experiment.
-
-    Raises:
-        ValueError: there is none of that name; the message lists those that exist.
-    """
-    known = experiments()
-    if name not in known:
-        raise ValueError(
-            f"experiment {name!r} is unknown{did_you_mean(name, known)}; `distlab list` shows all"
-        )
-    path = known[name].parent if known[name].stem == "__init__" else known[name].with_suffix("")
-    return importlib.import_module(".".join(path.relative_to(ROOT).parts))

@@ -8,7 +8,7 @@ simulated model runs. Their times are those of `timeline.DeviceModel`, and
 import json
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ import torch
 from distlab.hardware import NETWORK_LINKS, ClusterSpec, GPUSpec, by_alias, cluster
 from distlab.model import PRESETS, ModelConfig, model_of, preset
 from distlab.model.config import Checkpointing, ModelChanges
-from distlab.options import option
+from distlab.options import declared_options, option
 from distlab.parallel import Layout, get_strategy
 from distlab.parallel.buckets import plan_buckets
 from distlab.parallel.layout import DATA_PARALLEL
@@ -504,15 +504,12 @@ class MachineOptions(ModelChanges):
         """Raise ValueError for GPUs and links given together with a cluster, which has its own."""
         if given.get("cluster") is None:
             return
-        flags = {
-            each.name: each.metadata["flag"] for each in fields(cls) if "flag" in each.metadata
-        }
-        for name in ("device", "link", "between", "devices_per_node"):
-            if name in given:
-                flag = flags[name] or f"--{name.replace('_', '-')}"
+        replaced = ("device", "link", "between", "devices_per_node")
+        for each in declared_options(cls):
+            if each.name in replaced and each.name in given:
                 raise ValueError(
-                    f"{flag} {given[name]}: --cluster {given['cluster']} has its own GPUs and links: leave one of the "
-                    "two out"
+                    f"{each.flag} {given[each.name]}: --cluster {given['cluster']} has its own GPUs "
+                    "and links: leave one of the two out"
                 )
 
     def shape(self) -> ModelConfig:

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, fields, make_dataclass, replace
+from dataclasses import dataclass, make_dataclass, replace
 from typing import Any, get_type_hints
 
 import torch
@@ -13,7 +13,7 @@ from distlab.bench.task import OwnModel
 from distlab.bench.timing import MODES, BenchOptions, Trial, Variant
 from distlab.experiment import Column, Metrics, Options, RankContext, Records, option
 from distlab.measure import MIN_SAMPLES, emitter
-from distlab.options import SEED
+from distlab.options import SEED, declared_options
 from distlab.parallel import STRATEGIES, check_buckets, get_strategy
 from distlab.train.scaler import LossScaler
 
@@ -41,10 +41,14 @@ SWEPT = (
 
 def _swept(name: str) -> tuple[str, Any, Any]:
     """A trial's option as one that takes several values: name, type and field."""
-    one = next(field for field in fields(TrialConfig) if field.name == name)
-    limits = {limit: one.metadata[limit] for limit in ("least", "choices")}
-    limits |= {"words": {"preset": None}} if one.default is None else {}
-    swept = option((one.default,), f"{one.metadata['help']}; several are swept", **limits)
+    one = next(each for each in declared_options(TrialConfig) if each.name == name)
+    swept = option(
+        (one.default,),
+        f"{one.declaration.help}; several are swept",
+        least=one.declaration.least,
+        choices=one.declaration.choices,
+        words={"preset": None} if one.default is None else None,
+    )
     return name, tuple[get_type_hints(TrialConfig)[name], ...], swept
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from distlab import __version__
 from distlab.experiment import Experiment
+from distlab.options import declared_options
 from distlab.report import read_json
 from distlab.report.terminal import say
 from launch.__main__ import main
-from launch.help import GROUPS
-from launch.registry import experiments, load
+from launch.registry import CATALOGUE, EXPERIMENTS, experiments, load
 from tests.commands import ROOT
 from tests.pages import Command
 from tests.test_pages import check
@@ -54,32 +54,56 @@ def test_the_list_has_every_experiment_with_its_question_and_imports_nothing(cap
         experiment = load(name).EXPERIMENT
         needs = "GPU" if experiment.gpus else "ranks" if experiment.ranks == "many" else ""
         assert f"  {name:<24} {needs:<5}  {experiment.view.question}" in lines
-    assert sorted(" ".join(GROUPS.values()).split()) == list(experiments())
+    calculators = len(IN_WORDS)
+    assert len(lines) == len(CATALOGUE) + len(registered()) + calculators + 2
+
+
+def test_the_catalogue_has_every_file_of_experiments():
+    files = set()
+    for path in EXPERIMENTS.rglob("*.py"):
+        module = path.parent if path.name == "__init__.py" else path.with_suffix("")
+        is_in_a_folder = module.parent not in (EXPERIMENTS, EXPERIMENTS / "lessons")
+        if not is_in_a_folder and not module.name.startswith("_") and module.name != "lessons":
+            files.add(f"experiments.{'.'.join(module.relative_to(EXPERIMENTS).parts)}")
+    assert files == set(experiments().values())
+
+
+@pytest.fixture
+def help_of(monkeypatch, capsys):
+    """Function that returns what a command prints with --help on a terminal of 100 columns."""
+    monkeypatch.setenv("COLUMNS", "100")
+
+    def text_of(*arguments):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    return text_of
 
 
 @pytest.mark.parametrize("name", experiments())
-def test_the_short_help_names_options_that_there_are_and_commands_that_run(name, capsys):
-    assert main(["run", name, "--help"]) == 0
-    text = capsys.readouterr().out
-    assert len(text.splitlines()) <= 45 and max(map(len, text.splitlines())) <= 100
-    assert name != "scaling" or "  --strategies        strategies to compare [all]\n" in text
+def test_the_short_help_names_options_that_there_are_and_commands_that_run(name, help_of):
+    text = help_of("run", name, "--help")
+    assert len(text.splitlines()) <= 50 and max(map(len, text.splitlines())) <= 100
+    assert name != "scaling" or "strategies to compare [all]\n" in text
     examples = re.findall(r"^    .*?(distlab run .*?)(?: {2}.*)?$", text, re.MULTILINE)
     for example in examples:
         check(Command(name, example))
-    assert len(examples) > 2  # with that of --help all
+    assert examples
     if name in registered():
+        assert f"distlab run {name} --help all" in examples
         own = re.findall(r"^  (--[\w-]+)", text, re.MULTILINE)
         assert own and set(own) <= set(load(name).EXPERIMENT.parser()._option_string_actions)
 
 
-def test_list_and_help_take_no_torch_and_end_quietly_where_nobody_reads():
-    code = "import sys; from launch.__main__ import console; sys.argv[1:] = {}; console()"
-    for arguments in (["list"], ["run", "plan", "--help"]):
-        command = f'{sys.executable} -X importtime -c "{code.format(arguments)}" | true; exit ${{PIPESTATUS[0]}}'
-        done = subprocess.run(
-            ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0 and " torch" not in done.stderr and "Error" not in done.stderr
+def test_list_takes_no_torch_and_ends_quietly_where_nobody_reads():
+    code = "import sys; from launch.__main__ import console; sys.argv[1:] = ['list']; console()"
+    command = f'{sys.executable} -X importtime -c "{code}" | true; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0 and " torch" not in done.stderr and "Error" not in done.stderr
 
 
 def test_the_version_is_said(capsys):
@@ -96,12 +120,13 @@ def test_an_unknown_experiment_or_command_is_named(capsys):
     assert "'plam' is unknown (did you mean plan?); `distlab list`" in capsys.readouterr().err
 
 
-def test_help_shows_no_source_of_a_value(capsys):
-    """Defaults that are computed when a module runs were shown as the code that computes them."""
-    for name in experiments():
-        main(["run", name, "--help"])
-        shown = capsys.readouterr().out
-        assert not re.search(r"\w\((?!s\))[^)]*\)\]|: \w+\(", shown), f"{name}: {shown}"
+@pytest.mark.parametrize("name", registered())
+def test_all_of_the_help_has_every_option_once(name, help_of):
+    text = help_of("run", name, "--help", "all")
+    assert max(map(len, text.splitlines())) <= 100
+    for option in declared_options(load(name).EXPERIMENT.config):
+        flag = option.name.upper() if option.declaration.positional else option.flag
+        assert len(re.findall(rf"^  {flag}\b(?!-)", text, re.MULTILINE)) == 1, flag
 
 
 @pytest.mark.parametrize("name", registered())

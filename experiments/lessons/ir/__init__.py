@@ -9,9 +9,12 @@
 Kernels are compiled and not run (`kernels._compile`), at sizes of a benchmark (`catalogue`). Each
 leaves a file per stage in the run's folder, `stages/MODULE.KERNEL.STAGE`, to be read in this order:
 
-    ttir    the kernel as written: blocks, not threads        ttgir   the same with layouts: which thread has what, what
-        llir    one thread, in LLVM's IR                                  is in shared memory, what is loaded ahead
-    ptx     NVIDIA's portable assembler, endless registers    sass    the instructions, registers given out
+    ttir    the kernel as written: blocks, not threads
+    ttgir   the same with layouts: which thread has what, what is in shared memory, what is loaded
+            ahead
+    llir    one thread, in LLVM's IR
+    ptx     NVIDIA's portable assembler, with endless registers
+    sass    the instructions, with registers assigned
 
 The table says what is scarce: registers, spilled bytes, shared memory, and how many programs of it
 an SM holds at once.
