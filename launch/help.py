@@ -15,11 +15,11 @@ from distlab.options import shown
 # Heading of `distlab list` → experiments, in the list's order.
 GROUPS = {
     "start here": "ddp_bench model_benchmark attention_sweep kernel_roofline plan sabotage",
-    "strategies": "allreduce_sweep memory_breakdown muon_placements pipeline_schedules train_curves",
+    "strategies": "collectives memory_breakdown muon_placements pipeline_schedules train_curves",
     "kernels": "calculator",
     "models": "long_context mixed_precision model_comparison",
     "scale": "predict scaling simulate_scale",
-    "lessons": "attention_steps contention gpu_lessons ir tutorial_kernels",
+    "lessons": "attention_steps gpu_lessons ir tutorial_kernels",
 }
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 
