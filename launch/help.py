@@ -16,10 +16,9 @@ from distlab.options import shown
 GROUPS = {
     "start here": "ddp_bench model_benchmark attention_sweep kernel_roofline plan sabotage",
     "strategies": "collectives memory_breakdown muon_placements pipeline_schedules train_curves",
-    "kernels": "calculator",
     "models": "long_context mixed_precision model_comparison",
     "scale": "predict scaling simulate_scale",
-    "lessons": "attention_steps gpu_lessons ir tutorial_kernels",
+    "lessons": "attention_steps calculator gpu_lessons ir tutorial_kernels",
 }
 LEGEND = "GPU: needs one, except for a small preset; ranks: runs on several GPUs, or as processes on a CPU"
 
