@@ -48,10 +48,10 @@ from distlab.options import (
     shown,
 )
 from distlab.report import Column, commit, environment
-from distlab.report.record import Metrics, Record, Records, plain
+from distlab.report.record import Metrics, Record, Records, plain, read_json
 from distlab.report.terminal import say, say_table
 from distlab.report.view import View, headline_from, write
-from distlab.runs import Header, Run, check_names, make_folder, open_run
+from distlab.runs import ROWS, Header, Run, check_names, make_folder, open_run
 from distlab.text import for_terminal
 
 __all__ = [
@@ -145,7 +145,8 @@ class Experiment(Generic[C]):
         nproc: default number of ranks. None: all GPUs, or two on a CPU.
         prepare: (config, context) → the configuration, with the values that depend on the machine.
             Called on every rank before the run's folder is opened, so that records have the result.
-        wrong: rows → reasons to end with exit code 1. They are the first findings.
+        wrong: rows, also of the parts → reasons to end with exit code 1. Those of the run's own rows
+            are its first findings.
         may_change: names of options that may differ when a run is resumed.
         parts: views of the rows that `measure` adds to `run.part(view.name)`.
     """
@@ -326,7 +327,7 @@ class Experiment(Generic[C]):
                     f"this run is complete, since {since} ({folder}). --fresh measures it again, another "
                     "--name begins a new one"
                 )
-                return 1 if self.wrong(run.records) else 0
+                return self._exit_code(run)
             run.progress, run.notice = progress, progress.keep
             run.show = partial(self.show, run, progress, json_only=frame.json)
             self.measure(config, context, run)
@@ -364,7 +365,15 @@ class Experiment(Generic[C]):
         for view, rows, page in self._written(run):
             say(view, rows.records, page, table=not run.shown, quiet=json_only, line=rows is run)
         run.complete()
-        return 1 if self.wrong(run.records) else 0
+        return self._exit_code(run)
+
+    def _exit_code(self, run: Run) -> int:
+        """Return 1 if a row of the run or of its parts is wrong, else 0."""
+        records = list(run.records)
+        # From the files, because a run that was complete before has not made its parts again.
+        for file in sorted(run.path.glob(f"parts/*/{ROWS}")):
+            records += read_json(file)
+        return 1 if self.wrong(records) else 0
 
     def _written(self, run: Run) -> Iterator[tuple[View, Run, Path]]:
         """Write tables, pictures and page of the parts, then of the run itself.

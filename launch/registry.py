@@ -29,14 +29,11 @@ CATALOGUE: dict[str, dict[str, str]] = {
         "sabotage": "",
     },
     "strategies": {
-        "allreduce_sweep": RANKS,
+        "collectives": RANKS,
         "memory_breakdown": RANKS,
         "muon_placements": RANKS,
         "pipeline_schedules": RANKS,
         "train_curves": RANKS,
-    },
-    "kernels": {
-        "calculator": "",
     },
     "models": {
         "long_context": RANKS,
@@ -50,7 +47,7 @@ CATALOGUE: dict[str, dict[str, str]] = {
     },
     "lessons": {
         "lessons.attention_steps": GPU,
-        "lessons.contention": RANKS,
+        "lessons.calculator": "",
         "lessons.gpu_lessons": GPU,
         "lessons.ir": "",
         "lessons.tutorial_kernels": "",

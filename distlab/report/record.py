@@ -50,6 +50,7 @@ RENAMED = (
 # Experiment of then → of now.
 MERGED = {
     "activation_checkpointing": "model_benchmark",
+    "allreduce_sweep": "collectives",
     "attention_memory": "attention_sweep",
     **dict.fromkeys(("hardware_effects", "tuning"), "gpu_lessons"),
     **dict.fromkeys(("predict_published", "predict_steps"), "predict"),

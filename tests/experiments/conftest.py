@@ -12,7 +12,7 @@ from launch.registry import load
 from tests.experiments.frame import measured
 
 FIELDS = {  # what tests want to see, over the preset
-    "allreduce_sweep": {
+    "collectives": {
         "operations": ("all_reduce", "broadcast", "whole_all_reduce"),
         "group_sizes": (2, 3),
         "repeats": 5,

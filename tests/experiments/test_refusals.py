@@ -9,10 +9,10 @@ from launch.registry import experiments, load
 from tests.experiments.frame import refused
 
 REFUSED = {
-    "allreduce_sweep --sizes 4096": "give two or more positive sizes",
-    "allreduce_sweep --nproc 1 --backend gloo": "one rank alone sends nothing: start two or more with --nproc",
-    "allreduce_sweep --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
-    "allreduce_sweep --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
+    "collectives --sizes 4096": "give two or more positive sizes",
+    "collectives --nproc 1 --backend gloo": "one rank alone sends nothing: start two or more with --nproc",
+    "collectives --nproc 3 --backend gloo --group-sizes 2 4": "group sizes (2, 4) on 3 rank",
+    "collectives --nproc 2 --backend gloo --sizes 4096 1000000000000": "give smaller --sizes",
     "attention_steps --quick --length 200 --head-dims 64": "give a multiple of 128",
     "calculator occupancy --threads 5000 --registers 32": "1 to 1024",
     "calculator occupancy --threads 128": "occupancy: give registers",
@@ -62,7 +62,7 @@ REFUSED = {
     "gpu_lessons --quick --elements 5000": "give a power of two",
 }
 WITHOUT_A_GPU = {
-    "allreduce_sweep --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
+    "collectives --nproc=2 --backend=nccl": "needs an NVIDIA GPU",
     "attention_sweep": "needs 1 GPU",
     "ddp_bench --nproc=3 --backend=nccl": "nccl",
     "kernel_roofline": "--quick or --preset chains runs a small form",

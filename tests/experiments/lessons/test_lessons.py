@@ -2,16 +2,15 @@
 
 import ast
 import itertools
-import math
 
 import pytest
 import torch
 
-from distlab.experiment import Record, lone_context
+from distlab.experiment import lone_context
 from distlab.hardware import H100_SXM
 from experiments._attention import Shape, inputs
 from experiments.lessons import _lesson_attention as lesson
-from experiments.lessons import attention_steps, contention, gpu_lessons, ir
+from experiments.lessons import attention_steps, gpu_lessons, ir
 from experiments.lessons._lesson_kernels import reread_kernel
 from experiments.lessons.gpu_lessons.forms import FORMS
 from kernels import _dispatch
@@ -221,25 +220,3 @@ def test_a_study_runs_on_a_gpu_and_all_of_it_is_right(module, tmp_path):
     ] == []
     assert all("time_p50_ms" in r.metrics or "fwd_p50_ms" in r.metrics for r in run.records)
     assert module.EXPERIMENT.finish(run, json_only=True) == 0
-
-
-def test_what_messages_cost_the_computation_beside_them(smoke):
-    for record in smoke("contention")[0]:
-        metrics = record.metrics
-        assert metrics["max_abs_error"] == 0 and 0 < metrics["compute_rate"] <= 1
-        assert metrics["lost_ms_per_gb"] * record.config["megabytes"] >= 0
-
-
-def test_a_message_that_brings_too_little_is_called_wrong_and_its_cost_is_of_its_time():
-    found = {"comm_alone_ms": 2.0, "comm_beside_ms": 4.0, "compute_rate": 0.75}
-    costs = contention.costs(found, "all-gather-copy-engines", 10**9, ranks=2)
-    assert costs == {
-        "alone_busbw_gb_per_s": 250.0,
-        "beside_busbw_gb_per_s": 125.0,
-        "lost_ms_per_gb": 1.0,
-    }
-    errors = ({"max_abs_error": error} for error in (0.0, math.nan))
-    records = [
-        Record("contention", "copy", {"megabytes": 4.0}, metrics, {}, None) for metrics in errors
-    ]
-    assert contention.wrong_rows(records) == ["copy of 4 MiB: off by nan"]

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments import calculator
+from experiments.lessons import calculator
 from launch.__main__ import main
 
 
